@@ -218,15 +218,14 @@ def __dir__() -> list[str]:
 
 
 class _GymnasiumIds:
-    """Enters the ids ``turnwise/<name>-v0`` when Gymnasium is imported after this package.
+    """Register ``turnwise/<name>-v0`` when Gymnasium is imported after this package.
 
-    ``gymnasium.register_envs`` does nothing with the module that it is given: it relies on ids that importing the
-    module entered. Importing this package does not import Gymnasium, which takes longer than all the rest; so a
-    finder waits for it, and leaves.
+    ``gymnasium.register_envs(module)`` relies on ids that importing the module registered. Importing Gymnasium here
+    would dominate the import time, so an import finder waits for it and then removes itself.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find Gymnasium as it is found without this, and enter the ids after it was executed."""
+        """Find Gymnasium's spec and register the ids after its module was executed."""
         if name != "gymnasium":
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)

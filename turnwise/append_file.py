@@ -1,4 +1,4 @@
-"""Files that grow by whole lines, whatever happens to the process or the disk."""
+"""Append-only files of lines: an append is whole or absent, also across kills and full disks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from turnwise.errors import DiskError
 
 
 class AppendFile:
-    """A file of lines that only this process appends to; a line is in the file when :meth:`append` returns.
+    """An append-only file of lines with a single writer; a line is in the file when :meth:`append` returns.
 
-    Args:
-        path: The file; its folder is made.
-        cut: Whether half a line that a killed process left is removed. Otherwise it stays unreadable, but does not
-            swallow the next one.
+    A torn last line that a killed process left is removed with ``cut``, else terminated and left unreadable.
     """
 
     def __init__(self, path: Path, *, cut: bool = False) -> None:
@@ -32,31 +29,27 @@ class AppendFile:
                 self.size += 1
 
     def append(self, line: bytes) -> int:
-        """Append one line (without its line break), whole or not at all; return where in the file it begins.
-
-        Raises:
-            OSError: The disk is full, or the file is gone.
-        """
+        """Append one line (without its line break), whole or not at all; return its byte offset. Raises OSError."""
         append_whole(self._file, line + b"\n")
         begins, self.size = self.size, self.size + len(line) + 1
         return begins
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes of the file; fewer where it ends before."""
+        """Return up to ``length`` bytes from ``offset``; fewer at the end of the file."""
         return os.pread(self._file, length, offset)
 
     def truncate(self, size: int) -> None:
-        """Cut the file to its first ``size`` bytes."""
+        """Cut the file to ``size`` bytes."""
         os.ftruncate(self._file, size)
         self.size = size
 
     def sync(self) -> None:
-        """Force what was appended to disk: after that a power cut does not lose it either."""
+        """Fsync the file: what was appended survives a power cut."""
         if not self._closed:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file. Closing twice is no error."""
+        """Close the file; idempotent."""
         if not self._closed:
             self._closed = True
             os.close(self._file)
@@ -64,11 +57,7 @@ class AppendFile:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say what a disk that refuses means for the run.
-
-    Raises:
-        DiskError: It refused.
-    """
+    """Turn an OSError of the block into a DiskError that says what it means for the run."""
     try:
         yield
     except OSError as error:
@@ -79,10 +68,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def append_whole(file: int, data: bytes) -> None:
-    """Append bytes to a file that only this process writes; where that fails, nothing of them stays in it.
-
-    Half a line would swallow the one that the next call writes, once the disk has room again.
-    """
+    """Append bytes; after a failed write none stay, since a torn line would swallow the next one."""
     written = 0
     try:
         while written < len(data):
@@ -94,7 +80,6 @@ def append_whole(file: int, data: bytes) -> None:
 
 
 def _last_line(file: int, size: int) -> int:
-    """Return where the last line of a file begins that has no line break at its end."""
     block = 2**20
     while size > 0:
         begins = max(0, size - block)

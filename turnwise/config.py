@@ -1,4 +1,4 @@
-"""From YAML files and ``key=value`` overrides to a checked pydantic model, and back."""
+"""Configuration: YAML files and ``key=value`` overrides to a checked pydantic model, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Keys: TypeAlias = "tuple[str | int, ...]"
 
 @dataclass(slots=True)
 class _Problem:
-    """What is wrong at one place; several alternatives of a union are one problem."""
+    """A problem at one path; the alternatives of a union are one problem."""
 
     value: Any
     unknown: bool
@@ -33,14 +33,7 @@ class _Problem:
 def report_problems(
     model: type[BaseModel], data: Any, origins: Mapping[Keys, str], errors: Sequence[ErrorDetails]
 ) -> str:
-    """Return one line per wrong place.
-
-    Args:
-        model: The class that says what is allowed.
-        data: What was checked against it.
-        origins: Where a value was said ("run.yaml:3"), by its path or the path of a section around it.
-        errors: What pydantic found, without its URLs.
-    """
+    """Return one line per wrong value, with its source from ``origins`` ("run.yaml:3", by path or enclosing path)."""
     problems: dict[Keys, _Problem] = {}
     for error in errors:
         kind = error["type"]
@@ -55,7 +48,7 @@ def report_problems(
 
 
 def _path_in(data: Any, loc: tuple[str | int, ...], kind: str) -> Keys:
-    """Return ``loc`` without the labels that pydantic puts in for members of a union."""
+    """Return ``loc`` without pydantic's labels for union members."""
     keys: list[str | int] = []
     for position, key in enumerate(loc):
         if isinstance(data, dict) and (key in data or (kind == "missing" and position == len(loc) - 1)):
@@ -103,7 +96,7 @@ def _allowed(error: ErrorDetails) -> str:
 
 
 def _models_at(model: type[BaseModel], keys: Keys) -> list[type[BaseModel]]:
-    """Return the classes that may stand at a path (several where a union does)."""
+    """Return the classes that a path may hold (several for a union)."""
     found = [model]
     for key in keys:
         inner = [cls.model_fields[key].annotation for cls in found if isinstance(key, str) and key in cls.model_fields]
@@ -152,14 +145,14 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class _Located(str):
-    """Text that knows from which directory a relative path in it counts."""
+    """Text with the directory that relative paths in it start from."""
 
     __slots__ = ("base",)
     base: Path
 
     @classmethod
     def wrap(cls, value: Any, base: Path) -> Any:
-        """Return ``value`` with every text in it wrapped; keys stay as they are."""
+        """Return ``value`` with every string in it wrapped, keys aside."""
         if isinstance(value, str):
             located = cls(value)
             located.base = base
@@ -209,7 +202,7 @@ ConfigSource = Annotated[str, BeforeValidator(lambda value: _resolve_from(value,
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars, and no key twice."""
+    """YAML 1.2 scalars; duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -227,7 +220,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes what :class:`_Loader` reads back equal."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
-        """Repeat equal values: anchors confuse readers of a config."""
+        """Repeat equal values instead of writing anchors."""
         return True
 
 
@@ -279,20 +272,20 @@ def load_config(
     *,
     root: str | None = None,
 ) -> ModelT:
-    """Read, merge and check a configuration; modules from outside are imported before (``extensions.py``).
+    """Read, merge and check a configuration; extension modules are imported before (:mod:`turnwise.plugins`).
 
-    Later sources win over earlier ones, key by key: ``defaults``, then the files in order, then the overrides. A
-    list is replaced as a whole, except by an override with an index.
+    Later sources win key by key: ``defaults``, the files in order, the overrides. A list is replaced as a whole, except
+    by an override with an index.
 
     Args:
-        model: The pydantic class that says what is allowed.
+        model: The pydantic class of the configuration.
         path: A YAML file, several of them, or None.
         overrides: ``dotted.path=value`` with the value in YAML (``optim.lr=1e-4``, ``evals.0.n=4``, ``a=[1, 2]``).
         defaults: Values below every file.
-        root: The key that a file means which holds a list; None: a file must not.
+        root: The key that holds the list of a file whose top level is a list; None forbids such files.
 
     Raises:
-        ConfigError: Every problem that was found, with its path, its value, where it was said and the remedy.
+        ConfigError: Every problem that was found, with its path, value, source and remedy.
     """
     load_extensions()
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
@@ -314,11 +307,7 @@ def load_config(
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``key=value`` texts as nested values, for what has no pydantic class (an environment's arguments).
-
-    Raises:
-        ConfigError: One is not of that form.
-    """
+    """Return ``key=value`` texts as nested values, without a pydantic class. Raises ConfigError."""
     data: dict[str, Any] = {}
     for text in overrides:
         _override(data, text, {})
@@ -327,7 +316,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def dump_config(config: BaseModel) -> str:
-    """Return a configuration as YAML that :func:`load_config` reads back equal; paths are absolute."""
+    """Return a configuration as YAML with absolute paths that :func:`load_config` reads back equal."""
     # Not model_dump(mode="json"): it writes an infinity in a free section as null.
     plain = to_jsonable_python(config.model_dump(), inf_nan_mode="constants")
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -427,7 +416,7 @@ def _key_into(place: Any, name: str, path: str, text: str) -> Any:
 
 
 def _settle(value: Any) -> Any:
-    """Make located text plain and default paths absolute, in place; return what is to stand there."""
+    """Return ``value`` with located text made plain and default paths absolute, in place."""
     if isinstance(value, _Located):
         return str(value)
     if isinstance(value, BaseModel):

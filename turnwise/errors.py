@@ -1,4 +1,4 @@
-"""One class per boundary that an error can cross."""
+"""The exception hierarchy: one class per boundary that an error can cross."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from typing import ClassVar
 
 
 class TurnwiseError(Exception):
-    """Base of every error that this package raises on purpose.
-
-    Attributes:
-        retryable: Whether the same work may succeed when it is tried again (an infrastructure failure).
-    """
+    """Base of every error raised on purpose; ``retryable`` if repeating the same work may succeed."""
 
     retryable: ClassVar[bool] = False
 
 
 class ConfigError(TurnwiseError):
-    """A configuration value is unknown or wrong. The message names its path, the value and the remedy."""
+    """A configuration value is unknown or invalid. The message names path, value and remedy."""
 
 
 class MissingExtraError(TurnwiseError):
@@ -31,25 +27,25 @@ class TaskError(TurnwiseError):
 
 
 class RegistryError(TurnwiseError):
-    """A name is unknown in a registry, or already taken by something else."""
+    """A name is unknown in a registry, or already taken."""
 
 
 class ToolSchemaError(TurnwiseError):
-    """A function's signature or a given schema cannot be offered to a model."""
+    """A function's signature or a given schema cannot be expressed as a tool schema."""
 
 
 class ToolError(TurnwiseError):
-    """Raised by a tool; its text is answered to the model, which may recover."""
+    """Raised by a tool; its text is returned to the model, which may recover."""
 
 
 class EnvError(TurnwiseError):
-    """An environment raised, or broke its contract. Never a reward of zero: an error on the trajectory."""
+    """An environment raised or broke its contract: an error on the trajectory, never a reward of zero."""
 
     retryable = True
 
 
 class SandboxError(TurnwiseError):
-    """A sandbox or its backend failed; what a command inside it did is a result instead."""
+    """A sandbox or its backend failed; a failed command is a result instead."""
 
     retryable = True
 
@@ -59,17 +55,17 @@ class SandboxStartError(SandboxError):
 
 
 class SandboxDied(SandboxError):
-    """A sandbox that ran is gone; the episode in it is lost and may be played anew."""
+    """A running sandbox is gone; its episode is lost and may be retried."""
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine cannot give what was asked for: no such backend, engine, image or isolation. Names the remedy."""
+    """This machine lacks a backend, engine, image or isolation. The message names the remedy."""
 
     retryable = False
 
 
 class SandboxFileError(SandboxError):
-    """A file inside a sandbox cannot be read or written; the sandbox itself is well."""
+    """A file inside a sandbox cannot be read or written; the sandbox itself works."""
 
     retryable = False
 
@@ -79,35 +75,29 @@ class SandboxFileNotFound(SandboxFileError, FileNotFoundError):
 
 
 class SandboxFileTooLarge(SandboxFileError):
-    """A file, or a folder that was to be downloaded, is larger than the caller takes."""
+    """A file, or a folder to be downloaded, exceeds the caller's limit."""
 
 
 class AgentError(TurnwiseError):
-    """An agent raised, or broke its contract."""
+    """An agent raised or broke its contract."""
 
 
 class RunnerDisconnected(AgentError):
-    """The process that played an episode for a run is gone, or the run is gone from it. The episode is played anew."""
+    """The connection between a remote runner and its run is lost. The episode is retried."""
 
     retryable = True
 
 
 class RenderError(TurnwiseError):
-    """A chat template cannot render these messages, or no chat format could be decided."""
+    """A chat template cannot render these messages, or no chat format was detected."""
 
 
 class SessionError(TurnwiseError):
-    """A request that a session refuses by name, or a client that broke its contract."""
+    """A session refuses a request, or a client broke its contract."""
 
 
 class BudgetExceeded(TurnwiseError):
-    """Nothing is left to sample, or no unusable call is left.
-
-    Attributes:
-        stop_reason: With which the trajectory ends.
-        used: How many tokens (or turns) are used; None where the reason is no number.
-        limit: How many may be.
-    """
+    """No tokens or turns are left (``used`` of ``limit``), or too many calls were unusable."""
 
     def __init__(self, stop_reason: str, message: str, *, used: int | None = None, limit: int | None = None) -> None:
         super().__init__(message)
@@ -117,34 +107,31 @@ class BudgetExceeded(TurnwiseError):
 
 
 class InferenceError(TurnwiseError):
-    """An inference server failed, vanished, or answered nonsense."""
+    """An inference server failed, disconnected, or sent a malformed response."""
 
     retryable = True
 
 
 class RequestRefused(InferenceError):
-    """An inference server understood the request and refused it: trying again changes nothing."""
+    """An inference server rejected a request that it understood: retrying does not help."""
 
     retryable = False
 
 
 class StructuredOutputError(TurnwiseError):
-    """A completion cannot be held to what was asked: not by this engine or chat format, or not to this schema.
-
-    Who asked for it is told; nothing has failed.
-    """
+    """The requested structured output is unsupported by this engine, chat format or schema."""
 
 
 class EngineDied(InferenceError):
-    """An inference server's process ended although nobody stopped it."""
+    """An inference server's process ended unexpectedly."""
 
 
 class TrainError(TurnwiseError):
-    """Training cannot start or go on."""
+    """Training cannot start or continue."""
 
 
 class DiskError(TrainError):
-    """The disk refuses what a run must write down: it ends, and goes on when there is room."""
+    """A run cannot write to disk: it stops, and resumes once there is room."""
 
 
 class CheckpointError(TurnwiseError):
@@ -152,15 +139,15 @@ class CheckpointError(TurnwiseError):
 
 
 class FormatError(TurnwiseError):
-    """Bytes on disk or on the wire do not hold what their schema version promises."""
+    """Bytes on disk or on the wire do not match their schema version."""
 
 
 class AuditError(TurnwiseError):
-    """What a run left on disk contradicts an invariant."""
+    """The files of a run contradict an invariant."""
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return a value as an error message quotes it: its ``repr``, cut in the middle to at most ``limit`` characters."""
+    """Return a value as error messages quote it: its ``repr``, cut in the middle to ``limit`` characters."""
     # A subclass of str (a text that knows its file, an enum's member) is quoted as the text that its writer knows.
     try:
         text = repr(str(value) if isinstance(value, str) else value)

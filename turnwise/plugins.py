@@ -1,8 +1,8 @@
-"""From a reference such as ``pkg.mod:Class`` or ``path/file.py:Class`` to the object that it names.
+"""References such as ``pkg.mod:Class`` or ``path/file.py:Class`` to objects, and the loading of extensions.
 
-Two ways lead here. The environment variable ``TURNWISE_EXTERNAL_MODULES`` names modules or files, separated by commas;
-a package that is installed names one as an entry point of the group ``turnwise.plugins``. Both are imported once per
-process, before a configuration is checked. Processes that a run starts inherit the variable, and so import them too.
+Extensions are the modules or files of the environment variable ``TURNWISE_EXTERNAL_MODULES`` (separated by commas) and
+the entry points of the group ``turnwise.plugins``. They are imported once per process, before a configuration is
+checked; child processes inherit the variable.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _IMPORTED: dict[str, str] = {}
 
 
 def load_object(reference: str, what: str) -> Any:
-    """Return what a reference names.
+    """Return the object of a reference.
 
     Args:
         reference: ``pkg.mod:Name``, ``pkg.mod.Name`` or ``path/file.py:Name``; ``Name`` may be ``Outer.Inner``.
-        what: What is looked for ("environment", "agent"), for the message.
+        what: The kind of object ("environment", "agent"), for error messages.
 
     Raises:
-        ConfigError: The reference has another form, or its module or name cannot be found or imported.
+        ConfigError: The reference is malformed, or its module or name cannot be imported.
     """
     owner, colon, name = reference.rpartition(":")
     if not colon:
@@ -61,11 +61,7 @@ def load_object(reference: str, what: str) -> Any:
 
 
 def load_class_from_fqn(reference: str, what: str) -> type[Any]:
-    """Return the class that a reference names; :func:`load_object` for classes only.
-
-    Raises:
-        ConfigError: As :func:`load_object`, and where something else than a class stands there.
-    """
+    """Return the class of a reference; raise ConfigError as :func:`load_object` and for non-classes."""
     found = load_object(reference, what)
     if not isinstance(found, type):
         raise ConfigError(f"{what} {reference!r} is {_kind(found)}, not a class")
@@ -86,21 +82,13 @@ def _import(name: str, reference: str, what: str) -> Any:
 
 
 def place_of(module: str) -> str:
-    """Return what a message calls a module: its name, or the file that :func:`load_file` made it of."""
+    """Return a module's name for messages: its file where :func:`load_file` made it."""
     file = vars(sys.modules[module]).get("__file__") if module.startswith(_FILE) and module in sys.modules else None
     return Path(file).name if file else module
 
 
 def load_file(file: str | Path, what: str) -> ModuleType:
-    """Return the module that a Python file makes. It is run when it is first loaded, however often that is asked.
-
-    Args:
-        file: The file.
-        what: What it is loaded for, as a message begins.
-
-    Raises:
-        ConfigError: There is no such file, or running it failed; the message names the line.
-    """
+    """Return the module of a Python file, executed once per process; ConfigError names the line that raised."""
     path = _resolved(str(file), os.getcwd())
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {path}")
@@ -133,12 +121,12 @@ def load_file(file: str | Path, what: str) -> ModuleType:
 
 @functools.lru_cache(maxsize=256)
 def _resolved(file: str, folder: str) -> Path:
-    """Return the path of a file as it is seen from a folder; every episode asks for its environment's."""
+    """Return a file's absolute path relative to a folder (cached: every episode resolves one)."""
     return (folder / Path(file).expanduser()).resolve()
 
 
 def _imported(file: str) -> ModuleType | None:
-    """Return the module that was imported of a file, if any."""
+    """Return the module that was imported from a file, if any."""
     before = sys.modules.get(_IMPORTED.get(file, ""))
     if before is not None and vars(before).get("__file__") == file:
         return before
@@ -150,7 +138,6 @@ def _imported(file: str) -> ModuleType | None:
 
 
 def _place(path: Path, error: Exception) -> str:
-    """Return where in a file an error arose, as ``file:line``."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -162,17 +149,17 @@ def _kind(found: Any) -> str:
 
 
 def reference_to(target: Any, what: str) -> str:
-    """Return the reference by which :func:`load_object` finds a class or function again.
+    """Return a reference from which :func:`load_object` finds a class or function again.
 
-    What stands in the program that runs is named by its file, so that a later process finds it; in a notebook or an
-    interpreter, where there is no file, by ``__main__``, which only this process finds.
+    Objects of the main program are referenced by its file; those of a notebook or interpreter by ``__main__``, which
+    only this process resolves.
 
     Args:
         target: The class or function.
-        what: What it is ("environment", "agent"), for the message.
+        what: The kind of object ("environment", "agent"), for error messages.
 
     Raises:
-        ConfigError: It has no name, or under its name something else is found.
+        ConfigError: It has no name, or its name resolves to another object.
     """
     module, name = _name_of(target)
     if module is None or name is None:
@@ -195,7 +182,7 @@ def reference_to(target: Any, what: str) -> str:
 
 
 def _name_of(target: Any) -> tuple[str | None, str | None]:
-    """Return module and name of what a def or a class made, or of what a decorator made of one."""
+    """Return module and qualified name of a definition, also below decorators."""
     named = inspect.unwrap(target) if callable(target) else target
     if isinstance(named, type) or inspect.isroutine(named):
         return named.__module__, named.__qualname__
@@ -214,15 +201,7 @@ _done: dict[str, str | None] = {}
 
 
 def load_extensions() -> list[str]:
-    """Import what the environment variable and installed packages name, whatever of it was not imported yet.
-
-    Returns:
-        What was imported by this call: modules, files and entry points by name, in order.
-
-    Raises:
-        ConfigError: One cannot be found or imported, or an entry point is asked for that no package has; the message
-            names it, the cause and the remedy.
-    """
+    """Import the extensions not imported yet; return their names, in order. Raises ConfigError."""
     said = {variable: os.environ.get(variable) for variable in (MODULES, CHOSEN)}
     if said == _done:
         # Asked before every configuration: what is installed is looked up once.
@@ -241,7 +220,7 @@ def load_extensions() -> list[str]:
 
 
 def _begin(key: str) -> bool:
-    """Note that something is being loaded; False where it was before. A module may load a configuration itself."""
+    """Mark an extension as loading; False if it was before (a module may load a configuration itself)."""
     fresh = key not in _loaded
     _loaded.add(key)
     return fresh
@@ -252,7 +231,6 @@ def _listed(variable: str) -> list[str]:
 
 
 def _entries() -> Iterator[EntryPoint]:
-    """Yield the entry points that are wanted, in the order of their names."""
     chosen = _listed(CHOSEN) or ["all"]
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if chosen == ["none"]:
@@ -270,7 +248,6 @@ def _entries() -> Iterator[EntryPoint]:
 
 
 def _enter(entry: EntryPoint) -> None:
-    """Load an entry point: a module is imported, a function is called besides."""
     owner = entry.dist.name if entry.dist is not None else "an unknown package"
     what = f"the extension {entry.name!r} ({entry.value}, of the package {owner})"
     remedy = f"mend or uninstall {owner}, or leave it out with {CHOSEN}=none"

@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but what they are made of."""
+"""Deterministic seeds: hashes of what they are for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 def stable_hash(*parts: str | bytes | int | float | bool | None) -> int:
     """Return a 63-bit hash that is the same in every process, on every machine and in every version.
 
-    All seeds are drawn with it. Each part is encoded as its type, its length and its bytes, so neither
-    ``("ab", "c")`` and ``("a", "bc")`` nor ``1`` and ``"1"`` are confused; the digest is BLAKE2b (RFC 7693).
-
-    Raises:
-        TypeError: A part is of another type.
+    Each part is encoded as type, length and bytes, so neither ``("ab", "c")`` and ``("a", "bc")`` nor ``1`` and ``"1"``
+    collide; the digest is BLAKE2b (RFC 7693). Raises TypeError for other types of parts.
     """
     digest = blake2b(digest_size=8)
     for part in parts:

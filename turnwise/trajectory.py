@@ -1,4 +1,4 @@
-"""What an episode's session leaves, and the rows that training takes from it."""
+"""Trajectories: trees of token segments that sessions record, and the training rows made of them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ SegmentKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of ids that was added to a branch at once. Immutable.
+    """A run of token ids that was added to a branch at once; immutable.
 
     Attributes:
-        index: Its place in ``Trajectory.segments``, in commit order (a parent stands before its children).
-        parent: Index of the segment before it, -1 for a root.
+        index: Index in ``Trajectory.segments``, in commit order (parents before children).
+        parent: Index of the preceding segment, -1 for a root.
         kind: ``context`` (``loss_mask`` 0) or ``sampled`` (``loss_mask`` 1).
         ids: int32 of shape [tokens].
-        messages: What the ids mean, as JSON: the messages that a request added, or the one assistant message.
-        turn_id: Names the turn; sampled segments only.
+        messages: The ids' messages as JSON: those that a request added, or the one assistant message.
+        turn_id: The turn; sampled segments only.
         logprobs: float32 of shape [tokens], sampled segments only.
         weight_versions: Spans over ``ids``, sampled segments only.
         finish_reason: Sampled segments only.
         fork: Why this segment is not the first child of its parent, or None.
-        tools: Root contexts only: the tools of the root, as JSON.
-        template_args: Root contexts only: what a request gave the chat template besides, or None.
-        left_out: Sampled segments only: spans of ids that the agent's own account of the episode leaves out, so that
-            they are not trained; None where it is all there.
+        tools: Root contexts only: the tool schemas, as JSON.
+        template_args: Root contexts only: additional chat template arguments of the request, or None.
+        left_out: Sampled segments only: spans of ids that the agent dropped from its history and that are not trained;
+            None for no such ids.
     """
 
     index: int
@@ -60,9 +60,7 @@ class Segment:
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """Which of the ids are trained: a new mask of shape [tokens], all of them where the policy sampled them and the
-        agent left none out.
-        """
+        """Mask of shape [tokens] of the trained ids: sampled and not in ``left_out``."""
         mask = np.full(len(self.ids), self.sampled, np.bool_)
         for start, end in self.left_out or ():
             mask[start:end] = False
@@ -75,17 +73,13 @@ _RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
 
 
 def segment_record(segment: Segment) -> dict[str, Any]:
-    """Return a segment as what orjson writes; :func:`read_segment` reads it back."""
+    """Return a segment as orjson-serialisable values; :func:`read_segment` is the inverse."""
     record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
     return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
 
 
 def read_segment(record: dict[str, Any]) -> Segment:
-    """Read what :func:`segment_record` gave and JSON kept.
-
-    Raises:
-        AttributeError, KeyError, OverflowError, TypeError or ValueError: A field is missing or malformed.
-    """
+    """Read a record of :func:`segment_record`; a malformed one raises KeyError, TypeError, ValueError and the like."""
     logprobs = record.get("logprobs")
     tools, given = record.get("tools"), record.get("template_args")
     left_out = record.get("left_out")
@@ -115,7 +109,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One model call: what was sampled, and the path of segments that the model saw before it."""
+    """One model call: the sampled segment, and the path of segments that the model saw."""
 
     turn_id: str
     sampled: Segment
@@ -124,31 +118,29 @@ class Turn:
 
 @dataclass(slots=True)
 class Trajectory:
-    """What one session of one episode leaves.
+    """The recording of one session of one episode.
 
     Attributes:
         id: Unique in the run.
-        episode_id: The episode (one attempt at a task) that it belongs to.
-        group_id: The group it is compared within.
+        episode_id: The episode (one attempt at a task).
+        group_id: The group within which rewards are compared.
         task_id: The dataset row.
         agent: The session's name (``main`` unless the agent opened further ones).
-        policy: Which policy sampled.
+        policy: The policy that sampled.
         segments: A forest, in commit order.
         rewards: Events (turn id or None, name, value).
         stop_reason: Why it ended.
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
-        turn_metrics: Those of them that one turn brought, by turn id: its calls, and what its tools measured.
-        states: What the environment called the state after a turn, by turn id; under the empty text the one that it
-            began in.
+        turn_metrics: Metrics by turn id: calls, and what tools measured.
+        states: The environment's state label after each turn, by turn id; the empty key holds the initial state.
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.
-        seed: Seed with which the environment was reset.
-        reasoning: What became of the reasoning of earlier turns: ``keep`` or ``template``.
-        echo: What became of turns that came back rewritten: ``same`` or ``strict``.
-        recorded: ``tokens``; ``text`` where an endpoint sampled that tells no ids: segments then hold messages only.
-        baseline: Whether it is a greedy rollout whose reward is what others are held against: no member of its group,
-            and never trained.
+        seed: The environment's reset seed.
+        reasoning: How reasoning of earlier turns was rendered: ``keep`` or ``template``.
+        echo: How rewritten turns were matched: ``same`` or ``strict``.
+        recorded: ``tokens``, or ``text`` for endpoints without token ids, where segments hold messages only.
+        baseline: Whether it is a greedy rollout that serves as a reward baseline: in no group, never trained.
     """
 
     id: str
@@ -180,7 +172,7 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many ids the policy sampled, over all branches; of text, the tokens that the endpoint reported."""
+        """Number of sampled ids over all branches; for ``text``, the endpoint's token counts."""
         if self.recorded == "text":
             return int(self.metrics.get("completion_tokens", 0))
         return sum(len(segment.ids) for segment in self.segments if segment.sampled)
@@ -210,11 +202,7 @@ class Trajectory:
                 yield Turn(segment.turn_id, segment, path)
 
     def to_bytes(self) -> bytes:
-        """Return one line of JSON (no line break) that :meth:`from_bytes` reads back exactly.
-
-        Raises:
-            FormatError: A log-probability or reward is not finite, or a field holds what JSON cannot express.
-        """
+        """Return one line of JSON for :meth:`from_bytes`; FormatError for non-finite or non-JSON values."""
         for segment in self.segments:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                 raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
@@ -236,11 +224,7 @@ class Trajectory:
 
     @classmethod
     def from_bytes(cls, data: bytes | str) -> Trajectory:
-        """Read what :meth:`to_bytes` wrote.
-
-        Raises:
-            FormatError: Not JSON, another schema version, or a missing or malformed field.
-        """
+        """Read a line of :meth:`to_bytes`; FormatError for another schema version or malformed fields."""
         record = _load(data, "trajectory")
         try:
             segments = [read_segment(item) for item in record.pop("segments")]
@@ -267,16 +251,16 @@ def _load(data: bytes | str, what: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """Trajectories of one task that are compared with each other (ragged where members were dropped).
+    """Trajectories of one task whose rewards are compared (ragged where members were dropped).
 
     Attributes:
         id: Unique in the run.
         task_id: Their task.
         trajectories: The members.
         partition: ``train`` or ``val``.
-        failed: How many members ended in an error and are not among ``trajectories``.
-        source: What their task's figures are counted under, where there are several sources.
-        baselines: What the greedy rollout of the task left, where one was asked for and did not fail; no members.
+        failed: Number of members that ended in an error and are not in ``trajectories``.
+        source: Task source for metrics, where there are several.
+        baselines: Greedy rollouts of the task, where requested; not members.
     """
 
     id: str
@@ -303,7 +287,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_bytes(cls, data: bytes | str) -> TrajectoryGroup:
-        """Read what :meth:`to_bytes` wrote. Raises FormatError."""
+        """Read a line of :meth:`to_bytes`. Raises FormatError."""
         record = _load(data, "group")
         record.pop("schema_version")
         try:
@@ -318,18 +302,18 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One training row: a branch of a trajectory, from its root to a leaf. All arrays have shape [tokens].
+    """One training row: a branch of a trajectory from root to leaf. All arrays have shape [tokens].
 
     Attributes:
-        input_ids: int32, exactly what the engine saw and sampled.
-        loss_mask: bool, true exactly where the policy sampled the id and this row trains it.
+        input_ids: int32, exactly the ids that the engine saw and sampled.
+        loss_mask: bool, true where the policy sampled the id and this row trains it.
         rollout_logprobs: float32, 0 where the id was not sampled.
-        weight_versions: int32, the version that sampled the id, -1 where it was not sampled.
+        weight_versions: int32, weight version that sampled the id, -1 where it was not sampled.
         turn_ids: int32, number of the turn in commit order, -1 where the id was not sampled.
         trajectory_id: Its trajectory.
         group_id: Its group.
         leaf: Index of the leaf segment.
-        media: What the placeholders stand for.
+        media: Media of the placeholder ids.
     """
 
     input_ids: TokenIds
@@ -344,21 +328,20 @@ class TrainSample:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it from the other rows of a run: trajectory and leaf."""
+        """(trajectory id, leaf index), unique in a run."""
         return self.trajectory_id, self.leaf
 
     @property
     def trained_tokens(self) -> int:
-        """How many ids this row trains."""
+        """Number of trained ids."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The rows of a trajectory, and what did not become part of one.
+    """The training rows of a trajectory, with counts of what is in none.
 
     Attributes:
-        rows: The training rows.
         empty_leaves: Leaves whose row owned no sampled id.
         unowned_tokens: Sampled ids that no kept row trains: 0 unless rows were filtered or cut, or the agent left ids
             out.
@@ -377,13 +360,12 @@ def to_samples(
 ) -> Samples:
     """Return one row per leaf; each sampled id is trained in exactly one of them.
 
-    A sampled segment that several leaves share is trained in the first kept one, in commit order. Owners are
-    chosen after filtering and cutting.
+    A shared sampled segment is trained in the first kept leaf in commit order, after filtering and cutting.
 
     Args:
-        trajectory: Where the rows come from.
-        max_tokens: Rows are cut after this many ids.
-        keep: Decides by a leaf's path whether its row is kept.
+        trajectory: The trajectory.
+        max_tokens: Rows are cut to this many ids.
+        keep: Filters rows by the leaf's path.
 
     Raises:
         TrainError: The trajectory was recorded as text.

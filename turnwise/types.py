@@ -1,4 +1,4 @@
-"""The nouns that every room of the house shares: messages, calls, prompts, completions."""
+"""The shared types: messages, tool calls, prompts, sampling parameters, completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json: TypeAlias = Any
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Every episode ends with exactly one of these."""
+    """Stop reason of a trajectory; every episode has exactly one."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -35,14 +35,14 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model made.
+    """A tool call of a model.
 
     Attributes:
         id: Unique in the session that issued it.
         name: The tool's name; empty where the model gave none.
         arguments: The parsed arguments; empty where ``error`` is set.
-        raw: The text of the arguments (or of the whole block) as it was sampled.
-        error: Why the call cannot be used, or None. A call with an error is never executed.
+        raw: The sampled text of the arguments (or of the whole block).
+        error: Parse or validation error, or None. A call with an error is never executed.
     """
 
     id: str
@@ -54,12 +54,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """What a model is told of a tool.
+    """The definition of a tool as the model sees it.
 
     Attributes:
-        name: The name that calls use.
+        name: The tool's name.
         description: Free text; may be empty.
-        parameters: A JSON schema of type ``object``. Nothing of it is lost on the way to the prompt.
+        parameters: A JSON schema of type ``object``, rendered into the prompt unchanged.
     """
 
     name: str
@@ -75,11 +75,10 @@ class ToolSchema:
 
 
 class Message(TypedDict, total=False):
-    """One message of a conversation, in this package's own form.
+    """One message of a conversation, in canonical form.
 
-    ``tool_calls`` holds :class:`ToolCall` objects. ``turn_id`` and ``finish_reason`` are set by
-    ``Session.chat`` on assistant messages: the first names the turn in the trajectory, the second says how
-    the completion ended (``length`` means that it was cut).
+    ``tool_calls`` holds :class:`ToolCall` objects. ``Session.chat`` sets ``turn_id`` (the turn in the trajectory) and
+    ``finish_reason`` (``length`` for a truncated completion) on assistant messages.
     """
 
     role: Required[Role]
@@ -94,13 +93,13 @@ class Message(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One image, audio clip or video and where it stands in the prompt.
+    """One image, audio clip or video and its position in the prompt.
 
     Attributes:
         kind: ``image``, ``audio`` or ``video``.
         data: The encoded bytes.
         position: Index of its first placeholder id in the prompt.
-        length: How many placeholder ids it covers.
+        length: Number of placeholder ids.
     """
 
     kind: Literal["image", "audio", "video"]
@@ -111,7 +110,7 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """The ids of a prompt, int32 of shape [tokens], and the media that it holds."""
+    """Prompt ids, int32 of shape [tokens], with their media."""
 
     ids: TokenIds
     media: tuple[Media, ...] = ()
@@ -119,17 +118,17 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What a completion is held to while it is sampled. Its reasoning stays free.
+    """Structured output of a completion: a constraint on all but its reasoning.
 
-    Without calls it is a text; with calls it is one or more of them, or a text if that is allowed.
+    Without ``calls`` it constrains the text; with ``calls`` to one or more of them, or a text if ``text`` is set.
 
     Attributes:
-        schema: JSON schema that the text is; None leaves the text free.
+        schema: JSON schema of the text; None leaves it free.
         calls: Names of the tools that may be called.
-        text: Whether it may be a text, where it may be calls.
-        most: Most calls; None is any number.
-        tag: All this for one prompt and chat format, as the structural tag (JSON) that servers are sent. A session
-            writes it; clients refuse a guide without one.
+        text: Whether a text is allowed besides calls.
+        most: Maximum number of calls; None for no limit.
+        tag: The structural tag (JSON) for one prompt and chat format, as sent to servers. Set by the session; clients
+            reject a guide without one.
     """
 
     schema: dict[str, Any] | None = None
@@ -141,19 +140,19 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is sampled.
+    """Sampling parameters of one completion.
 
     Attributes:
         temperature: Divides the logits; 0 is greedy.
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest ids; 0 keeps all.
         min_p: Keep ids with at least this share of the likeliest id's probability.
-        max_tokens: At most this many ids; None is up to the context length.
-        stop: Strings that end the completion.
-        stop_token_ids: Ids that end the completion (the id itself is part of it).
+        max_tokens: Maximum number of ids; None is up to the context length.
+        stop: Stop strings.
+        stop_token_ids: Stop ids (a sampled stop id is part of the completion).
         seed: Seed of the counter-based generator, keyed by (seed, position); None lets the server choose.
-        ignore_eos: Sample on past stop ids (benchmarks only).
-        guide: What the completion is held to; None is nothing. Log-probabilities are those without it.
+        ignore_eos: Continue past stop ids (benchmarks only).
+        guide: Structured output, or None. Log-probabilities are those without it.
     """
 
     temperature: float = 1.0
@@ -174,12 +173,12 @@ VersionSpan: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an inference server sampled for one prompt.
+    """The result of sampling one prompt.
 
     Attributes:
         token_ids: int32 of shape [tokens]; a sampled stop id is its last element.
-        logprobs: float32 of shape [tokens]: log-probability of each id under the distribution divided by
-            the temperature, before any truncation (top-k, top-p, min-p, a guide). At temperature 0: of the raw logits.
+        logprobs: float32 of shape [tokens]: log-probability of each id under the distribution divided by the
+            temperature, before any truncation (top-k, top-p, min-p, a guide). At temperature 0: of the raw logits.
         finish_reason: How it ended.
         weight_versions: Spans that cover all ids in order, without gaps.
         routed_experts: int16 of shape [tokens, layers, top_k] for mixture models whose server reports it.
@@ -194,14 +193,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A piece of a streamed completion.
+    """A chunk of a streamed completion.
 
     Attributes:
         token_ids: int32 of shape [tokens].
         logprobs: As in :class:`Completion`.
-        weight_version: Which weights sampled the last of these ids; None where the server says it at the end only.
-        finish_reason: Set on the last piece only.
-        weight_versions: On the last piece: the spans of the whole completion.
+        weight_version: Weight version of the last of these ids; None where the server reports it at the end only.
+        finish_reason: Set on the last chunk only.
+        weight_versions: On the last chunk: the spans of the whole completion.
     """
 
     token_ids: TokenIds
@@ -212,12 +211,12 @@ class TokenDelta:
 
 
 def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
-    """Return ``values`` as the int32 array that prompts and segments hold."""
+    """Return ``values`` as an int32 array."""
     return np.asarray(values, dtype=np.int32)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return a message's text: its content, or the joined text parts of it."""
+    """Return a message's text: its content, or its joined text parts."""
     content = message.get("content")
     if content is None:
         return ""

@@ -1,4 +1,4 @@
-"""Agents: what acts in an environment."""
+"""Agents: the code that acts in an episode."""
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits
 from turnwise.agents.outcome import current_episode, emit_reward

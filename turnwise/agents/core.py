@@ -1,4 +1,4 @@
-"""The contract of agents: what runs in an episode, and what it is given."""
+"""The contract of agents: the Agent base class, and the Episode that it acts in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What an agent may use; the session and the runner enforce it.
+    """Limits of an episode, enforced by session and runner.
 
     Attributes:
         max_turns: Model calls per session.
@@ -42,7 +42,7 @@ class EpisodeLimits:
 
 
 async def recorded_turns(session: Session) -> list[str]:
-    """Return the ids of the turns that a session of this process has recorded, in order."""
+    """Return the ids of the recorded turns of a local session, in order."""
     return [each.turn_id for each in session.segments(messages=False) if each.sampled and each.turn_id is not None]
 
 
@@ -51,7 +51,7 @@ States: TypeAlias = dict[tuple[str, str | None], str]
 
 
 def first_state(info: Mapping[str, Any]) -> States:
-    """Return what ``reset`` said, for the session that moves first."""
+    """Return the state of ``reset``, for the session that moves first."""
     state = _named(info)
     return {} if state is None else {(info.get("turn") or "main", None): state}
 
@@ -59,14 +59,14 @@ def first_state(info: Mapping[str, Any]) -> States:
 def note_state(
     states: States, info: Mapping[str, Any], agent: str, turn: str | None, last_turn: Callable[[str], str | None]
 ) -> None:
-    """Note what a step said, for the session that moves next.
+    """Note the state of a step, for the session that moves next.
 
     Args:
-        states: What is known so far; added to.
-        info: What the step returned.
-        agent: The session whose message it was.
-        turn: Its turn; without one nothing is noted.
-        last_turn: Tells the last turn of another session, None where it had none.
+        states: Extended in place.
+        info: Info of the step.
+        agent: Session of the step's message.
+        turn: Turn of that message; without one nothing is noted.
+        last_turn: Returns the last turn of a session, or None.
     """
     state, mover = _named(info), info.get("turn") or agent
     if state is not None and turn is not None:
@@ -74,7 +74,7 @@ def note_state(
 
 
 def _named(info: Mapping[str, Any]) -> str | None:
-    """Return a name; what is no text and no whole number is the environment's own affair."""
+    """Return ``info["state"]`` where it is a text or an integer."""
     state = info.get("state")
     return str(state) if isinstance(state, (str, int)) and not isinstance(state, bool) else None
 
@@ -85,14 +85,14 @@ _ANSWER_SHARE: Final = 8
 
 
 def tool_result_budget(room: int, context_length: int, max_tokens_per_turn: int | None, answers: int) -> int:
-    """Return how many tokens the texts of answers may take together.
+    """Return the token budget of a turn's tool results.
 
     Args:
-        room: Tokens left of the context behind the turn that called.
+        room: Tokens left of the context after the calling turn.
         context_length: Tokens of prompt and completion together.
-        max_tokens_per_turn: Tokens of one completion. As many are kept free for the next one, but at most an eighth of
-            the context.
-        answers: How many answers there are.
+        max_tokens_per_turn: Tokens of one completion; as many are reserved for the next, at most an eighth of the
+            context.
+        answers: Number of results.
     """
     eighth = max(1, context_length // _ANSWER_SHARE)
     markup = min(MARKUP, context_length // 16)
@@ -100,11 +100,11 @@ def tool_result_budget(room: int, context_length: int, max_tokens_per_turn: int 
 
 
 def truncate_tool_results(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:
-    """Return texts that take at most ``room`` tokens together: shorter ones whole, longer ones cut to equal shares.
+    """Cut texts to ``room`` tokens together: shorter ones stay whole, longer ones get equal shares.
 
     Args:
-        texts: Any texts.
-        room: Tokens. Where it is not even one for each text, nothing is cut: the context is full.
+        texts: The texts.
+        room: Tokens. With less than one per text the context is full, and nothing is cut.
         count_tokens: Counts the tokens of a text.
     """
     # No text has more tokens than bytes (a prefix aside, which the markup covers): nearly always nothing is counted.
@@ -125,7 +125,7 @@ def truncate_tool_results(texts: Sequence[str], room: int, count_tokens: CountTo
 
 
 def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountTokens) -> tuple[list[Message], int]:
-    """Return messages whose tool answers fit (see :func:`truncate_tool_results`), and how many of them were cut."""
+    """Apply :func:`truncate_tool_results` to messages; return them and the number of results cut."""
     places = [
         index
         for index, message in enumerate(messages)
@@ -143,7 +143,7 @@ def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountToke
 
 @dataclass(slots=True)
 class Reward:
-    """A reward event: which session and turn it belongs to (None: to the episode), its name and value."""
+    """A named reward of a session's turn, or of the episode where ``turn_id`` is None."""
 
     agent: str
     turn_id: str | None
@@ -152,21 +152,13 @@ class Reward:
 
 
 def finite(what: str, value: float) -> None:
-    """Refuse a number that is none.
-
-    Raises:
-        AgentError: It is not finite.
-    """
+    """Check that a number is finite."""
     if not math.isfinite(value):
         raise AgentError(f"{what} is {value}: it must be a finite number")
 
 
 def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
-    """See that every reward has a session whose trajectory holds it. Where there is none at all, that of ``main`` does.
-
-    Raises:
-        AgentError: A reward would be lost.
-    """
+    """Check that every reward's session is open; without any session, ``main`` counts as open."""
     owners = set(sessions) or {"main"}
     lost = [reward for reward in rewards if reward.agent not in owners and reward.value]
     if lost:
@@ -185,31 +177,30 @@ ListTurns = Callable[[Session], Awaitable[list[str]]]
 
 
 class ToolThreadLost(EnvError):
-    """Code of a tool or an environment was given up and cannot be stopped: its environment must not be used again."""
+    """A tool's or environment's thread was abandoned and cannot be stopped: its environment must not be reused."""
 
     retryable: ClassVar[bool] = False
 
 
 class Episode:
-    """What an agent is given. Made by the runner, which resets the environment before and closes it after.
+    """One episode, as an agent sees it. The runner resets the environment before and closes it after.
 
     Attributes:
-        id: Names the episode in this run; each attempt at a task is an episode of its own.
+        id: Unique in the run; each attempt at a task is an episode.
         partition: ``train`` or ``val``.
-        attempt: 0 at first, counted up when an infrastructure failure ended the one before.
+        attempt: Counts from 0; a retry follows an infrastructure failure.
         task: The dataset row.
-        seed: The seed with which the environment was reset.
-        observation: Messages that ``reset`` returned: the beginning of the conversation.
-        info: What else ``reset`` returned.
-        tools: What the model may call.
-        limits: What the agent may use.
-        deadline: Event loop time at which the runner ends the episode, or None.
+        seed: Seed of the environment's ``reset``.
+        observation: Messages from ``reset``: the head of the conversation.
+        info: Info from ``reset``.
+        tools: The tools offered to the model.
+        limits: Limits of the episode.
+        deadline: Event loop time of the timeout, or None.
         rewards: Reward events so far.
-        metrics: Counts and times so far; ``turn_metrics`` by session and turn id.
-        states: What the environment called the state after a turn, by session and turn id; after reset the id is None.
-        rewarded: Whether the agent says itself what the episode is worth (:meth:`reward`): the environment is not
-            asked to score it.
-        list_turns: Tells the turns of a session by their ids; the recorder may be elsewhere.
+        metrics: Metrics so far; ``turn_metrics`` by session and turn id.
+        states: Environment states after turns, by session and turn id; the id is None after ``reset``.
+        rewarded: Whether the agent set the reward itself (:meth:`reward`); the environment then does not score.
+        list_turns: Returns a session's turn ids; the recorder may be remote.
     """
 
     def __init__(
@@ -259,12 +250,12 @@ class Episode:
 
     @property
     def env(self) -> Env:
-        """The environment, for methods that only it has; what others have goes through the episode."""
+        """The environment, for methods of its own; all others go through the episode."""
         return self._env
 
     @property
     def sandbox(self) -> Sandbox | None:
-        """Where the episode's commands run; None where its environment opened none."""
+        """The environment's sandbox, or None."""
         return self._env.sandbox
 
     @property
@@ -274,18 +265,18 @@ class Episode:
 
     @property
     def sessions(self) -> dict[str, Session]:
-        """All sessions that were opened, by name."""
+        """All open sessions, by name."""
         return dict(self._sessions)
 
     def session_for(self, name: str, policy: str | None = None) -> Session:
-        """Return the session of that name, opened when it is first asked for.
+        """Return the session of that name; the first request opens it.
 
         Args:
-            name: Whose session: each leaves a trajectory of its own. ``solver/0`` and ``solver/1`` are of one role.
-            policy: Who samples in it: ``main``, the trained one and the default, or one of ``rollout.frozen``.
+            name: Name of the session; each makes a trajectory. ``solver/0`` and ``solver/1`` share the role ``solver``.
+            policy: Policy that samples: ``main`` (default, trained) or one of ``rollout.frozen``.
 
         Raises:
-            AgentError: It cannot be called so, another policy samples in it, or there is no such policy.
+            AgentError: The name is invalid, the session has another policy, or the policy is unknown.
         """
         if name not in self._sessions:
             self._sessions[name] = self._open_session(check_name(name), policy or TRAINED)
@@ -295,27 +286,27 @@ class Episode:
         return self._sessions[name]
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
-        """Return a base URL at which a program talks to the model in that session, until the agent returns.
+        """Return a base URL of the session's model endpoint, valid until the agent returns.
 
-        It speaks OpenAI Chat and Responses (with ``/v1`` behind it) and Anthropic Messages, records every token, and
-        holds a token that cannot be guessed. How it samples is the run's to say, whatever a program asks for.
+        It serves OpenAI Chat and Responses (under ``/v1``) and Anthropic Messages, records every token, and holds an
+        unguessable token. Sampling is the run's, whatever a request asks for.
 
         Raises:
-            AgentError: This episode was made without a gateway.
+            AgentError: The episode has no gateway.
         """
         return (await self.door(name, policy)).url
 
     async def door(self, name: str = "main", policy: str | None = None) -> Door:
-        """Return that address together with what becomes of requests there; raises what :meth:`address` does."""
+        """Return that endpoint with its request accounting; raises as :meth:`address`."""
         if self._open_door is None:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
         return await self._open_door(self.session_for(name, policy))
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:
-        """Hand an assistant message to the environment.
+        """Pass an assistant message to the environment.
 
-        Rewards and metrics of the step are noted on the turn whose message this is. Answers are cut to the room that
-        the context has left, and ``spare`` tokens that the agent frees before it asks again.
+        Rewards and metrics are noted on the message's turn. Tool results are cut to the room left in the context, plus
+        ``spare`` tokens that the agent frees before its next request.
 
         Returns:
             The step's result; its observation is always a list of messages.
@@ -357,13 +348,12 @@ class Episode:
         return result if truncate_tool_results is answers else result._replace(observation=truncate_tool_results)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
-        """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
+        """Execute one tool call outside of a step. Its reward is noted on the calling turn.
 
         Raises:
             EnvError: The environment raised or broke its contract.
-            BudgetSpent: So many calls in a row were unusable that the episode ends; let it pass, the runner knows
-                what it means.
-            AgentError: The episode has ended already, or its environment answers no single calls.
+            BudgetExceeded: Too many invalid calls in a row; let it propagate to the runner.
+            AgentError: The episode has ended, or the environment does not take single calls.
         """
         if not isinstance(self._env, ToolEnv):
             raise AgentError(
@@ -393,7 +383,7 @@ class Episode:
     def fit(
         self, messages: list[Message], turn: str | None, calls: int, agent: str, *, share: bool = False, spare: int = 0
     ) -> list[Message]:
-        """Cut answers to a turn's calls (one's: ``share``) to the room behind it and ``spare``, soon to be freed."""
+        """Cut a turn's tool results (``share`` for a single call) to the room left plus ``spare``."""
         session, count_tokens = self._sessions.get(agent), self._env.count_tokens
         left = None if session is None or turn is None or not calls else session.room_behind(turn)
         if left is None or count_tokens is None:
@@ -405,14 +395,12 @@ class Episode:
         return found
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
-        """Note a reward on a turn, or with None on the episode. Raises AgentError where it is not finite."""
+        """Note a reward on a turn, or on the episode (None). Raises AgentError where it is not finite."""
         finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
     def reward(self, value: float, turn_id: str | None = None, *, name: str = "reward", agent: str = "main") -> None:
-        """Say what the episode is worth, or with a turn what that was worth, in the place of the environment.
-
-        The environment is not asked to score the episode any more. Rewards add up.
+        """Add a reward to the episode, or to a turn, in place of the environment's score.
 
         Raises:
             AgentError: The environment has scored the episode already, or the value is not finite.
@@ -426,18 +414,18 @@ class Episode:
         self.rewarded = True
 
     async def in_thread(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run a plain function in one of the run's threads, and return what it returns.
+        """Run a plain function in one of the run's threads.
 
-        A thread cannot be stopped. Where the episode ends first, it is given up and counted, as a tool's would be.
+        A thread cannot be stopped: at the end of the episode it is abandoned and counted, as a tool's is.
         """
         result: T = await in_thread(self._env, function, args, kwargs)
         return result
 
     def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
-        """Add to the episode's metrics, and to those of a turn where one is named.
+        """Add to the metrics of the episode, and of a turn if given.
 
         Raises:
-            AgentError: One is not finite.
+            AgentError: A value is not finite.
         """
         for name, value in metrics.items():
             finite(f"episode.count: metric {name!r}", value)
@@ -447,10 +435,9 @@ class Episode:
                 of_turn[name] = of_turn.get(name, 0.0) + float(value)
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
-        """Say how the agent's run ended, and which message is its answer.
+        """Set the stop reason and the final message.
 
-        Without this call an agent that returns has completed, and its last message, if it makes no calls, is
-        the answer.
+        By default an agent that returns has completed, with its last message, if without calls, as the answer.
         """
         self.stop_reason = reason
         self.final = final
@@ -460,8 +447,7 @@ class Episode:
 
         Raises:
             EnvError: The environment raised or broke its contract, now or in a step whose error the agent caught.
-            InferenceError: The last request of a session failed, and the agent caught the error: what is missing
-                then is no fault of the policy.
+            InferenceError: A session's last request failed and the agent caught the error; the policy is not at fault.
         """
         if self.scored:
             return
@@ -484,7 +470,7 @@ class Episode:
 
     @property
     def answer(self) -> Message | None:
-        """The message that is scored: what :meth:`finish` was given, else a last message without calls."""
+        """The scored message: that of :meth:`finish`, else a last message without calls."""
         if self.final is not None or self.stop_reason is not StopReason.COMPLETED:
             return self.final
         main = self._sessions.get("main")
@@ -510,7 +496,7 @@ class Episode:
             )
 
     def _check_invalid(self, env: ToolEnv) -> None:
-        """End the episode as a step would: an agent that answers call by call sees no step that says so."""
+        """End the episode after too many invalid calls, for agents that answer call by call."""
         if 0 < env.max_invalid_calls <= env.invalid_in_a_row:
             self.ended = True
             self.finish(StopReason.INVALID_CALLS)
@@ -519,10 +505,10 @@ class Episode:
 
 
 class Agent(ABC):
-    """Acts in an episode. What it did is what the sessions recorded.
+    """Acts in episodes; its sessions record the actions.
 
-    Subclasses are constructed from keyword arguments of the configuration, once per run; ``run`` is called once
-    per episode, many at the same time, so it keeps its state in local variables.
+    Constructed once per run from the configuration's keyword arguments. ``run`` is called concurrently, once per
+    episode: keep state in local variables.
     """
 
     # Whether its prompts hold the environment's tools, which the chat template must then show.
@@ -530,15 +516,15 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
-        """Act until the environment ends the episode or nothing is left to do; let a BudgetSpent pass to the runner."""
+        """Act until the environment ends the episode or nothing is left to do; let BudgetExceeded propagate."""
 
     async def close(self) -> None:  # noqa: B027 - most agents hold nothing
-        """Release what the agent holds between episodes. Called once, when no episode runs any more."""
+        """Release shared resources. Called once, after the last episode."""
 
     def policies(self) -> frozenset[str]:
-        """The policies that its sessions name: a run sees beforehand whether they are there."""
+        """Policies of its sessions; checked before the run."""
         return frozenset({TRAINED})
 
     def sandbox_mounts(self) -> tuple[Mount, ...]:
-        """What of the host it needs to see, read-only, in the sandbox of its episodes, where its program runs there."""
+        """Read-only host mounts that its program needs in the episode's sandbox."""
         return ()

@@ -1,4 +1,4 @@
-"""What an agent's code says its episode was worth: while it runs, and by what it returns."""
+"""Rewards set by an agent's code: ``emit_reward`` while it runs, and its return value."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAME = "reward"
 
 @contextlib.contextmanager
 def acting(episode: Episode) -> Iterator[None]:
-    """Make an episode the current one of the code in this block, of tasks that it starts and of threads of
-    :meth:`~turnwise.agents.core.Episode.in_thread`.
+    """Make an episode current for this block, its tasks, and threads of
+    :meth:`turnwise.agents.core.Episode.in_thread`.
     """
     token = _ACTING.set(episode)
     try:
@@ -27,10 +27,10 @@ def acting(episode: Episode) -> Iterator[None]:
 
 
 def current_episode() -> Episode:
-    """Return the episode whose agent this code belongs to.
+    """Return the episode of the calling agent code.
 
     Raises:
-        AgentError: It runs below no agent, or in a thread that was started without the agent's context.
+        AgentError: There is none, or the thread was started without the agent's context.
     """
     episode = _ACTING.get(None)
     if episode is None:
@@ -48,18 +48,18 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,  # noqa: ARG001 - of other tools' signature; nothing reads it here
     propagate: bool = True,  # noqa: ARG001 - the same
 ) -> None:
-    """Reward the turn that the agent took last, or the episode where there is none yet.
+    """Reward the agent's last turn, or the episode where there is none yet.
 
-    Rewards add up with each other and with what the agent returns, and stand in the place of the environment's score.
+    Rewards add up with each other and with the return value, and replace the environment's score.
 
     Args:
-        reward: A number; or several named ones, of which ``primary_key`` is the reward and the others are metrics.
-        primary_key: Which one.
-        attributes: Taken, and not kept.
-        propagate: The same.
+        reward: A number, or named ones: ``primary_key`` is the reward, the others are metrics.
+        primary_key: Name of the reward.
+        attributes: Ignored.
+        propagate: Ignored.
 
     Raises:
-        AgentError: No episode runs here, or what is given is no finite number.
+        AgentError: No episode is current, or a number is not finite.
     """
     episode = current_episode()
     main = episode.sessions.get("main")
@@ -79,12 +79,12 @@ def emit_reward(
 
 
 async def settle(episode: Episode, result: object) -> None:
-    """Take what an agent's code returned.
+    """Apply the return value of an agent's code.
 
     Args:
-        episode: The episode that it ran in.
-        result: None; a number, the reward of the episode; named numbers, its parts; or a list with a number for each
-            turn of the main session (None for a turn that earned nothing).
+        episode: The episode.
+        result: None; a number, the episode's reward; named numbers, its parts; or a list with a number, or None, for
+            each turn of the main session.
 
     Raises:
         AgentError: It is something else, or the environment has scored the episode already.

@@ -1,4 +1,4 @@
-"""The ReAct loop: ask the model, run its calls, show it the answers, until the environment ends the episode."""
+"""The agents for chat models: the ReAct loop, a single turn, and turn-taking agents of one environment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from turnwise.types import Message, StopReason, ToolSchema
 
 
 class ReActAgent(Agent):
-    """Alternates between the model and the environment.
+    """Alternates between model and environment.
 
-    A message without calls is the final answer: the environment scores it. A message that a length limit cut
-    before it made a call ends the episode with ``max_tokens``.
+    A message without calls is the final answer, which the environment scores. One cut by a length limit before any call
+    ends the episode with ``max_tokens``.
 
     Args:
-        context: What it does about a conversation that outgrows the context: the fields of a ContextConfig
-            (``drop_tool_results``, ``compaction``, ``sub_agent``).
+        context: Context limits: the fields of a ContextConfig (``drop_tool_results``, ``compaction``, ``sub_agent``).
 
     Raises:
         ConfigError: A key of ``context`` is unknown, or a value not allowed.
@@ -48,7 +47,7 @@ class ReActAgent(Agent):
 
 
 class SingleTurnAgent(Agent):
-    """Asks the model once, without tools; the environment scores what it says."""
+    """Samples one answer, without tools, which the environment scores."""
 
     offers_tools: ClassVar[bool] = False
 
@@ -62,24 +61,23 @@ class SingleTurnAgent(Agent):
 
 
 class TurnsAgent(Agent):
-    """Alternates between the agents of an environment, as it says whose turn it is.
+    """Alternates between the agents of an environment, in the order that the environment sets.
 
-    Each reads only what it was told, and its own messages. An environment that names no agents has one, ``main``, who
-    then plays as ReAct does. What ends one of them (a limit, a cut-off answer) ends the episode for all.
+    Each sees only its own observations and messages. An environment without agents has one, ``main``, which then plays
+    as ReAct does. A limit or cut-off answer of one ends the episode for all.
     """
 
     def __init__(self, policies: Mapping[str, str] | None = None, others: str | None = None) -> None:
-        """Say who samples for whom.
+        """Assign policies to agents.
 
         Args:
-            policies: The policy of an agent or of a role (``solver`` also speaks for ``solver/0``): ``main``, which is
-                trained, or one of ``rollout.frozen``. Who is not named is played by ``main``: with nobody named it
-                plays against itself.
-            others: Plays all agents but one. Which one is left to the trained policy is drawn from the task's seed,
-                so it is the same one in all episodes of a group.
+            policies: Policy of an agent or role (``solver`` includes ``solver/0``): ``main``, which is trained, or one
+                of ``rollout.frozen``. Others are played by ``main``; without any this is self-play.
+            others: Policy of all agents but one. The trained one is drawn from the task's seed, the same in all
+                episodes of a group.
 
         Raises:
-            AgentError: Both are given, or one is no name.
+            AgentError: Both are given, or a name is invalid.
         """
         if others is not None and policies:
             raise AgentError("turns: policies and others are both given: name who plays whom, or who plays all but one")
@@ -122,7 +120,6 @@ class TurnsAgent(Agent):
             turn = result.info.get("turn") or turn
 
     def _cast(self, agents: Sequence[str], seed: int) -> dict[str, str]:
-        """Return the policy of each agent."""
         if self._others is None:
             return {name: self._policies.get(name, self._policies.get(role_of(name), TRAINED)) for name in agents}
         trained = agents[stable_hash("cast", seed) % len(agents)]
@@ -130,6 +127,5 @@ class TurnsAgent(Agent):
 
 
 def _offered(episode: Episode, agent: str) -> Sequence[ToolSchema]:
-    """Return the tools that an agent may call."""
     names = episode.info.get("tools", {}).get(agent)
     return episode.tools if names is None else [tool for tool in episode.tools if tool.name in names]

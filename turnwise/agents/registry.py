@@ -1,4 +1,4 @@
-"""Agents by name: classes, functions and whatever else makes agents."""
+"""The registry of agents: classes, ``@rollout`` functions and other factories, by name or reference."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from turnwise.plugins import load_object
 
 @runtime_checkable
 class AgentMaker(Protocol):
-    """What is no agent class and can still be named as an agent: a ``@rollout`` function, a class of agent loops."""
+    """A factory usable as an agent: a ``@rollout`` function, a class of agent loops."""
 
     def make_agent(self, **config: Any) -> Agent:
-        """Return an agent with this configuration.
-
-        Raises:
-            AgentError: It does not take the configuration.
-        """
+        """Return an agent with this configuration."""
 
 
 Registered: TypeAlias = "type[Agent] | AgentMaker"
@@ -40,10 +36,10 @@ _AGENTS: dict[str, Registered | str] = {
 
 
 def register_agent(name: str) -> Callable[[R], R]:
-    """Register an agent under a name, as a decorator of a class or of a ``@rollout`` function.
+    """Register a class or a ``@rollout`` function under a name, as a decorator.
 
     Raises:
-        RegistryError: The name is taken by another agent, or is none: it holds one of ``:./``, as references do.
+        RegistryError: The name is taken, or holds one of ``:./``, as references do.
     """
 
     def register(agent: R) -> R:
@@ -61,13 +57,7 @@ def register_agent(name: str) -> Callable[[R], R]:
 
 
 def find_agent(name: str) -> Registered:
-    """Return what makes the agent of that name or reference; nothing is made yet.
-
-    Raises:
-        RegistryError: No agent has that name.
-        ConfigError: The reference cannot be loaded.
-        AgentError: It is no agent.
-    """
+    """Return the factory of a name or reference."""
     found = _AGENTS.get(name)
     if found is None and not any(mark in name for mark in ":./"):
         raise unknown_agent(name, ())
@@ -103,12 +93,7 @@ def make_agent(name: str, **config: Any) -> Agent:
 
 
 def unknown_agent(name: str, others: Collection[str]) -> RegistryError:
-    """Return the error that no agent has a name.
-
-    Args:
-        name: The name.
-        others: Names that are known besides the registered ones.
-    """
+    """Return the error for an unknown agent."""
     known = sorted({*_AGENTS, *others})
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -119,7 +104,7 @@ def unknown_agent(name: str, others: Collection[str]) -> RegistryError:
 
 
 def is_registered(name: str) -> bool:
-    """Return whether an agent is registered under a name."""
+    """Return whether an agent has that name."""
     return name in _AGENTS
 
 
@@ -133,15 +118,15 @@ RolloutMode: TypeAlias = Literal["train", "val"]
 
 @dataclass(frozen=True, slots=True)
 class LLM:
-    """Where the model of this rollout answers.
+    """Model endpoint of a rollout.
 
     Attributes:
-        endpoint: What clients of OpenAI's API take as ``base_url``. What is asked there is recorded as this rollout's,
-            so the address is good for this rollout only, and only while its agent runs.
-        model: The model's name; others are answered as well.
-        api_key: Any key will do; the address holds what authorises.
-        sampling_parameters: How the run samples, in the names of the API. Requests are sampled so whatever they say.
-        anthropic_endpoint: What clients of Anthropic's API take as ``base_url``.
+        endpoint: ``base_url`` for OpenAI clients. Requests are recorded for this rollout; valid only while its agent
+            runs.
+        model: Model name; others are accepted as well.
+        api_key: Any key; the URL authorises.
+        sampling_parameters: The run's sampling parameters in API names; requests cannot change them.
+        anthropic_endpoint: ``base_url`` for Anthropic clients.
     """
 
     endpoint: str
@@ -152,7 +137,7 @@ class LLM:
     resource_type: Literal["llm"] = "llm"
 
     def get_base_url(self, *args: object, **kwargs: object) -> str:  # noqa: ARG002 - a rollout and an attempt
-        """Return ``endpoint``: it belongs to one attempt at one rollout already."""
+        """Return ``endpoint``, which already belongs to one attempt."""
         return self.endpoint
 
 
@@ -176,13 +161,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Which rollout this is.
+    """Identity of a rollout.
 
     Attributes:
-        rollout_id: The same for all attempts at it.
+        rollout_id: The same for all its attempts.
         input: The dataset row.
         mode: ``train`` or ``val``.
-        attempt: Which attempt.
+        attempt: The attempt.
         start_time: Seconds since 1970.
     """
 
@@ -194,11 +179,7 @@ class Rollout:
 
 
 async def llm_of(episode: Episode) -> LLM:
-    """Return where the main session of an episode is talked to.
-
-    Raises:
-        AgentError: The episode was made without a gateway.
-    """
+    """Return the model endpoint of an episode's main session."""
     address = await episode.address()
     params = episode.session.params
     sampling: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
@@ -208,7 +189,7 @@ async def llm_of(episode: Episode) -> LLM:
 
 
 def rollout_of(episode: Episode) -> Rollout:
-    """Return which rollout an episode is."""
+    """Return the rollout of an episode."""
     name = episode.id.rpartition(".")[0] or episode.id
     attempt = Attempt(name, episode.id, episode.attempt + 1)
     mode: RolloutMode = "train" if episode.partition == "train" else "val"
@@ -216,7 +197,7 @@ def rollout_of(episode: Episode) -> Rollout:
 
 
 def row_of(episode: Episode) -> dict[str, Any]:
-    """Return the dataset row of an episode: its id, its prompt, and the columns beside them."""
+    """Return the dataset row of an episode: id, prompt and the other columns."""
     task = episode.task
     return {"id": task.id, "prompt": task.prompt, **task.data}
 
@@ -228,10 +209,10 @@ _GIVEN = frozenset({"episode", "task", "llm", "rollout"})
 
 
 class RolloutFunction(Generic[P, T]):
-    """A function under :func:`rollout`: called, it is what it was; named as an agent, it acts in episodes.
+    """A function decorated by :func:`rollout`: callable as before, and usable as an agent.
 
     Raises:
-        AgentError: Its signature is none of an agent.
+        AgentError: Its signature is not an agent's.
     """
 
     def __init__(self, function: Callable[P, T]) -> None:
@@ -244,11 +225,7 @@ class RolloutFunction(Generic[P, T]):
         return self._function(*args, **kwargs)
 
     def make_agent(self, **config: Any) -> Agent:
-        """Return the agent; its configuration becomes keyword arguments of the function.
-
-        Raises:
-            AgentError: The function takes no such arguments, or lacks one.
-        """
+        """Return the agent; its configuration becomes keyword arguments of the function."""
         given = dict.fromkeys(self._given)
         name = self._function.__qualname__
         if clash := sorted(self._given & config.keys()):
@@ -263,13 +240,10 @@ class RolloutFunction(Generic[P, T]):
 
 
 class FunctionAgent(Agent):
-    """Calls a function in each episode. One that is not async runs in a thread.
+    """Calls a function in each episode; a plain one runs in a thread.
 
     Args:
-        function: The function.
-        given: Which of its parameters an episode fills.
-        llm: The parameter that takes the LLM, if there is one.
-        config: Its other arguments.
+        llm: The parameter that takes the LLM, if any.
     """
 
     def __init__(
@@ -291,7 +265,7 @@ class FunctionAgent(Agent):
 
 
 async def called(episode: Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call an agent's function or method: on the loop where it is async, else in a thread."""
+    """Call an agent's function: on the event loop if async, else in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await episode.in_thread(function, *args, **kwargs)
@@ -305,11 +279,11 @@ def rollout(name: str, /) -> Callable[[Callable[P, T]], RolloutFunction[P, T]]: 
 @overload
 def rollout() -> Callable[[Callable[P, T]], RolloutFunction[P, T]]: ...
 def rollout(target: Any = None, /) -> Any:
-    """Make an agent of a function: ``@rollout``, or ``@rollout("name")`` to register it under a name.
+    """Make an agent of a function: ``@rollout``, or ``@rollout("name")`` to register it.
 
-    The function is given what its parameters are called: ``episode`` (see :class:`Episode`), or ``task`` (the row as a
-    dict), ``llm`` (where the model answers) and ``rollout`` (ids and mode). Other parameters are its configuration. It
-    returns None or its own reward: a number, named numbers, or a list with a number for each turn.
+    Parameters are filled by name: ``episode`` (see :class:`Episode`), or ``task`` (the row as a dict), ``llm`` (the
+    model endpoint) and ``rollout`` (ids and mode). Others are configuration. It returns None or its own reward: a
+    number, named numbers, or a list with a number for each turn.
 
     Raises:
         AgentError: The signature is none of these.

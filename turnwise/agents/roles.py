@@ -1,7 +1,6 @@
-"""Names of agents within an episode, the roles that they play, and who is compared with whom.
+"""Session names, roles and comparison groups within an episode.
 
-A session's name says its role: ``solver`` and ``solver/0`` are of the role ``solver``, so an episode may have several
-sessions of one role.
+The role is the name up to its first slash: ``solver`` and ``solver/0`` both have the role ``solver``.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)*")
 
 
 def role_of(agent: str) -> str:
-    """Return the role that a session's name says: what stands before its first slash."""
+    """Return the role of a session: its name up to the first slash."""
     return agent.partition("/")[0]
 
 
 def check_name(agent: str) -> str:
-    """Return a name that a session may have.
-
-    Raises:
-        AgentError: It may not.
-    """
+    """Check a session's name and return it."""
     if not isinstance(agent, str) or not _NAME.fullmatch(agent):
         raise AgentError(
             f"a session's name is {shown(agent)}: it must be letters, digits, '_', '-' and '.', such as 'solver', or "
@@ -44,11 +39,11 @@ def compared_within(group_id: str, agent: str, policy: str, compare: Compare) ->
     """Return the id of the group that a session's trajectory is compared within.
 
     Args:
-        group_id: The group of its task.
-        agent: The session's name.
-        policy: Who sampled in it. What a frozen policy did is compared with nothing that is trained.
-        compare: ``role``: with sessions of its role, those of its own episode included; ``agent``: with those of
-            exactly its name; ``together``: with all that are trained.
+        group_id: Group of the task.
+        agent: Session name.
+        policy: Its policy. Frozen policies are never compared with trained ones.
+        compare: ``role``: with sessions of its role, its own episode's included; ``agent``: with those of its name;
+            ``together``: with all trained ones.
     """
     name = agent if compare == "agent" else role_of(agent)
     if policy != TRAINED:

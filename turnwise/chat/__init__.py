@@ -1,1 +1,1 @@
-"""Chat templates and formats: from messages to token ids, and from sampled ids back to messages."""
+"""Chat templates and chat formats: messages to token ids, and sampled ids back to messages."""

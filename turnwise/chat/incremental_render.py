@@ -1,12 +1,12 @@
-"""What a template writes behind a sampled turn, without rendering the conversation.
+"""Incremental rendering: the template's suffix after a sampled turn, without rendering the conversation.
 
-The proof, once for each shape (roles and call counts of the new messages, calls of the last turn, tools):
+Proven once per shape (roles and call counts of the new messages, calls of the last turn, tools):
 
-(a) the text behind the sentinel is the same after a short and a long history, with and without tools;
+(a) the text after the sentinel is the same after a short and a long history, with and without tools;
 (b) the new messages do not change what the template writes before the turn;
 (c) every new content is in that text, in order;
-(d) the sentinel stands in the render once;
-(e) the text starts with an added token, or encodes the same behind other text.
+(d) the sentinel occurs once in the render;
+(e) the text starts with an added token, or encodes the same after other text.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ JsonTools = Sequence[Mapping[str, Any]]
 
 
 class Declined(Exception):
-    """A turn cannot be extended; ``args[0]`` is why, in the words of the recorder."""
+    """A turn cannot be extended; ``args[0]`` is the fork reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """How a shape is rendered.
+    """How a shape is rendered; ``lead`` counts the characters before the close, needed by turns that were cut.
 
     Attributes:
-        called: Whether the sentinel stands in the last call's arguments, else in the text.
+        called: Whether the sentinel is in the last call's arguments, else in the text.
         tools: Whether the skeleton holds the tools.
-        closes: Whether the turn has a close of its own, which a sampled stop token stands for.
-        lead: Characters before the close; only a turn that was cut needs them.
+        closes: Whether the turn has its own close, in place of which a stop token is sampled.
     """
 
     called: bool
@@ -54,7 +53,7 @@ class Delta:
 
 
 def kind_of(message: Canonical) -> Kind:
-    """Return what of a message its shape depends on."""
+    """Return the part of a message that its shape depends on."""
     return (
         message.role,
         bool(message.text),
@@ -65,13 +64,7 @@ def kind_of(message: Canonical) -> Kind:
 
 
 class TurnSuffix:
-    """Renders skeletons and proves shapes, each shape once.
-
-    Args:
-        facts: The template.
-        tokens: The tokenizer, for (e).
-        stops: Added tokens that end a turn.
-    """
+    """Renders skeletons and proves shapes, each shape once; ``stops`` are the added tokens that end a turn."""
 
     __slots__ = ("_facts", "_proofs", "_stops", "_tokens")
 
@@ -86,14 +79,13 @@ class TurnSuffix:
     ) -> tuple[str, Delta]:
         """Return the text that follows the turn, and how it was rendered.
 
+        Raises :class:`Declined` if the shape is not proven or the template raised on these messages.
+
         Args:
             last: Name and id of each call of the turn.
             new: The new messages in the template's form.
             tools: The tools as JSON.
-            shape: The shape of all that; ``shape[2]`` names the tools.
-
-        Raises:
-            Declined: The shape is not proven, or the template raised on these messages.
+            shape: Shape of these arguments; ``shape[2]`` numbers the tools.
         """
         proof = self._proofs.get(shape)
         if proof is None:
@@ -116,7 +108,6 @@ class TurnSuffix:
             raise Declined(f"template_error: {error}") from error
 
     def _turn(self, calls: Sequence[tuple[str, str]], *, called: bool) -> Wire:
-        """Return the assistant's message with the sentinel in it."""
         if not called:
             return {"role": "assistant", "content": SENTINEL}
         last = len(calls) - 1
@@ -130,7 +121,7 @@ class TurnSuffix:
         }
 
     def _behind(self, text: str, *, called: bool) -> str:
-        """Return what stands behind the sentinel; in a call, from the close of the turn on."""
+        """Return the text after the sentinel; in a call, from the close of the turn on."""
         at = text.find(SENTINEL)
         if at < 0:
             raise Declined("message_dropped")
@@ -176,7 +167,7 @@ class TurnSuffix:
         return f"qzcall00{number % 10}" if self._facts.short_ids else f"functions.qzf{number}:{number}"
 
     def _histories(self, own: JsonTools | None, tools: JsonTools) -> Iterator[tuple[list[Wire], JsonTools | None]]:
-        """Yield a short history and the longest ones that the template takes, each with its tools."""
+        """Yield a short history and the longest that the template accepts, each with its tools."""
         yield [USER], own
         system: Wire = {"role": "system", "content": "qzsystem"}
         reply: Wire = {"role": "assistant", "content": "qzreply"}
@@ -199,7 +190,7 @@ class TurnSuffix:
             raise Declined("depends_on_history")
 
     def _examples(self, kinds: Sequence[Kind], calls: Sequence[tuple[str, str]]) -> tuple[list[Wire], list[list[str]]]:
-        """Return messages of these kinds, and the words of each that must come out."""
+        """Return messages of these kinds, and the words of each that must be rendered."""
         new: list[Wire] = []
         words: list[list[str]] = []
         answered = 0
@@ -239,7 +230,6 @@ class TurnSuffix:
             reached = max([reached, *places])
 
     def _separable(self, tail: str) -> None:
-        """Check (e)."""
         ids = self._tokens.encode(tail)
         if ids and self._tokens.is_added(ids[0]):
             return
@@ -248,10 +238,9 @@ class TurnSuffix:
                 raise Declined("no_bridge")
 
     def _closed(self, turn: Wire, tail: str, called: bool, tools: JsonTools | None) -> Delta:
-        """Find out whether the turn has a close of its own, whatever follows.
+        """Find out whether the turn has its own close, whatever follows.
 
-        It has one if the template writes it at the end of a conversation too; the token itself may be another one
-        there (gpt-oss closes its last turn with the token that a model samples, earlier ones with another).
+        The template then also writes one at the end of a conversation, perhaps another token (as gpt-oss does).
         """
         none = Delta(called, tools is not None, closes=False, lead=0)
         try:

@@ -1,4 +1,4 @@
-"""What a renderer needs of a model's folder, in the layout of Hugging Face."""
+"""Model directories in Hugging Face's layout: tokenizer, chat template, stop ids and saved format."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model's folder holds.
+    """Contents of a model directory.
 
     Attributes:
-        path: The folder.
-        tokenizer: The tokenizer.
         template: The chat template, or None.
         tool_template: A second one for prompts with tools, or None.
         special: Special tokens by their names in templates.
-        eos_ids: Ids that end a turn, by the folder's configuration.
-        saved_format: What ``turnwise_format.json`` holds, or None.
+        eos_ids: Ids that end a turn, by the directory's configuration.
+        saved_format: Contents of ``turnwise_format.json``, or None.
     """
 
     path: Path
@@ -46,12 +44,7 @@ class ModelFiles:
 
 
 def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
-    """Read a model's folder.
-
-    Raises:
-        RenderError: The folder or a file in it is missing or broken; the message names it.
-        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
-    """
+    """Read a model directory. Raises RenderError if it is broken, MissingExtraError if it needs transformers."""
     path = Path(model_dir)
     if not path.is_dir():
         raise RenderError(f"model {str(model_dir)!r} is no folder on this machine; give the path of a local copy")
@@ -119,11 +112,7 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_templates(path: Path) -> tuple[str | None, str | None]:
-    """Return the chat template of a model's folder, and the one for prompts with tools where it holds two.
-
-    Raises:
-        RenderError: A file cannot be read.
-    """
+    """Return a directory's chat template, and the one for prompts with tools if there are two. Raises RenderError."""
     named: dict[str, str] = {}
     given = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(given, str):
@@ -150,15 +139,7 @@ def _text(file: Path) -> str:
 
 
 def write_templates(path: Path, template: str, tool_template: str | None) -> None:
-    """Make a chat template that of a model's folder, for every program that reads the folder.
-
-    A folder that holds these templates already is left as it is.
-
-    Args:
-        path: The folder.
-        template: The jinja text.
-        tool_template: The one for prompts with tools, where there are two.
-    """
+    """Write a chat template, and the one for prompts with tools, into a model directory; equal ones are kept."""
     if read_templates(path) == (template, tool_template):
         return
     (path / _TEMPLATE_FILE).write_bytes(template.encode())
@@ -177,25 +158,15 @@ def write_templates(path: Path, template: str, tool_template: str | None) -> Non
 
 
 def trained_digest(path: Path) -> str | None:
-    """Return the digest of the chat template that the model in a folder was trained with, None where it is not known.
-
-    Raises:
-        RenderError: ``turnwise_format.json`` is no JSON object.
-    """
+    """Return the digest of the chat template that a model was trained with, None if unknown. Raises RenderError."""
     digest = (_json(path / FORMAT_FILE) or {}).get("template")
     return digest if isinstance(digest, str) else None
 
 
 def check_trained(path: Path, digest: str, given: str | Path | None = None) -> None:
-    """Refuse another chat template than the one that the model in a folder was trained with.
+    """Check a template's digest against that of the model's training; ``given`` is ``renderer.chat_template``.
 
-    Args:
-        path: The folder.
-        digest: Of the template that is to be used.
-        given: What ``renderer.chat_template`` says, None where the template is the folder's own.
-
-    Raises:
-        RenderError: It is another one; the message names both remedies.
+    Raises RenderError, which names both remedies, if they differ.
     """
     trained = trained_digest(path)
     if trained is None or trained == digest:
@@ -229,15 +200,9 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple
 
 
 def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
-    """Refuse a model that would read the trained model's ids as other words.
+    """Check that a model has the trained one's vocabulary; ``key`` is the configuration key of ``directory``.
 
-    Args:
-        directory: The folder of that model.
-        model: The folder of the trained one.
-        key: The configuration key that names ``directory``.
-
-    Raises:
-        ConfigError: Both have a ``tokenizer.json``, and these differ in their vocabulary.
+    Raises ConfigError if both have a ``tokenizer.json``, with different vocabularies.
     """
     mine, theirs = _vocabulary(model), _vocabulary(directory)
     if mine is not None and theirs is not None and mine != theirs:
@@ -248,7 +213,6 @@ def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
 
 
 def _vocabulary(directory: Path) -> object:
-    """Return what a tokenizer's ids stand for, or None where no tokenizer.json says it."""
     file = directory / "tokenizer.json"
     try:
         record = orjson.loads(file.read_bytes())

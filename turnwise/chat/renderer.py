@@ -1,4 +1,4 @@
-"""The renderer of a model's folder."""
+"""Loading of a model's renderer, and saving of its chat format."""
 
 from __future__ import annotations
 
@@ -37,13 +37,7 @@ from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids
 
 
 class FormatTags:
-    """The grammars of a chat format.
-
-    Args:
-        chat_format: How calls and reasoning are written.
-        prefix: Returns what stands at the end of a context, the generation prompt at least, with the format's markers
-            as private characters.
-    """
+    """Structural tags of a chat format; ``prefix`` returns the end of a context with markers as private characters."""
 
     __slots__ = ("_format", "_prefix")
 
@@ -52,17 +46,7 @@ class FormatTags:
         self._prefix = prefix
 
     def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
-        """Return a guide with its tag.
-
-        Args:
-            guide: What an answer is held to.
-            tail: The context right before it.
-            tools: All tools of the request.
-
-        Raises:
-            GuideRefused: It names a tool that is not there, the format has no grammar of its calls, or no engine would
-                hold an answer to its schema.
-        """
+        """Return ``guide`` with its structural tag, for a completion after ``tail``. Raises StructuredOutputError."""
         keyword = None if guide.schema is None else unheld(guide.schema)
         if keyword is not None:
             raise StructuredOutputError(
@@ -101,24 +85,23 @@ class TemplateRenderer:
     """A :class:`~turnwise.model.core.Renderer` made of a chat template and a tokenizer.
 
     Args:
-        facts: The template and what was found out about it.
+        facts: The probed template.
         tokens: The tokenizer.
         choice: The chat format and its proof.
         eos_ids: Ids that end a turn, by the model's configuration.
-        special_in_text: ``escape``: the strings of added tokens inside messages stay text. ``template``: they become
-            control ids, as the template alone would have it.
-        fixed_arguments: Whether the template's arguments and date are the run's: no request, no day changes them.
+        special_in_text: ``escape``: added tokens spelled in messages stay text; ``template``: they become control ids.
+        fixed_arguments: Whether template arguments and date are fixed for the run.
 
     Attributes:
-        guides: Grammars of completions in the chat format.
-        arguments: What the template is given besides what this renderer was made with; see :meth:`under`.
+        guides: Structured-output grammars of the chat format.
+        arguments: Template arguments besides the run's own; see :meth:`under`.
         stop_ids: Ids that end a turn.
-        text: Whole conversations, and text that is no message.
-        media: Empty: a chat template and a tokenizer place text only.
+        text: Rendering of whole conversations, and encoding of plain text.
+        media: Empty: text only.
         why: Why the last :meth:`extend` returned None.
 
     Raises:
-        RenderError: Nothing ends a turn.
+        RenderError: No id ends a turn.
     """
 
     __slots__ = (
@@ -178,26 +161,26 @@ class TemplateRenderer:
 
     @property
     def escaped(self) -> int:
-        """How many strings of added tokens were kept as text so far."""
+        """Number of added-token strings kept as text so far."""
         return self._tokens.escaped
 
     # Arguments of the template
 
     @property
     def reads(self) -> frozenset[str]:
-        """The arguments of the template that a conversation may set."""
+        """Template arguments that a conversation may set."""
         return frozenset() if self._fixed else self._facts.template.reads
 
     def takes(self, name: str, value: Any) -> bool:
-        """Return whether the template can be given an argument; see :func:`~turnwise.model.canonical.takes`."""
+        """Return whether the template accepts an argument; see :func:`~turnwise.model.canonical.takes`."""
         return takes(self.reads, self._facts.template.literals, name, value)
 
     def under(self, arguments: TemplateArguments) -> TemplateRenderer:
-        """Return the renderer of conversations whose template is given these arguments; see the contract."""
+        """Return the renderer for these template arguments; see the contract."""
         return self._variant(arguments, self._facts.template.now)
 
     def at(self, now: datetime) -> TemplateRenderer:
-        """Return the renderer of conversations that begin at a time; see the contract."""
+        """Return the renderer for conversations that begin at ``now``; see the contract."""
         template = self._facts.template
         if self._fixed or template.dated or template.date(now) == template.date(template.now):
             return self
@@ -241,16 +224,13 @@ class TemplateRenderer:
     # Messages to ids
 
     def count(self, text: str) -> int:
-        """Return how many ids a text takes inside a message, its escapes included."""
+        """Return the number of ids of a text inside a message, escapes included."""
         return self._tokens.count(text, escape=self._escape)
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the whole prompt, generation prompt included, as int32 of shape [tokens].
 
-        A call whose arguments do not parse is rendered as its raw text.
-
-        Raises:
-            RenderError: The template raised on these messages.
+        Calls whose arguments do not parse are rendered as raw text. Raises RenderError if the template raises.
         """
         return self.text.prompt(messages, tools)
 
@@ -262,7 +242,7 @@ class TemplateRenderer:
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
     ) -> TokenIds | None:
-        """Return the ids that follow ``tail + completion`` when ``new`` is said next; see the contract."""
+        """Return the ids that follow ``tail + completion`` when ``new`` is appended; see the contract."""
         try:
             return as_ids(self._following(tail, completion.tolist(), last, new, tools))
         except Declined as declined:
@@ -277,7 +257,7 @@ class TemplateRenderer:
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
     ) -> list[int]:
-        """Return the close of the turn, as far as its ids lack it, the new messages and the generation prompt."""
+        """Return the missing close of the turn, the new messages and the generation prompt."""
         stopped = bool(ids) and ids[-1] in self.stop_ids
         if not self.stop_ids.isdisjoint(ids[:-1]):
             raise Declined("ids_after_stop")
@@ -301,10 +281,9 @@ class TemplateRenderer:
         return self._closing + following if thinking else following
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return what a model would sample to say ``message``, its stop id included.
+        """Return the ids a model would sample for ``message``, stop id included.
 
-        Raises:
-            RenderError: The template cannot say it: it refuses, or what it writes reads back as something else.
+        Raises RenderError if the template refuses it, or its text parses to something else.
         """
         canonical = Canonicalizer().reduce(0, message)
         if canonical.role != "assistant":
@@ -326,7 +305,7 @@ class TemplateRenderer:
         return ids
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
-        """Return the indices of messages whose reasoning the template drops when it renders them all."""
+        """Return the indices of messages whose reasoning the template drops from the history."""
         marked = [index for index, message in enumerate(messages) if message.reasoning]
         if not marked:
             return frozenset()
@@ -339,12 +318,12 @@ class TemplateRenderer:
     # Ids to messages
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
-        """Return the assistant message that these ids mean. Never raises on sampled ids, whatever they are."""
+        """Parse sampled ids into an assistant message. Never raises."""
         parsed = self._format.parse(self._turn_text(completion.tolist(), tail), tools)
         return parsed.message()
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
-        """Return what reads a completion behind ``tail`` while it is sampled, given the request's stop strings."""
+        """Return the incremental parser of a completion after ``tail``, given the request's stop strings."""
         live = self._format.live(self._prefix(tail[-self._generation :]))
         return LiveTurn(self._tokens, live, self.stop_ids, stops)
 
@@ -362,7 +341,7 @@ class TemplateRenderer:
         return TurnText(marks.read(self._tokens, ids[:end]), prefix, self._format.opened_by(prefix), stopped)
 
     def _prefix(self, ids: TokenIds) -> str:
-        """Return the text before a completion: nearly always that of the same generation prompt."""
+        """Return the text before a completion, cached: nearly always the same generation prompt."""
         key = ids.tobytes()
         text = self._prefixes.get(key)
         if text is None:
@@ -372,13 +351,13 @@ class TemplateRenderer:
         return text
 
     def decode(self, ids: TokenIds) -> str:
-        """Return the text of ids, special tokens included (to show, never to re-encode)."""
+        """Return the text of ids, special tokens included (for display, never to re-encode)."""
         return self._tokens.decode(ids.tolist())
 
     # What it is
 
     def describe(self) -> dict[str, Any]:
-        """Return the chat format and how it was decided: what is printed at start and saved with a run."""
+        """Return the chat format and how it was chosen, as printed at start and saved with a run."""
         variables = self._facts.template.variables
         return {
             "format": self._format.name,
@@ -411,7 +390,7 @@ _HEADERS = ("<|im_start|>", "<|im_end|>")
 
 
 def shipped_templates() -> list[str]:
-    """Return the names of the chat templates that ship, as ``renderer.chat_template`` takes them."""
+    """Return the names of the shipped chat templates, as accepted by ``renderer.chat_template``."""
     return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
 
@@ -426,27 +405,24 @@ def load_renderer(
     now: datetime | None = None,
     fixed_arguments: bool = False,
 ) -> TemplateRenderer:
-    """Return the renderer of a model's folder.
+    """Return the renderer of a model directory.
 
     Args:
-        model_dir: A folder in Hugging Face's layout; the network is never asked.
-        format: The chat format, or ``auto``: the one that the folder's ``turnwise_format.json`` names, else the one
-            that is proven by rendering.
-        special_in_text: What becomes of the strings of special tokens inside messages.
-        template_kwargs: Arguments of the template (``enable_thinking``, ``reasoning_effort``) where a conversation
-            gives no others.
-        chat_template: What to use instead of the folder's own template: a file, the name of a template that ships
-            (:func:`shipped_templates`), or jinja text.
-        check_template: Whether a trained model is refused another template than the one that it was trained with.
-        now: The date that the template writes in all conversations; default: that of the day when each begins.
-        fixed_arguments: Whether no conversation can change ``template_kwargs`` or the date of today.
+        model_dir: Directory in Hugging Face's layout; never fetched from the network.
+        format: The chat format; ``auto``: that of ``turnwise_format.json``, else detected by rendering.
+        special_in_text: Whether special tokens spelled in messages stay text.
+        template_kwargs: Default template arguments (``enable_thinking``, ``reasoning_effort``).
+        chat_template: Replaces the directory's own template: a file, a shipped name (:func:`shipped_templates`), or
+            jinja text.
+        check_template: Whether a trained model refuses a template other than that of its training.
+        now: The date that the template writes in all conversations; default: the day when each begins.
+        fixed_arguments: Whether conversations cannot change ``template_kwargs`` or the date.
 
     Raises:
-        ConfigError: ``chat_template`` is a file that cannot be read, a name that no template has, or one that ships
-            and does not fit the tokenizer.
-        RenderError: The folder, its template or tokenizer cannot be used, no format could be decided, or the model was
-            trained with another template.
-        MissingExtraError: The folder has no ``tokenizer.json`` and transformers is not installed.
+        ConfigError: ``chat_template`` is unreadable, unknown, or does not fit the tokenizer.
+        RenderError: Directory, template or tokenizer cannot be used, no format was detected, or the model was trained
+            with another template.
+        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
     """
     files = read_model_dir(model_dir)
     source = files.template if chat_template is None else _template_text(chat_template, files)
@@ -471,7 +447,6 @@ def load_renderer(
 
 
 def _template_text(given: str | Path, files: ModelFiles) -> str:
-    """Return the jinja text of a template that is given in the place of the model's own."""
     if isinstance(given, Path):
         try:
             return given.read_bytes().decode("utf-8")
@@ -508,7 +483,7 @@ def make_renderer(
     fixed_arguments: bool = False,
     tool_source: str | None = None,
 ) -> TemplateRenderer:
-    """Return the renderer of a template's text and a model's files. Arguments and errors of :func:`load_renderer`."""
+    """Return the renderer of a template text; arguments and errors as :func:`load_renderer`."""
     tokens = Tokens(files.tokenizer)
     template = ChatTemplate(
         source, tool_source=tool_source, variables={**files.special, **(template_kwargs or {})}, now=now
@@ -531,11 +506,7 @@ def make_renderer(
 
 
 def save_format(renderer: Renderer, model_dir: str | os.PathLike[str]) -> Path:
-    """Write chat format and chat template of a renderer into a model's folder, so that the model is loaded with both.
-
-    Returns:
-        The file of the format, which holds the template's digest.
-    """
+    """Write a renderer's chat format and template into a model directory; return the format's file, with the digest."""
     path = Path(model_dir) / FORMAT_FILE
     if isinstance(renderer, TemplateRenderer):
         write_templates(path.parent, renderer.template.source, renderer.template.tool_source)

@@ -24,7 +24,7 @@ from turnwise.errors import RenderError
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks what a model says; the text itself is unchanged."""
+    """Support of ``{% generation %} ... {% endgeneration %}``, which leaves the text unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own contract
 
@@ -44,14 +44,13 @@ _ALWAYS = frozenset({"messages", "tools", "documents", "add_generation_prompt", 
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what templates read most: keys of dicts, methods of texts, places in loops.
+    """A jinja sandbox with fast paths for dict keys, str methods and loop variables.
 
-    Each leads where the long way leads: a name that dicts have no attribute for is a key, and the methods and numbers
-    that are listed here are safe. Templates read dozens of them a message; the long way raises an error for each key.
+    Results equal the slow path's, which raises an exception for each key, dozens of times a message.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what ``obj.attribute`` means in a template."""
+        """Return the value of ``obj.attribute`` in a template."""
         if type(obj) is dict and attribute not in _OBJECT_NAMES:
             try:
                 return obj[attribute]
@@ -65,7 +64,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def template_digest(source: str, tool_source: str | None) -> str:
-    """Return the SHA-256 of a chat template, the one for prompts with tools included, in hexadecimal."""
+    """Return the SHA-256 of a chat template, tool template included, in hexadecimal."""
     return hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
 
 
@@ -84,9 +83,7 @@ def _tojson(
 
 
 def _arguments(tree: jinja2.nodes.Template) -> set[str]:
-    """Return the names that a template reads from outside. One that it sets itself is among them only where it asks
-    whether it was given: it may be set in one branch and read in another.
-    """
+    """Return the names that a template reads from outside; those that it also sets only if it tests them."""
     own = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
     asked = {
         node.node.name
@@ -99,27 +96,20 @@ def _arguments(tree: jinja2.nodes.Template) -> set[str]:
 
 
 class ChatTemplate:
-    """Messages in the template's form to text.
+    """A compiled chat template. Raises RenderError for invalid jinja.
 
     Args:
-        source: The jinja text.
-        tool_source: A second template, for prompts with tools; some models ship one under the name ``tool_use``.
-        variables: What the template sees besides messages and tools: special tokens (``bos_token``) and
-            the run's own arguments (``enable_thinking``).
-        now: What ``strftime_now`` tells, always; default: the time of construction, until another is given.
+        source: Jinja text.
+        tool_source: A second template, for prompts with tools (``tool_use``).
+        variables: Special tokens (``bos_token``) and the run's own arguments (``enable_thinking``).
+        now: Fixed time of ``strftime_now``; default: the time of construction, until :meth:`given` another.
 
     Attributes:
-        source: As above.
-        tool_source: As above.
-        variables: As above.
-        digest: Of both texts; see :func:`template_digest`.
-        reads: The arguments that the text reads, those aside that every prompt has.
-        literals: The texts that are written out in it.
-        now: What ``strftime_now`` tells.
-        dated: Whether that is to be so always.
-
-    Raises:
-        RenderError: The text is no valid jinja.
+        digest: See :func:`template_digest`.
+        reads: Arguments that the text reads, besides those of every prompt.
+        literals: String literals of the text.
+        now: Time of ``strftime_now``.
+        dated: Whether that time is fixed.
     """
 
     __slots__ = (
@@ -164,28 +154,25 @@ class ChatTemplate:
         self._dates = tuple(sorted(text for text in self.literals if "%" in text)) if _NOW in names else None
 
     def given(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
-        """Return this template with other variables, which count before its own, and at another time."""
+        """Return this template with further variables, which take precedence, and at another time."""
         other = copy.copy(self)
         other.variables = {**self.variables, **variables}
         other.now = now
         return other
 
     def date(self, now: datetime) -> tuple[str, ...]:
-        """Return what a time looks like in the formats of this template; empty where it writes none."""
+        """Return a time in this template's date formats; empty if it writes none."""
         return () if self._dates is None else tuple(now.strftime(text) for text in self._dates) or (now.isoformat(),)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, generate: bool
     ) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation. Raises RenderError with the template's message.
 
         Args:
             messages: In the template's form.
-            tools: As JSON; None and [] are the same to the template.
-            generate: Whether the generation prompt is added.
-
-        Raises:
-            RenderError: The template raised; the message holds what it said.
+            tools: As JSON; None and [] are equivalent.
+            generate: Whether to add the generation prompt.
         """
         template = self._tools if tools else self._plain
         try:
@@ -228,27 +215,26 @@ def wire_call(name: str, arguments: Any, call_id: str) -> Wire:
 
 
 def short_id(call_id: str) -> str:
-    """Return nine letters and digits for an id, always the same: some templates take no others."""
+    """Hash an id to nine letters and digits: some templates accept no others."""
     if len(call_id) == 9 and call_id.isalnum() and call_id.isascii():
         return call_id
     return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
 
 class TemplateFacts:
-    """A template and what was found out about it.
+    """A template and what probing found out about it.
 
     Attributes:
-        template: The template itself.
-        text_arguments: Whether arguments are given as JSON text, because the template fails on objects.
+        text_arguments: Whether arguments are passed as JSON text, because the template fails on objects.
         short_ids: Whether call ids are nine letters and digits, because the template refuses others.
         prompt: A prompt of one user message, generation prompt included.
         head: The same without the generation prompt.
-        answer_close: The added token that ends a plain answer in the template's own render, or None.
-        call_close: The same for a turn that ends with calls.
-        followers: Added tokens of the next message that end a turn, where the template itself closes none: what
-            follows an answer (a user message) and what follows calls (a tool message).
-        history_close: The added token that ends a plain answer when a user message follows, or None.
-        probe: What formats are detected from.
+        answer_close: The added token that ends a plain answer, or None.
+        call_close: The added token that ends a turn with calls, or None.
+        followers: Added tokens of the next message (user, or tool after calls) that end a turn if the template closes
+            none.
+        history_close: The added token that ends a plain answer before a user message, or None.
+        probe: Texts for format detection.
     """
 
     __slots__ = (
@@ -287,7 +273,6 @@ class TemplateFacts:
         self.probe = self._probe()
 
     def _settle(self) -> None:
-        """Find the form of calls that the template takes."""
         for text_arguments in (False, True):
             for short_ids in (False, True):
                 for need in (False, True):
@@ -299,7 +284,7 @@ class TemplateFacts:
 
     @property
     def ids(self) -> tuple[str, str]:
-        """The ids of the probes' calls."""
+        """Ids of the probes' calls."""
         return _SHORT_IDS if self.short_ids else ("functions.qzfirst:0", "functions.qzsecond:1")
 
     def assistant(self, content: str = "", *, thought: str = "", calls: int = 0, bare: bool = False) -> Wire:
@@ -317,15 +302,13 @@ class TemplateFacts:
         return message
 
     def arguments(self, value: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-        """Return arguments in the form that the template takes."""
+        """Return arguments in the form that the template accepts."""
         if isinstance(value, str) or not self.text_arguments:
             return value
         return json.dumps(value, ensure_ascii=False)
 
     def said(self, message: Wire, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-        """Return what a model says to say an assistant message: what the template writes behind the generation
-        prompt of one user message. None where the template refuses, or does not write the generation prompt.
-        """
+        """Return what the template writes for an assistant message after the generation prompt, or None."""
         rendered = self._rendered(message, tools)
         if rendered is None:
             return None
@@ -333,7 +316,7 @@ class TemplateFacts:
         return text[len(prompt) :] if text.startswith(prompt) else None
 
     def turn(self, message: Wire) -> str | None:
-        """Return the same, but from the end of the user message on where the generation prompt is not written."""
+        """Like :meth:`said`, but from the end of the user message if the generation prompt is omitted."""
         rendered = self._rendered(message, None)
         if rendered is None:
             return None
@@ -357,7 +340,7 @@ class TemplateFacts:
         return text, prompt, common_start(prompt, head)
 
     def last_added(self, text: str) -> str | None:
-        """Return the added token with which a text ends, white space aside."""
+        """Return the added token at the end of a text, ignoring white space."""
         text = text.rstrip()
         return max((token for token in self._tokens.added if text.endswith(token)), key=len, default=None)
 
@@ -381,7 +364,7 @@ class TemplateFacts:
             self.followers = (self.history_close or "", behind or "")
 
     def _following(self, message: Wire, follower: Wire, anchor: str) -> str | None:
-        """Return the added token that comes right behind ``anchor`` when another message follows."""
+        """Return the added token right after ``anchor`` when another message follows."""
         tools = _TOOLS if self.calls_need_tools else None
         try:
             text = self.template.render([USER, message, follower], tools, generate=True)
@@ -391,7 +374,7 @@ class TemplateFacts:
         return self._tokens.first_added(parts[1].lstrip()) if len(parts) == 2 else None
 
     def cut(self, turn: str, *, called: bool) -> str:
-        """Return a turn of the template's own render without its close."""
+        """Return a rendered turn without its close."""
         close = self.call_close if called else self.answer_close
         if close is None:
             return turn
@@ -399,7 +382,7 @@ class TemplateFacts:
         return turn[: turn.rindex(close)] if close in turn else turn
 
     def stop_tokens(self) -> list[str]:
-        """Return the added tokens that end a turn, by the template itself."""
+        """Return the added tokens that end a turn in this template."""
         stops = [token for token in (self.answer_close, self.call_close, *self.followers) if token]
         inside = [
             self.cut(turn, called=bool(calls))
@@ -412,7 +395,7 @@ class TemplateFacts:
         return list(dict.fromkeys(stops))
 
     def stop_behind(self, *, called: bool) -> str | None:
-        """Return the added token with which a model ends a turn in this template, or None."""
+        """Return the added token with which a model ends a turn, or None."""
         close = self.call_close if called else self.answer_close
         return close or self.followers[1 if called else 0] or self.followers[0] or None
 

@@ -1,8 +1,7 @@
-"""Whole conversations in a chat template's words, and text that is no message.
+"""Messages in a template's form, whole conversations to ids, and ids of tool responses.
 
-They hold for every chat format (``<tool_response>`` of the Qwen family, the ``functions.NAME to=assistant`` messages of
-gpt-oss, ``[TOOL_RESULTS]`` of Mistral and the others), because the template itself is asked, with the proof that
-sessions ask for: that it writes the same whatever stands before.
+Tool responses work for every chat format, because the template itself renders them, with the proofs of
+:mod:`~turnwise.chat.incremental_render`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _TOOL_SETS = 64
 
 
 class TemplateForm:
-    """Writes messages and tools as one template takes them.
+    """Converts messages and tools to the form that one template accepts.
 
     Args:
-        facts: The template and what was found out about it.
+        facts: The probed template.
         tokens: The tokenizer.
-        chat_format: How the model's own call ids are written.
-        escape: Whether the strings of added tokens stay text.
-        forget: Called where numbers of tools are given anew.
+        chat_format: Syntax of the model's own call ids.
+        escape: Whether added tokens spelled in messages stay text.
+        forget: Called when the numbering of tool sets restarts.
     """
 
     __slots__ = ("_escape", "_facts", "_forget", "_format", "_tokens", "_tools")
@@ -60,19 +59,19 @@ class TemplateForm:
         return [self.value(item) for item in value] if isinstance(value, list) else value
 
     def uncounted(self, value: Any) -> Any:
-        """Return the same of a value that is no part of a message: what is escaped in it is not counted."""
+        """Like :meth:`value`, for what is not part of a message: escapes are not counted."""
         before = self._tokens.escaped
         safe = self.value(value)
         self._tokens.escaped = before
         return safe
 
     def call_id(self, call_id: str, name: str, index: int) -> str:
-        """Return the id of a call as the template takes it."""
+        """Return a call id in the template's form."""
         own = self._format.call_id(call_id, name, index)
         return self.text(short_id(own) if self._facts.short_ids else own)
 
     def message(self, message: Canonical) -> Wire:
-        """Return a message as the template takes it."""
+        """Return a message in the template's form."""
         wire: Wire = {"role": message.role, "content": self.text(message.text)}
         if message.name is not None:
             wire["name"] = self.text(message.name)
@@ -95,7 +94,7 @@ class TemplateForm:
         return wire
 
     def tools(self, tools: Sequence[ToolSchema]) -> tuple[list[dict[str, Any]], int]:
-        """Return tools as JSON and a number that names them; the same tools give the same number."""
+        """Return tools as JSON and the number of the tool set; equal tools have equal numbers."""
         if not tools:
             return [], -1
         written = _written(tools)
@@ -110,7 +109,7 @@ class TemplateForm:
 
 
 def _written(tools: Sequence[ToolSchema]) -> bytes:
-    """Return what a template may write of tools, which ``==`` does not tell: True from 1, the order of keys."""
+    """Return a key of all that a template may write of tools; ``==`` ignores True vs 1 and the order of keys."""
     try:
         return orjson.dumps(tools)
     except TypeError:  # Numbers of more than 64 bits, half surrogate pairs.
@@ -118,7 +117,7 @@ def _written(tools: Sequence[ToolSchema]) -> bytes:
 
 
 def spoken(message: Canonical) -> Canonical:
-    """Return a message whose unreadable calls are part of its text."""
+    """Return a message with its unparsable calls as text."""
     readable = tuple(call for call in message.calls if call.value is not None)
     if len(readable) == len(message.calls):
         return message
@@ -127,13 +126,13 @@ def spoken(message: Canonical) -> Canonical:
 
 
 def round_trip_difference(wanted: Canonical, found: Message, message: Message, seen: Callable[[str], str]) -> str:
-    """Return which part of a message reads back as something else, or nothing.
+    """Return which part of a message parses back differently, or ``""``.
 
     Args:
-        wanted: What was meant.
-        found: What was read.
-        message: What was meant, before it was reduced: it knows which calls are meant to be unusable.
-        seen: A text as the tokenizer shows it to a model.
+        wanted: The canonical message.
+        found: What was parsed.
+        message: The message before canonicalization: it tells which calls are meant to be invalid.
+        seen: Returns a text as the tokenizer normalises it.
     """
     read = Canonicalizer().reduce(0, found)
 
@@ -158,12 +157,12 @@ def round_trip_difference(wanted: Canonical, found: Message, message: Message, s
 
 
 def _same_arguments(one: str, other: str, seen: Callable[[str], str]) -> bool:
-    """Compare canonical JSON; a normal form may change the order of keys."""
+    """Compare canonical JSON after normalisation, which may change the order of keys."""
     return one == other or canonical_arguments(seen(one))[0] == other
 
 
 def shown(message: Canonical) -> str:
-    """Return a message in the words of an error."""
+    """Describe a message for an error."""
     parts = [f"the text {message.text[:80]!r}"] if message.text else []
     if message.reasoning:
         parts.append(f"the reasoning {message.reasoning[:80]!r}")
@@ -172,13 +171,7 @@ def shown(message: Canonical) -> str:
 
 
 class TemplateText:
-    """What a template and a tokenizer make of messages and of text. All ids are int32 of shape [tokens].
-
-    Args:
-        template: The template.
-        tokens: The tokenizer.
-        form: How messages are given to the template.
-    """
+    """Renders conversations and encodes text; all ids are int32 of shape [tokens]."""
 
     def __init__(self, template: ChatTemplate, tokens: Tokens, form: TemplateForm) -> None:
         self._template = template
@@ -186,23 +179,15 @@ class TemplateText:
         self._form = form
 
     def prompt(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the ids of a conversation, generation prompt included.
-
-        Raises:
-            RenderError: The template raised on these messages.
-        """
+        """Return the ids of a conversation with generation prompt. Raises RenderError if the template raises."""
         return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=True)))
 
     def closed(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the ids of a conversation without the generation prompt.
-
-        Raises:
-            RenderError: The template raised on these messages.
-        """
+        """Return the ids of a conversation without generation prompt. Raises RenderError if the template raises."""
         return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=False)))
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of a text; special tokens that stand in it become their ids."""
+        """Return the ids of a text; special tokens spelled in it become control ids."""
         return as_ids(self._tokens.encode(self._tokens.clean(text)))
 
     def decode_plain(self, ids: Sequence[int]) -> str:
@@ -231,20 +216,19 @@ __all__ = ["tool_response_ids", "tool_response_text"]
 def tool_response_ids(
     renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
 ) -> TokenIds:
-    """Return the ids to append to a turn that called tools and ended with its stop token.
+    """Return the ids to append after a turn of calls that ended with its stop token.
 
     Args:
-        renderer: Of the model, see :func:`~turnwise.chat.renderer.load_renderer`.
-        calls: The calls of that turn, in its order: their names, and their ids where the model wrote them.
-        answers: What each call gave, in the same order; at least one, and no more than there are calls.
+        renderer: See :func:`~turnwise.chat.renderer.load_renderer`.
+        calls: The calls of that turn, in order.
+        answers: Results of the first calls, in the same order; at least one.
         tools: The tools of the prompt.
 
     Returns:
-        The answers and the prompt of the next turn, int32 of shape [tokens], without the stop token, which the model
-        sampled.
+        The results and the next generation prompt, int32 of shape [tokens], without the sampled stop token.
 
     Raises:
-        RenderError: The template cannot say it, or nothing proves what it says of it whatever stands before.
+        RenderError: The template cannot render them, or the suffix is not proven independent of the history.
     """
     if not calls or not 0 < len(answers) <= len(calls):
         raise RenderError(
@@ -275,11 +259,8 @@ def tool_response_ids(
 def tool_response_text(
     renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
 ) -> str:
-    """Return the same as text, special tokens spelled out: to show, or for a loop that encodes text itself.
+    """Like :func:`tool_response_ids`, as text with special tokens spelled out.
 
-    A loop that can append ids takes :func:`tool_response_ids`: only there markup in an answer stays text.
-
-    Raises:
-        RenderError: As :func:`tool_response_ids`.
+    Prefer the ids: only there does markup in a result stay text. Raises RenderError as :func:`tool_response_ids`.
     """
     return renderer.decode(tool_response_ids(renderer, calls, answers, tools))

@@ -1,9 +1,9 @@
-"""Text to ids and back, with a model's own tokenizer.
+"""Text to ids and back with a model's tokenizer, keeping control tokens out of ordinary text.
 
-An *added token* is a string that a tokenizer turns into one id wherever it stands in a text. In text that a
-user or a tool wrote it would become a control id, so :meth:`Tokens.escape` puts a private character behind its
-first character, and :meth:`Tokens.encode` encodes the pieces around private characters one by one: the ids
-decode to the same text, and none of them is a control id.
+An *added token* is a string that a tokenizer turns into one id wherever it occurs. In text by users or tools it would
+become a control id, so :meth:`Tokens.escape` inserts a private character after its first character, and
+:meth:`Tokens.encode` encodes the pieces around private characters separately: the ids decode to the same text without
+any control id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REMEMBERED_LENGTH = 65_536
 
 
 class Tokenizer(Protocol):
-    """What is used of ``tokenizers.Tokenizer``."""
+    """The used part of ``tokenizers.Tokenizer``."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
         """Return an encoding with ``ids``."""
@@ -46,17 +46,13 @@ class Tokenizer(Protocol):
 
 
 def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds any of the strings, longer ones first; None where there are none."""
+    """Return a pattern of any of the strings, longer ones first; None for none."""
     ordered = sorted(strings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds the first character of each occurrence of any of the strings.
-
-    Only one character is taken, so occurrences that overlap are all found; the pattern begins with characters, not
-    with a look-ahead, so that text without them is passed over quickly.
-    """
+    """Return a pattern of the first character of each occurrence of any of the strings, overlapping ones included."""
     rests: dict[str, list[str]] = {}
     for text in strings:
         rests.setdefault(text[0], []).append(re.escape(text[1:]))
@@ -65,7 +61,7 @@ def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Return what encodes one text, without special tokens around it."""
+    """Return the function that encodes one text, without special tokens."""
     if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
         # A fifth quicker, because it tells no offsets. Only batches have it, and with parallelism on they go through
         # a pool of threads, which forbids this process to fork.
@@ -85,7 +81,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """Return an encoder that remembers what it encoded last: the members of a group begin with one prompt."""
+    """Return an encoder with a small cache: the episodes of a group begin with one prompt."""
 
     @functools.lru_cache(maxsize=_REMEMBERED)
     def known(text: str) -> tuple[int, ...]:
@@ -98,11 +94,7 @@ def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int
 
 
 class Tokens:
-    """A tokenizer and its added tokens.
-
-    Attributes:
-        added: The id of each added token's text.
-    """
+    """A tokenizer and its added tokens (``added``: id by token)."""
 
     __slots__ = ("_anchor", "_control", "_encode", "_ids", "_lead", "_tokenizer", "added", "escaped")
 
@@ -122,7 +114,7 @@ class Tokens:
         self._lead = "" if self._anchor is None else self._decode([self._anchor])
 
     def _find_anchor(self) -> int | None:
-        """Return an added id to decode behind where a decoder treats the start of a text specially, else None."""
+        """Return an added id to decode after if the decoder treats the start of a text specially, else None."""
         word = self.encode(" a a")
         for number in sorted(self._ids):
             lead = self._decode([number])
@@ -140,13 +132,11 @@ class Tokens:
 
     @staticmethod
     def clean(text: str) -> str:
-        """Return text that can be encoded: half surrogate pairs, which some clients leave when they cut a text,
-        become the replacement character.
-        """
+        """Replace lone surrogates, which some clients leave when they truncate text."""
         return _LONE.sub(_REPLACEMENT, text) if not text.isascii() and _LONE.search(text) else text
 
     def escape(self, text: str) -> str:
-        """Return clean text in which no added token can be found, and count those that were."""
+        """Return clean text without added tokens, and count the escaped ones."""
         text = self.clean(text)
         if self._control is None:
             return text
@@ -155,10 +145,9 @@ class Tokens:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, encoded as a whole but for the places that :meth:`escape` marked.
+        """Return the ids of a text, split at the marks of :meth:`escape`.
 
-        Raises:
-            RenderError: The tokenizer cannot encode the pieces around a mark so that they mean the same text.
+        Raises RenderError if the tokenizer cannot encode the pieces to the same text.
         """
         if ESCAPE not in text:
             return self._encode(text)
@@ -173,7 +162,7 @@ class Tokens:
         return ids
 
     def count(self, text: str, *, escape: bool) -> int:
-        """Return how many ids a text takes, with its added tokens escaped or not. Counts nothing as escaped."""
+        """Return the number of ids of a text, with added tokens escaped or not, without counting escapes."""
         text = self.clean(text)
         if escape and self._control is not None:
             text = self._control.sub(lambda match: match[0] + ESCAPE, text)
@@ -182,7 +171,7 @@ class Tokens:
         return behind + len(self._encode(pieces[0]))
 
     def seen(self, text: str) -> str:
-        """Return a text as a model sees it: many tokenizers bring Unicode into a normal form first."""
+        """Return a text as normalised by the tokenizer."""
         return self._decode(self._encode(text))
 
     def _encode_behind(self, piece: str) -> list[int]:
@@ -194,7 +183,7 @@ class Tokens:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, added tokens included. Ids that the tokenizer does not know are nothing."""
+        """Return the text of ids, added tokens included; unknown ids are skipped."""
         known = list(ids)
         try:
             return self._decode(known)
@@ -202,22 +191,21 @@ class Tokens:
             return self._decode([number for number in known if 0 <= number < 2**32])
 
     def decode_plain(self, ids: Sequence[int]) -> str:
-        """Return the text of ids without those that the tokenizer calls special."""
+        """Return the text of ids without special tokens."""
         return self._tokenizer.decode([number for number in ids if 0 <= number < 2**32], skip_special_tokens=True)
 
     def decode_behind(self, ids: Sequence[int]) -> str:
-        """Return the text of ids as it stands behind other text (some decoders cut blanks at the start)."""
+        """Return the text of ids after other text (some decoders strip blanks at the start)."""
         if self._anchor is None:
             return self.decode(ids)
         return self.decode([self._anchor, *ids])[len(self._lead) :]
 
 
 class Marks:
-    """The added tokens that a chat format looks for, each seen as one private character.
+    """The markers of a chat format, each mapped to one private character if it is an added token.
 
-    A text that is read from ids holds the private character where the *id* stood, and ordinary text where a
-    model spelled the same string in pieces: so a parser that searches text sees ids only. A marker that is no
-    added token is searched as the text that it is.
+    Decoded text holds that character where the *id* occurred, and ordinary text where the string was spelled in pieces,
+    so that parsers see ids only.
     """
 
     __slots__ = ("_chars", "_ids", "_pattern", "_plain")
@@ -231,7 +219,7 @@ class Marks:
         self._pattern = alternatives(used)
 
     def of(self, literal: str) -> str:
-        """Return what to search for in text that :meth:`read` gave."""
+        """Return the string to search for in text from :meth:`read`."""
         return self._pattern.sub(lambda match: self._chars[match[0]], literal) if self._pattern else literal
 
     def holds(self, number: int) -> bool:
@@ -239,7 +227,7 @@ class Marks:
         return number in self._ids
 
     def read(self, tokens: Tokens, ids: Sequence[int]) -> str:
-        """Return the text of ids with the markers as private characters."""
+        """Return the text of ids with markers as private characters."""
         if self._ids.keys().isdisjoint(ids):
             return tokens.decode_behind(ids) if ids else ""
         pieces: list[str] = []
@@ -256,5 +244,5 @@ class Marks:
         return "".join(pieces)
 
     def plain(self, text: str) -> str:
-        """Return text as it reads, with the markers spelled out."""
+        """Return text with its markers spelled out."""
         return text if not self._plain or text.isascii() else text.translate(self._plain)

@@ -1,4 +1,4 @@
-"""The application: which commands there are, and how errors reach a person."""
+"""The command line application: its commands, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -56,11 +56,7 @@ def _options(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 1 after an error, 2 after a wrong command line, 130 after Ctrl-C.
-
-    Args:
-        argv: The arguments without the program's name; by default the process's own.
-    """
+    """Run a command line (default: the process's) and exit: 0, 1 after an error, 2 for usage, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]

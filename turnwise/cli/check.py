@@ -1,4 +1,4 @@
-"""``turnwise check-env``."""
+"""The commands ``turnwise check-env`` and ``turnwise check-sandbox``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def check_env(
 
 
 def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
-    """Return where tasks come from, and those that are played."""
     from turnwise.envs.checker.core import DEFAULT_TASKS
     from turnwise.envs.registration import env_class
     from turnwise.errors import TaskError
@@ -102,7 +101,7 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
 
 
 def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
-    """Return what counts the tokens of a text, and what makes ids of a prompt, where a model has what it takes."""
+    """Return a token counter and, with a chat template, a prompt renderer of the model."""
     from turnwise.chat.model_dir import read_model_dir
     from turnwise.errors import ConfigError
     from turnwise.inference.config import RendererConfig
@@ -195,7 +194,6 @@ def check_sandbox(
 
 
 def _tell(outcome: Outcome, console: Console) -> None:
-    """Print a failure as soon as it is known; all attacks stand in the table at the end."""
     from rich.text import Text
 
     if outcome.status == "failed" or (outcome.status == "skipped" and not outcome.attack):

@@ -1,4 +1,4 @@
-"""A file that holds an environment, as a program: ``python env.py eval|train|view|check``."""
+"""The command line of an environment's file: ``python env.py eval|train|view|check``."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ python {file} COMMAND --help says what each of them takes."""
 
 
 def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line of one environment; call it where the file is run as a program.
+    """Run the command line of one environment; call it under ``if __name__ == "__main__"``.
 
     Tasks are those of ``env.default_tasks``, else seeded ones: the environment draws everything from the seed.
 
     Args:
-        env: The environment, a class at the top of its file.
-        argv: The arguments without the program's name; by default the process's own.
+        env: The environment, a class at the top level of its file.
+        argv: Arguments without the program's name; by default the process's own.
 
     Raises:
         SystemExit: Always, with the exit status of the command.
-        ConfigError: Nothing can find the class again by its file and name.
+        ConfigError: The class cannot be found by its file and name.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     file = _file(env)

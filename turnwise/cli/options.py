@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MCPServers = Annotated[
 def env_spec(
     env: str, config: list[str] | None, functions: Path | None, file: Path | None, servers: list[str] | None
 ) -> EnvSpec:
-    """Return the environment that a command line names, with the tools that it adds."""
+    """Return the environment of a command line, with its additional tools."""
     import shlex
 
     from turnwise.config import parse_overrides

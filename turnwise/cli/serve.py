@@ -1,4 +1,4 @@
-"""``turnwise serve``."""
+"""The commands that serve: ``turnwise serve``, ``gateway``, ``runner`` and ``mcp``."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def mcp(
 
 
 def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
-    """Return the tasks of the sessions, in order. They are read as sessions come: there may be no end to them."""
+    """Return the tasks of successive sessions, read lazily: the source may be endless."""
     from itertools import chain
 
     from turnwise.errors import TaskError

@@ -1,4 +1,4 @@
-"""``turnwise train``."""
+"""The commands that train: ``turnwise train``, ``sft``, ``dpo``, ``reward-model`` and ``export``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS: Final = 100
 
 
 def env_name(env: str) -> str:
-    """Return the name that runs of an environment have where nobody gives another."""
+    """Return the default run name of an environment."""
     short = env.rpartition(":")[2].lower()
     return "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
 
@@ -80,7 +80,7 @@ def train(
 
 
 def _is_file(argument: str) -> bool:
-    """Whether an argument is a further file, whose keys win over those of the files before it."""
+    """Whether an argument is a further file, whose keys win over those of earlier ones."""
     return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 

@@ -1,1 +1,1 @@
-"""Agents and hooks that were written for verl and Agent-Lightning, unchanged."""
+"""Compatibility with agents and hooks written for verl and Agent-Lightning."""

@@ -1,4 +1,4 @@
-"""The plain loop that agent programs are written in: two values from ``reset``, four from ``step``."""
+"""The plain environment loop of agent programs: two values from ``reset``, four from ``step``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from turnwise.types import Message
 
 
 class LoopEnv:
-    """An environment in a program that does not run on an event loop of its own.
+    """A synchronous environment, for programs without an event loop.
 
     Attributes:
-        tools: What the model may call, in OpenAI's form; those of the episode once it began.
+        tools: Tools in OpenAI's format; those of the episode once it began.
     """
 
     def __init__(self, env_id: str, **config: Any) -> None:
@@ -21,24 +21,23 @@ class LoopEnv:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """What the model may call, in OpenAI's form; those of the episode once it began."""
+        """Tools in OpenAI's format; those of the episode once it began."""
         return [schema.to_json() for schema in self._env.action_space.tools]
 
     def reset(self, *, task: Task | int | str | None = None, seed: int | None = None) -> tuple[list[Message], bool]:
         """Begin an episode and return (messages, False).
 
         Args:
-            task: A Task, or the id or number of one of the environment's own; by default one is drawn.
-            seed: Decides everything that is random.
+            task: A Task, or the id or index of one of the environment's own; by default one is drawn.
+            seed: Seed of all randomness.
         """
         messages, _ = self._env.reset(seed=seed, options={"task": task})
         return _messages(messages), False
 
     def step(self, action: str | Message) -> tuple[list[Message], float, bool, dict[str, Any]]:
-        """Say something and return (messages, reward, done, info).
+        """Act and return (messages, reward, done, info).
 
-        ``info["truncated"]`` says whether the end was a limit and not the environment's own; the score is in the reward
-        in both cases.
+        The reward includes the final score. ``info["truncated"]`` tells a limit from the environment's own end.
 
         Args:
             action: A text, or an assistant message (with ``tool_calls``).
@@ -47,7 +46,7 @@ class LoopEnv:
         return _messages(messages), reward, terminated or truncated, {**info, "truncated": truncated}
 
     def close(self) -> None:
-        """Close the environment. A second time is no error."""
+        """Close the environment. Idempotent."""
         self._env.close()
 
 
@@ -59,7 +58,7 @@ def make(env_id: str, **config: Any) -> LoopEnv:
         **config: Keyword arguments of its constructor.
 
     Raises:
-        RegistryError: There is no such environment, or it does not take this configuration.
+        RegistryError: The environment is unknown, or refuses the configuration.
     """
     return LoopEnv(env_id, **config)
 

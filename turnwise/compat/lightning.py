@@ -47,19 +47,19 @@ class LitAgent(Agent, Generic[RowT]):
     """An agent class with one method for each kind of rollout.
 
     Write ``rollout(task, resources, rollout)``, or ``training_rollout`` and ``validation_rollout``, or any of them with
-    ``_async`` at its end. A validation rollout without a method of its own is run by ``training_rollout`` and the other
-    way round. A method that is not async runs in a thread. The older form ``(task, rollout_id, resources)`` is
-    understood. ``resources["main_llm"]`` is the :class:`LLM`. What is returned is read as a function's.
+    suffix ``_async``; each of the latter two stands in for the other. A plain method runs in a thread. The older form
+    ``(task, rollout_id, resources)`` is accepted. ``resources["main_llm"]`` is the :class:`LLM`. The return value is
+    that of a ``@rollout`` function.
 
     Raises:
-        AgentError: None of the methods is written.
+        AgentError: None of the methods is defined.
     """
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
-        """Take what that project's class takes; a subclass writes one with its own configuration.
+        """Accept the arguments of Agent-Lightning's class; a subclass may have its own.
 
         Args:
-            trained_agents: Taken, and not kept: what the sessions of a policy sampled is what is trained.
+            trained_agents: Ignored: the trained policy's sessions are trained.
         """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class LitAgent(Agent, Generic[RowT]):
 
 
 def _method(cls: type[LitAgent[Any]], kind: str) -> str | None:
-    """Return the method that runs rollouts of a kind: its own, that for both, or that of the other kind."""
+    """Return the method for a kind of rollout: its own, the common one, or that of the other kind."""
     other = "validation" if kind == "training" else "training"
     for name in (f"{kind}_rollout", "rollout", f"{other}_rollout"):
         for candidate in (f"{name}_async", name):
@@ -106,5 +106,5 @@ def emit_object(obj: object, *args: object, **kwargs: object) -> None:  # noqa: 
 
 
 def emit_exception(exception: BaseException, *args: object, **kwargs: object) -> None:  # noqa: ARG001 - the same
-    """Log an exception. It does not end the episode; one that is raised does."""
+    """Log an exception. Only a raised one ends the episode."""
     _log.warning("%s: %s", type(exception).__name__, exception, exc_info=exception)

@@ -1,4 +1,4 @@
-"""Agent loops as verl has them: ids in, ids out, and an account of the episode at the end."""
+"""verl's agent loops: token ids in and out, and an AgentLoopOutput at the end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _TAKEN_AS_READ: Mapping[str, tuple[Any, ...]] = {
 
 
 class TokenOutput(list[int]):
-    """What was sampled. It is the list of ids that older loops expect, with the fields that newer ones read.
+    """Sampled ids: a list for older loops, with the fields that newer ones read.
 
     Attributes:
         log_probs: One for each id.
         stop_reason: ``completed``, or ``length`` where a limit cut it.
-        message: What the ids mean: its calls are in ``tool_calls``, ready for ``episode.call``.
-        extra_fields: Which weights sampled it, by verl's names.
-        num_preempted: -1, which is not known.
+        message: The parsed message; its ``tool_calls`` are ready for ``episode.call``.
+        extra_fields: Weight versions, by verl's names.
+        num_preempted: -1, unknown.
         routed_experts: None.
     """
 
@@ -61,12 +61,10 @@ class TokenOutput(list[int]):
 
 
 class LoopServer:
-    """What loops know as ``server_manager``: samples in the episode's session.
+    """The ``server_manager`` of loops: samples in the episode's session.
 
     Args:
-        episode: The episode.
-        session: Its main session.
-        prompt_length: Most ids of a prompt, or None.
+        prompt_length: Most ids of the prompt, or None.
         response_length: Most ids of all that follows, or None.
     """
 
@@ -80,7 +78,7 @@ class LoopServer:
         self._bounded = response_length is not None
 
     def sampling_params(self) -> dict[str, Any]:
-        """Return how the run samples, as loops are told."""
+        """Return the run's sampling parameters in verl's names."""
         params = self.session.params
         return {
             "temperature": params.temperature,
@@ -102,12 +100,12 @@ class LoopServer:
         mm_processor_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002 - without media there is none
         priority: int = 0,  # noqa: ARG002 - the engine's own order
     ) -> TokenOutput:
-        """Sample behind these ids.
+        """Sample a continuation of these ids.
 
         Raises:
-            AgentError: A sampling parameter that is not known or cannot be had, or media.
-            SessionError: The ids are none, or the temperature is not that of the run.
-            BudgetSpent: Nothing is left; let it pass.
+            AgentError: A sampling parameter is unknown or unsupported, or there are media.
+            SessionError: The ids are invalid, or the temperature is not the run's.
+            BudgetExceeded: The budget is used up; let it propagate.
             InferenceError: The server failed.
         """
         no_media({"image_data": image_data, "video_data": video_data, "audio_data": audio_data})
@@ -122,7 +120,7 @@ class LoopServer:
 
 
 def _params(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
-    """Return a loop's sampling parameters; what it does not name is the run's."""
+    """Return a loop's sampling parameters, by default the run's."""
     names = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "seed"}
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -144,11 +142,7 @@ def _params(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
 
 
 def no_media(given: Mapping[str, Any]) -> None:
-    """Refuse media that a loop gives.
-
-    Raises:
-        AgentError: There are some.
-    """
+    """Refuse media."""
     for name, value in given.items():
         if value is not None and len(value):
             raise AgentError(f"{name}: this model's renderer places text only, so a loop cannot show it media")
@@ -156,24 +150,14 @@ def no_media(given: Mapping[str, Any]) -> None:
 
 @runtime_checkable
 class TextRenderer(Protocol):
-    """What a renderer needs besides its contract."""
+    """What :class:`LoopTokenizer` needs of a renderer besides its contract."""
 
     text: TemplateText
     """Whole conversations, and text that is no message."""
 
 
 class LoopTokenizer:
-    """A tokenizer as agent loops use one.
-
-    Args:
-        renderer: Of the session.
-
-    Attributes:
-        renderer: The same.
-
-    Raises:
-        AgentError: The renderer encodes no text.
-    """
+    """A tokenizer with the interface that agent loops use."""
 
     def __init__(self, renderer: Renderer) -> None:
         if not isinstance(renderer, TextRenderer):
@@ -184,7 +168,7 @@ class LoopTokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """An id that ends a turn; the least where there are several (``renderer.stop_ids``)."""
+        """An id that ends a turn; the least of ``renderer.stop_ids``."""
         return min(self.renderer.stop_ids)
 
     @property
@@ -193,16 +177,16 @@ class LoopTokenizer:
         return self.eos_token_id
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002 - none are added
-        """Return the ids of a text. Special tokens that stand in it become their ids; none are put around it."""
+        """Encode a text. Special tokens in it become their ids; none are added."""
         return [int(number) for number in self._text.encode(text)]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
+        """Decode ids."""
         numbers = [ids] if isinstance(ids, int) else [int(number) for number in ids]
         return self._text.decode_plain(numbers) if skip_special_tokens else self.renderer.decode(as_ids(numbers))
 
     def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """Return the text of each row of ids."""
+        """Decode rows of ids."""
         return [self.decode(row, skip_special_tokens) for row in rows]
 
     def apply_chat_template(
@@ -215,18 +199,15 @@ class LoopTokenizer:
         return_dict: bool = False,
         **template_args: Any,
     ) -> Any:
-        """Return the ids of a conversation, as the session renders it.
+        """Render a conversation to ids, as the session does.
 
         Args:
             conversation: The messages.
-            tools: What the model is told that it may call: schemas, or OpenAI's form of them.
-            add_generation_prompt: Whether it ends where the assistant is to speak.
-            tokenize: False returns its text.
-            return_dict: Whether the ids stand in ``{"input_ids": ...}``.
+            tools: Tools offered: schemas, or OpenAI's format.
+            add_generation_prompt: Whether to append the generation prompt.
+            tokenize: False returns text.
+            return_dict: Whether to return ``{"input_ids": ...}``.
             **template_args: Arguments of the template (``enable_thinking``).
-
-        Raises:
-            AgentError: A tool is none, or the template does not render this.
         """
         schemas = [_schema(tool) for tool in tools or ()]
         renderer = self.renderer.under(template_arguments(template_args)) if template_args else self.renderer
@@ -262,7 +243,7 @@ _LENGTHS = ("prompt_length", "response_length")
 
 @dataclass(slots=True)
 class AgentLoopMetrics:
-    """Seconds that a loop spent; -1 preemptions are not known."""
+    """Seconds that a loop spent; -1 preemptions: unknown."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -272,21 +253,20 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """What a loop says of its episode, or of one branch of it.
+    """Result of a loop, for its episode or one branch of it.
 
     Attributes:
-        prompt_ids: What the model was shown first.
-        response_ids: What followed: sampled ids, and those that the loop put in between.
-        response_mask: 1 where an id was sampled, 0 elsewhere. A sampled id with 0, or one that is not in any output,
-            is not trained.
-        response_logprobs: One for each response id, or None. What is trained with are those that the engine returned.
-        reward_score: What the episode is worth; None asks the environment. Of several outputs the last one's counts.
-        num_turns: For the metrics.
-        metrics: For the metrics; a dict is read as :class:`AgentLoopMetrics`.
-        extra_fields: Numbers of ``reward_extra_info`` in it become metrics.
+        prompt_ids: The first prompt.
+        response_ids: All that follows: sampled ids and inserted ones.
+        response_mask: 1 for sampled ids, 0 elsewhere. Sampled ids with 0, or in no output, are not trained.
+        response_logprobs: One for each response id, or None. Training uses those of the engine.
+        reward_score: Reward of the episode; None leaves it to the environment. Of several outputs the last counts.
+        num_turns: A metric.
+        metrics: :class:`AgentLoopMetrics`, or a dict of its fields.
+        extra_fields: Numbers in its ``reward_extra_info`` become metrics.
         multi_modal_data: Must be empty.
-        mm_processor_kwargs: Taken, and not kept.
-        routed_experts: The same; the engine reports them.
+        mm_processor_kwargs: Ignored.
+        routed_experts: Ignored; the engine reports them.
     """
 
     prompt_ids: list[int]
@@ -303,16 +283,16 @@ class AgentLoopOutput:
 
 
 class AgentLoopBase(ABC):
-    """Base class of loops: one object for each episode.
+    """Base class of loops, one object for each episode.
 
     Attributes:
         config: ``config.actor_rollout_ref.rollout`` is ``rollout_config``.
         rollout_config: ``prompt_length``, ``response_length``, ``max_model_len``, ``temperature``, ``top_p``, ``top_k``
             and ``multi_turn`` with ``max_assistant_turns`` and ``max_user_turns``.
         server_manager: Samples.
-        tokenizer: Encodes and decodes, and renders conversations.
-        processor: None: no media is placed.
-        episode: The episode: its tools (``episode.call``), its environment (``episode.step``), its rewards.
+        tokenizer: Encodes, decodes and renders conversations.
+        processor: None: media are not supported.
+        episode: The episode: tools (``episode.call``), environment (``episode.step``), rewards.
         loop: The event loop.
     """
 
@@ -342,8 +322,8 @@ class AgentLoopBase(ABC):
         """Act in the episode.
 
         Args:
-            sampling_params: How the run samples; hand it to ``server_manager.generate``.
-            **kwargs: The columns of the row, and ``raw_prompt``: the messages that the episode begins with.
+            sampling_params: The run's sampling; pass it to ``server_manager.generate``.
+            **kwargs: The columns of the row, and ``raw_prompt``: the initial messages.
 
         Returns:
             One output, or one for each branch.
@@ -351,7 +331,7 @@ class AgentLoopBase(ABC):
 
     @functools.cached_property
     def system_prompt(self) -> list[int]:
-        """The ids that the template puts before the first message by itself."""
+        """The ids that the template itself puts before the first message."""
         empty: Message = {"role": "user", "content": ""}
         one = self.tokenizer.apply_chat_template([empty], **self.apply_chat_template_kwargs)
         two = self.tokenizer.apply_chat_template([empty, empty], **self.apply_chat_template_kwargs)
@@ -368,20 +348,19 @@ class AgentLoopBase(ABC):
         mm_processor_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002 - without media there is none
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Return the ids of messages, up to where the assistant is to speak.
+        """Render messages to ids, generation prompt included.
 
         Args:
             messages: The messages.
-            tools: What the model is told that it may call; ``episode.tools`` are the environment's.
+            tools: Tools offered; ``episode.tools`` are the environment's.
             images: Must be empty, as must be ``videos`` and ``audios``.
             videos: See images.
             audios: See images.
-            mm_processor_kwargs: Taken, and not kept.
-            remove_system_prompt: Whether what the template puts before the first message is left out: for messages
-                that follow others.
+            mm_processor_kwargs: Ignored.
+            remove_system_prompt: Whether to leave out the template's own prefix: for messages that follow others.
 
         Raises:
-            AgentError: There are media, or the template does not render this.
+            AgentError: There are media, or the template fails.
         """
         no_media({"images": images, "videos": videos, "audios": audios})
         given = self.apply_chat_template_kwargs
@@ -389,7 +368,7 @@ class AgentLoopBase(ABC):
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:  # noqa: ARG002 - rendering tells
-        """Return no media: a message that holds some is refused when it is rendered."""
+        """Return no media: rendering refuses messages that hold some."""
         return {}
 
     async def process_multi_modal_info(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -411,12 +390,7 @@ class AgentLoopBase(ABC):
 
 
 class LoopAgent(Agent):
-    """Makes a loop for each episode and runs it.
-
-    Args:
-        cls: The class of the loops.
-        config: See :meth:`AgentLoopBase.make_agent`.
-    """
+    """Makes and runs one loop for each episode."""
 
     def __init__(self, cls: type[AgentLoopBase], config: dict[str, Any]) -> None:
         name = cls.__qualname__
@@ -483,7 +457,7 @@ def register(name: str) -> Callable[[LoopClass], LoopClass]:
     """Register a class of loops under a name, as a decorator.
 
     Raises:
-        RegistryError: The name is taken, or is none.
+        RegistryError: The name is taken or invalid.
     """
     return register_agent(name)
 
@@ -499,7 +473,7 @@ def simple_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 
 
 def rollout_trace_op(function: F) -> F:
-    """Return the function as it is: the session records every call."""
+    """Return the function unchanged: the session records every call."""
     return function
 
 

@@ -1,7 +1,7 @@
 """Attention over the KV cache, for every sequence of a step in one packed forward.
 
-A step is one [1, T] forward. Its tokens lie pool by pool, in each pool first those of sequences that decode (one
-token each, in order of their rows, so that attention reads a view of the pool), then the pieces of prompts.
+A step is one [1, T] forward. Tokens are ordered by pool; in each pool, decoding sequences (one token each, in order of
+their rows, so that attention reads a view of the pool) come before prefill chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK_ELEMENTS = 1 << 23
 
 
 class Attend(Protocol):
-    """What a forward pass is given instead of a cache."""
+    """Attention plan of a forward pass, in place of a KV cache object."""
 
     def attend(
         self,
@@ -34,7 +34,7 @@ class Attend(Protocol):
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Attend for one layer: [T, heads, dim] each, returns [T, query heads, value dim]."""
+        """Attend for one layer: [T, heads, dim] each; returns [T, query heads, value dim]."""
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
     plan: Attend | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for ``transformers.AttentionInterface``; the plan arrives as a keyword of ``forward``."""
+    """Attention function for ``transformers.AttentionInterface``; the plan is a keyword argument of ``forward``."""
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise ValueError(f"its attention uses {name!r}")
@@ -60,7 +60,7 @@ def attention(
 
 
 class GeometryProbe:
-    """Runs in place of a plan once, to see what the attention layers of a model store."""
+    """Attention plan of one probing forward, which records what the layers store."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int]] = {}
@@ -74,18 +74,14 @@ class GeometryProbe:
         scale: float | None,  # noqa: ARG002 - the contract of Attend
         window: int | None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Note the shapes; the result is only of the right shape."""
+        """Record the shapes; return zeros of the right shape."""
         if layer in self.seen:
             raise ValueError(f"layer {layer} attends twice in one forward pass")
         self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2])
         return query.new_zeros((query.shape[0], query.shape[1], value.shape[2]))
 
     def geometry(self) -> Geometry:
-        """Return what was seen.
-
-        Raises:
-            ValueError: The layers differ, or are not numbered from 0.
-        """
+        """Return the recorded geometry. Raises ValueError if layers differ or are not numbered from 0."""
         shapes = set(self.seen.values())
         if len(shapes) != 1 or sorted(self.seen) != list(range(len(self.seen))):
             raise ValueError(f"attention layers of one shape are needed, numbered from 0; found {self.seen}")
@@ -94,7 +90,7 @@ class GeometryProbe:
 
 @dataclass(slots=True)
 class _Masks:
-    """Additive masks by sliding window, made when a layer first asks."""
+    """Additive attention masks by sliding window, made on demand."""
 
     positions: torch.Tensor
     """Positions of the queries, [batch, queries]."""
@@ -103,7 +99,7 @@ class _Masks:
     made: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def get(self, window: int | None) -> torch.Tensor:
-        """Return the mask [batch, 1, queries, length] for a window (None: everything before)."""
+        """Return the mask [batch, 1, queries, length] for a window (None: causal)."""
         if window is not None and window >= self.length:
             window = None
         mask = self.made.get(window)
@@ -121,12 +117,11 @@ class _Masks:
 
 @dataclass(slots=True)
 class DecodeBlock:
-    """One new token for each of some rows of a pool.
+    """One new token for each of some rows of a pool; attention reads the pool's first ``region`` rows.
 
     Attributes:
-        stop: The tokens [0, stop) of the pool's part are these.
-        region: Attention reads the pool's first ``region`` rows.
-        places: Which of them have a token, or None when all have.
+        stop: Number of its tokens, the first of the pool's part.
+        places: Rows that have a token, or None for all.
         masks: For all rows of the region.
     """
 
@@ -138,17 +133,16 @@ class DecodeBlock:
 
 @dataclass(slots=True)
 class PrefillBlock:
-    """Pieces of some prompts, of similar lengths, padded to the longest.
+    """Prefill chunks of similar lengths, padded to the longest.
 
     Attributes:
-        rows: The pool's rows that they belong to.
-        width: Tokens of the longest piece.
-        length: Keys that are read of each row.
-        packed: Where each token of the padded block lies in the pool's part, [pieces, width]; padding repeats the
-            last token of its piece.
-        kept: Indices of the real tokens in the flattened block, and where they lie in the pool's part.
-        fresh: Whether all pieces begin at position 0.
-        masks: [pieces, width] positions.
+        rows: Rows of the pool.
+        width: Tokens of the longest chunk.
+        length: Keys read per row.
+        packed: Index of each padded token in the pool's part, [chunks, width]; padding repeats a chunk's last token.
+        kept: Indices of the real tokens in the flattened block, and in the pool's part.
+        fresh: Whether all chunks begin at position 0.
+        masks: [chunks, width] positions.
     """
 
     rows: torch.Tensor
@@ -162,16 +156,7 @@ class PrefillBlock:
 
 @dataclass(slots=True)
 class PoolPlan:
-    """The part of a step that one pool serves.
-
-    Attributes:
-        pool: The pool.
-        start: First of its tokens in the packed step.
-        stop: One past the last.
-        index: Where their keys and values are written, [tokens * heads], into the pool's flat view.
-        decode: The tokens of decoding sequences, if any.
-        prefills: The pieces of prompts.
-    """
+    """The part [``start``, ``stop``) of a step in one pool; ``index`` is where keys and values go in its flat view."""
 
     pool: KVPool
     start: int
@@ -208,7 +193,7 @@ class PoolPlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one forward pass attends to, pool by pool in the order of its tokens."""
+    """The attention plan of a step, by pool in order of its tokens."""
 
     parts: Sequence[PoolPlan]
 
@@ -246,7 +231,7 @@ def _decode(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend with one query per row. Grouped query heads become queries of their key head: nothing is repeated."""
+    """Attend with one query per row. Grouped query heads become queries of their key head, without copies."""
     tokens, heads, dim = query.shape
     grouped = query.reshape(tokens, keys.shape[1], -1, dim)
     if block.places is not None:
@@ -273,7 +258,7 @@ def _prefill(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend with the padded pieces; returns [pieces * width, heads, value dim]."""
+    """Attend with the padded chunks; returns [chunks * width, heads, value dim]."""
     padded = query[block.packed].transpose(1, 2)
     # The keys of tokens of this step were just written: a piece reads all of its own from the pool.
     seen_keys = keys[:, :, : block.length][block.rows]
@@ -317,7 +302,7 @@ def decode_block(
     """Plan the tokens of decoding sequences.
 
     Args:
-        rows: Their rows in the pool, ascending.
+        rows: Rows in the pool, ascending.
         positions: Position of each token.
         dtype: Of the masks.
         device: Of the masks.
@@ -341,13 +326,13 @@ def prefill_blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[PrefillBlock]:
-    """Plan pieces of prompts, those of similar sizes together.
+    """Plan prefill chunks, grouped by similar size.
 
     Args:
-        rows: The pool's row of each piece.
+        rows: Row of each chunk.
         starts: Position of its first token.
-        sizes: How many tokens it has.
-        offset: Where the first piece lies in the pool's part of the step; the others follow.
+        sizes: Number of its tokens.
+        offset: Start of the first chunk in the pool's part of the step.
         dtype: Of the masks.
         device: Of the masks.
     """

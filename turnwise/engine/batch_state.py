@@ -1,4 +1,4 @@
-"""What the engine knows of each slot beside its tokens: how it samples, where it ends, what it sampled."""
+"""Per-slot state of the batch: requests, sampling parameters, stop conditions and prefix reuse."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, Ver
 
 
 class StopStrings:
-    """Finds the first stop string in what ids decode to, id by id.
-
-    The text is that of the ids with special tokens spelled out; a character whose bytes come with several ids is
-    looked at when it is complete.
-    """
+    """Finds the first stop string in the decoded text (special tokens spelled out), id by id."""
 
     __slots__ = ("_longest", "_stops", "_stream", "_text", "_tokenizer")
 
@@ -51,21 +47,20 @@ class Generation:
     Attributes:
         id: Unique among the requests in flight.
         prompt: int32 of shape [tokens].
-        params: How to sample; ``seed`` is set.
-        session_id: Requests of one session prefer the prefix that the session left.
-        continued: How many last ids of the prompt are a completion that goes on (stop strings may begin in them).
+        params: Sampling parameters, with ``seed`` set.
+        session_id: Requests of one session prefer the prefix that it left.
+        continued: Number of last prompt ids that are a resumed completion (stop strings may begin in them).
         stream: Whether each step's ids are delivered.
-        scored: Whether the log-probabilities of the prompt are wanted: no part of it is then taken over from others.
-        tokens: Prompt and what was sampled so far; current while the request holds no memory.
-        logprobs: Of what was sampled so far; likewise.
-        marks: (weight version, how many ids were sampled when it came into use).
-        stops: Its stop strings, if any.
-        delivered: Ids that were streamed.
-        cached: Prompt tokens whose keys and values were there when it was first admitted; -1 before.
-        order: Its place in the order of arrival.
-        held: What holds it to a grammar, if anything.
-        leader: Slot, request id and tokens of a prompt being read that this one waits for.
-        scores: Log-probabilities of the prompt's ids but the first, where they are wanted and read.
+        scored: Whether the prompt's log-probabilities are returned, which rules out prefix reuse.
+        tokens: Prompt and sampled ids; current while the request holds no slot.
+        logprobs: Of the sampled ids; likewise.
+        marks: (weight version, number of ids sampled before it).
+        delivered: Number of ids streamed.
+        cached: Prompt tokens reused at first admission; -1 before.
+        order: Arrival order.
+        held: Grammar of structured output, if any.
+        leader: Slot, request id and tokens of a shared prompt in prefill that this request waits for.
+        scores: Log-probabilities of the prompt's ids but the first, once computed.
     """
 
     id: str
@@ -87,14 +82,14 @@ class Generation:
     scores: Logprobs | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
-        """Return which version sampled which of the first ``sampled`` ids."""
+        """Return the version spans of the first ``sampled`` ids."""
         ends = [start for _, start in self.marks[1:]] + [sampled]
         return tuple(
             (version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start
         )
 
     def output(self, reason: FinishReason | None, stop_reason: int | str | None) -> Output:
-        """Return what there is to say now; of a streamed request, what has not been said yet."""
+        """Return the output so far; of a streamed request, what was not delivered yet."""
         start = len(self.prompt)
         sampled = len(self.tokens) - start
         first = self.delivered if self.stream else 0
@@ -115,19 +110,18 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the engine says of a request: its end, or the ids of one step.
+    """Output of a request: its end, or the ids of one step.
 
     Attributes:
         id: The request.
         token_ids: The completion; of a streamed request, the ids since the last output.
-        logprobs: Theirs.
-        finish_reason: None while it goes on.
-        stop_reason: The stop id (other than the model's own end) or stop string that ended it.
+        logprobs: Of ``token_ids``.
+        finish_reason: None while it runs.
+        stop_reason: Stop id (other than the model's EOS) or stop string.
         weight_versions: Spans over the whole completion so far.
-        prompt_tokens: Length of the prompt.
-        cached_tokens: How much of the prompt was not read again.
-        prompt_logprobs: float32 of shape [prompt_tokens - 1], of the prompt's ids but the first, before any
-            temperature; None where they are not wanted.
+        cached_tokens: Prompt tokens not prefilled.
+        prompt_logprobs: float32 of shape [prompt_tokens - 1], of the prompt's ids but the first, at temperature 1; None
+            unless requested.
     """
 
     id: str
@@ -151,8 +145,8 @@ class BatchState:
     """Sampling parameters, limits and log-probabilities by slot.
 
     Attributes:
-        limit: int64 of shape [slots]: the length at which a sequence ends.
-        prompt_end: int64 of shape [slots]: tokens that were known when it was admitted.
+        limit: int64 of shape [slots]: length at which a sequence ends.
+        prompt_end: int64 of shape [slots]: tokens known at admission.
     """
 
     def __init__(self, slots: int, width: int) -> None:
@@ -167,7 +161,7 @@ class BatchState:
         self._stop_ids = np.full((slots, 4), -1, dtype=np.int64)
 
     def occupy(self, slot: int, generation: Generation, *, eos_ids: Sequence[int], max_context: int) -> None:
-        """Write down how a request samples; its log-probabilities so far come along."""
+        """Set a slot's request, with its log-probabilities so far."""
         params = generation.params
         start, stop = len(generation.prompt), len(generation.tokens)
         self.widen(stop)
@@ -186,25 +180,25 @@ class BatchState:
         self._stop_ids[slot, : len(ends)] = ends
 
     def widen(self, tokens: int) -> None:
-        """See that log-probabilities of ``tokens`` tokens have room."""
+        """Make room for log-probabilities of ``tokens`` tokens."""
         if self._logprobs.shape[1] < tokens:
             self._logprobs = widen(self._logprobs, max(tokens, 2 * self._logprobs.shape[1]))
 
     def rows(self, slots: Slots) -> RowParams:
-        """Return how these slots sample."""
+        """Return the sampling parameters of slots."""
         return RowParams(self._temperature[slots], self._top_p[slots], self._top_k[slots], self._min_p[slots])
 
     def draws(self, slots: Slots, places: Slots) -> npt.NDArray[np.float64]:
-        """Return the random number for each slot's token at its place."""
+        """Return the random number for each slot's token at its position."""
         return uniforms(self._keys[slots], places)
 
     def write(self, slots: Slots, places: Slots, logprobs: Logprobs) -> None:
-        """Note the log-probabilities of the tokens at these places."""
+        """Store the log-probabilities of the tokens at these positions."""
         self.widen(int(places.max()) + 1)
         self._logprobs[slots, places] = logprobs
 
     def logprobs(self, slot: int, start: int, stop: int) -> Logprobs:
-        """Return a copy of those of the tokens [start, stop)."""
+        """Return a copy of the log-probabilities of tokens [start, stop)."""
         return self._logprobs[slot, start:stop].copy()
 
     def stops(self, slots: Slots, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -215,13 +209,7 @@ class BatchState:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request can begin.
-
-    Attributes:
-        slot: The slot to take a prefix from, or None.
-        tokens: How many tokens of it.
-        wait_for: A slot that is about to have read more, or None.
-    """
+    """A prefix match: its slot and length, and a slot that is about to prefill a longer one."""
 
     slot: int | None = None
     tokens: int = 0
@@ -229,7 +217,7 @@ class Found:
 
 
 class Prefixes:
-    """Finds the kept or running sequence that shares most with a request, and puts the request there."""
+    """Prefix matching: finds the slot that shares most with a request, and places the request."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -237,7 +225,7 @@ class Prefixes:
         self._slot_of: dict[str, int] = {}
 
     def remember(self, slot: int, session_id: str) -> None:
-        """Note which session's tokens a slot holds."""
+        """Record the session of a slot's tokens."""
         before = self._session_of.pop(slot, None)
         if before is not None and self._slot_of.get(before) == slot:
             del self._slot_of[before]
@@ -246,7 +234,7 @@ class Prefixes:
             self._slot_of[session_id] = slot
 
     def find(self, tokens: npt.NDArray[np.int32], session_id: str) -> Found:
-        """Find where a request can begin. Its last token is always read: its logits are wanted."""
+        """Find the longest prefix, without the last token: its logits are needed."""
         cache = self._cache
         most = len(tokens) - 1
         own = self._slot_of.get(session_id)
@@ -264,15 +252,15 @@ class Prefixes:
         return Found(best, int(ready[best])) if ready[best] >= WORTH_SHARING else Found()
 
     def place(self, tokens: npt.NDArray[np.int32], found: Found, *, alone: bool) -> tuple[int, int] | None:
-        """Give a request a slot: the prefix's own where nothing of it is lost, else a new one with a copy.
+        """Place a request in the prefix's own slot if nothing of it is lost, else in a new one with a copy.
 
         Args:
-            tokens: The request's.
-            found: What :meth:`find` returned.
-            alone: Whether nothing runs: then memory must be found, at the cost of the prefix.
+            tokens: Ids of the request.
+            found: Result of :meth:`find`.
+            alone: Whether nothing runs: then memory is reclaimed even at the cost of the prefix.
 
         Returns:
-            The slot and how many tokens were taken over, or None when the request has to wait for memory.
+            Slot and number of reused tokens, or None if the request has to wait for memory.
         """
         cache, source = self._cache, found.slot
         if source is None:

@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model as the engine runs it: packed steps, logits of chosen tokens, weights in place.
+"""A Hugging Face causal language model for the engine: packed steps, selected logits, in-place weight updates.
 
-A decoding step multiplies few rows by large matrices. oneDNN's kernels on a reordered matrix do that up to three
-times as fast as a call that gets the matrix as it lies; small matrices and single rows gain nothing.
+Decoding multiplies few rows by large matrices, where oneDNN on a prepacked matrix is up to three times faster; small
+matrices and single rows gain nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHARE_OF_MEMORY = 8
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer; ``weight`` and ``bias`` stay what and where they were, so that tied ones stay tied."""
+    """A linear layer with a prepacked copy; ``weight`` and ``bias`` stay in place, so that tied ones stay tied."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PackedLinear(torch.nn.Module):
         self.pack()
 
     def pack(self) -> None:
-        """Copy the weight as it is now."""
+        """Refresh the packed copy from the weight."""
         # A tensor made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight.detach(), _ROWS)
@@ -68,11 +68,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
-    """Replace the linear layers of a model on the CPU that gain from it, the largest first while memory lasts.
-
-    Returns:
-        The new layers. Empty where torch has no such kernels for the model's device or dtype.
-    """
+    """Replace and return the linear layers that gain from it, if torch has the kernels and while memory lasts."""
     left = _memory() // _SHARE_OF_MEMORY
     candidates = []
     for parent in model.modules():
@@ -112,25 +108,23 @@ class CausalLM:
     """A loaded model.
 
     Attributes:
-        geometry: What its attention layers store.
+        geometry: KV cache layout.
         dtype: Of weights, keys and values.
-        device: Where it runs.
-        vocabulary: Ids that may occur in prompts are below this.
-        context_length: The longest sequence that its position embeddings are made for.
-        eos_ids: Ids that end a completion by the checkpoint's own generation config.
+        vocabulary: Exclusive upper bound of prompt ids.
+        context_length: Longest sequence of its position embeddings.
+        eos_ids: EOS ids of the checkpoint's generation config.
     """
 
     def __init__(self, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> None:
         """Load a checkpoint.
 
         Args:
-            path: Directory in Hugging Face format, or that of an adapter, which is merged into its model.
+            path: Directory in Hugging Face format, or of an adapter, which is merged into its model.
             dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
         Raises:
-            InferenceError: The checkpoint cannot be read, or its architecture is not one that the engine computes
-                exactly.
+            InferenceError: The checkpoint is unreadable, or the engine does not compute its architecture exactly.
             MissingExtraError: transformers is not installed.
         """
         try:
@@ -171,16 +165,13 @@ class CausalLM:
     def forward(
         self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], plan: Attend, keep: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Run one packed step.
+        """Run one packed step and return logits [len(keep), vocabulary].
 
         Args:
             ids: int64 of shape [T].
             positions: int64 of shape [T]: position of each token in its own sequence.
-            plan: What the tokens attend to.
-            keep: int64: the tokens whose logits are wanted.
-
-        Returns:
-            Logits [len(keep), vocabulary].
+            plan: Attention plan.
+            keep: int64: indices of the tokens whose logits are returned.
         """
         output = self._model(
             input_ids=torch.from_numpy(ids).to(self.device).unsqueeze(0),
@@ -193,12 +184,9 @@ class CausalLM:
         return logits
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace all weights in place. Nothing is changed unless every tensor fits.
+        """Replace all weights in place, or none; tied weights may come under any of their names, with equal values.
 
-        Tied weights may be given under any of their names, or under several with equal values.
-
-        Raises:
-            FormatError: A name is missing or unknown, a shape differs, or a dtype is not a floating one.
+        Raises FormatError for a missing or unknown name, another shape, or a dtype that is not floating.
         """
         targets = self._model.state_dict(keep_vars=True)
         groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -234,11 +222,7 @@ class CausalLM:
         self._base.replaced()
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
-        """Replace the weights by those of the checkpoint with an adapter on them, in place. All, or nothing.
-
-        Raises:
-            FormatError: It does not fit, or the checkpoint's weights were replaced since the launch.
-        """
+        """Replace the weights by the launch weights with an adapter, in place; all or none. Raises FormatError."""
         packed = {layer.weight.data_ptr(): layer for layer in self._packed}
 
         def changed(matrix: torch.Tensor) -> None:
@@ -264,11 +248,7 @@ class CausalLM:
         return str(self._config.model_type)
 
     def _prove(self) -> None:
-        """Hold the packed path, prompt in two pieces and then decoding, against the model's own eager attention.
-
-        Raises:
-            InferenceError: The logits differ: the architecture has something that the packed path lacks.
-        """
+        """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
         pool = KVPool(self.geometry, 32, self.dtype, self.device)

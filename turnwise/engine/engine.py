@@ -1,12 +1,11 @@
 """The built-in inference engine: continuous batching over one packed forward per step.
 
-Every step runs one new token of each sequence that has its prompt read, and pieces of the prompts that are still
-being read. A sequence is told apart only by how many of its tokens have keys and values (``cached``): one missing is
-decoding, more are a prompt. So a weight update is: forget all keys and values, and let every sequence wait to be read
-again; and so is running out of memory, for one sequence.
+A step runs one token of each decoding sequence and chunks of prompts in prefill. Sequences differ only in how many of
+their tokens have KV entries (``cached``): one missing means decoding, more mean prefill. A weight update therefore
+drops the KV cache and prefills every sequence again; preemption does the same to one sequence.
 
-A prefix is read once. A finished sequence stays in the cache until its memory is wanted; a request takes over or copies
-what it shares with any sequence, also one that runs; and it waits while another reads a prompt that it shares.
+A prefix is prefilled once: finished sequences stay cached until their memory is needed, a request takes over or copies
+what it shares with any sequence, and waits while another prefills a shared prompt.
 """
 
 from __future__ import annotations
@@ -35,21 +34,20 @@ from turnwise.types import Logprobs
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done and is doing.
+    """Counters and gauges of an engine.
 
     Attributes:
-        requests: Requests that ended, in any way.
-        prefilled_tokens: Tokens of prompts that were run (again, after a weight update or for want of memory).
-        reused_tokens: Tokens of prompts whose keys and values were there.
+        requests: Finished requests, for any reason.
+        prefilled_tokens: Prompt tokens run (again, after a weight update or preemption).
+        reused_tokens: Prompt tokens served from the KV cache.
         generated_tokens: Sampled ids.
         steps: Forward passes.
-        preemptions: Times that a sequence gave its memory up to an older one.
-        running: Sequences that hold memory and run.
-        waiting: Requests that wait for memory, a place or a shared prompt.
-        retained: Prefixes kept.
-        kv_tokens: Tokens that memory is allocated for.
-        weight_version: Version in use.
-        paused: Whether nothing is sampled.
+        preemptions: Sequences that lost their memory to an older one.
+        running: Running sequences.
+        waiting: Requests that wait for memory, a slot or a shared prompt.
+        retained: Retained prefixes.
+        kv_tokens: Allocated KV cache, in tokens.
+        paused: Whether sampling is paused.
     """
 
     requests: int = 0
@@ -78,13 +76,7 @@ _SCORED_LOGITS = 1 << 26
 
 
 class Engine:
-    """Runs requests on a model. :meth:`submit` and :meth:`call` may be used from any thread, all else from its own.
-
-    Attributes:
-        model: The model.
-        max_context: Most tokens of prompt and completion together.
-        stats: Counters; gauges are current after :meth:`refresh_stats`.
-    """
+    """Runs requests on a model. :meth:`submit` and :meth:`call` are thread-safe; the rest is for its own thread."""
 
     def __init__(
         self,
@@ -99,21 +91,19 @@ class Engine:
         weight_version: int = 0,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Make an engine.
+        """Create an engine.
 
         Args:
             model: The model.
-            deliver: Is given the outputs of each step, on the engine's thread.
-            max_seqs: Most sequences that run at the same time.
-            max_context: Most tokens of a sequence; None is the model's limit.
-            kv_tokens: Tokens that memory may be allocated for; None is 131072, or one whole sequence.
-            max_batch_tokens: Most tokens of a step (more only where more sequences decode).
-            prefix_cache: Whether shared prefixes are used again.
+            deliver: Called with the outputs of each step, on the engine's thread.
+            max_seqs: Maximum running sequences.
+            max_context: Maximum tokens of a sequence; None for the model's limit.
+            kv_tokens: KV cache size in tokens; None for 131072, or one whole sequence. ValueError if it cannot hold
+                one.
+            max_batch_tokens: Maximum tokens of a step (exceeded only if more sequences decode).
+            prefix_cache: Whether shared prefixes are reused.
             weight_version: Version of the weights as loaded.
             tokenizer: For stop strings.
-
-        Raises:
-            ValueError: ``kv_tokens`` does not hold one sequence of ``max_context`` tokens.
         """
         self.model = model
         self.max_context = min(max_context or model.context_length, model.context_length)
@@ -163,7 +153,7 @@ class Engine:
         self._wake.set()
 
     def run(self) -> None:
-        """Run until :meth:`close`: steps while there is work, asleep otherwise. Any exception is the engine's end."""
+        """Run steps until :meth:`close`, sleeping while idle. Exceptions are fatal."""
         while not self._closed:
             if not self.step():
                 self._wake.wait()
@@ -176,16 +166,16 @@ class Engine:
     # -- on the engine's thread
 
     def pause(self, *, abort: bool) -> int:
-        """Stop sampling; what is in flight is kept, or ended with what it has. Returns how many were ended."""
+        """Pause sampling; requests in flight are kept, or with ``abort`` finished. Returns how many were finished."""
         self.stats.paused = True
         return self.abort(None) if abort else 0
 
     def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         self.stats.paused = False
 
     def abort(self, ids: Iterable[str] | None) -> int:
-        """End requests (None: all) with what they have; returns how many. Unknown ids are ignored."""
+        """Finish requests (None: all) with what they have; return their number. Unknown ids are ignored."""
         outputs = self._roster.end(ids, "abort")
         self._ended(outputs)
         return len(outputs)
@@ -193,15 +183,9 @@ class Engine:
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, adapter: AdapterInfo | None = None
     ) -> None:
-        """Replace the weights. Sequences in flight go on under the new ones, all their tokens read again.
+        """Replace the weights by full ones or an adapter's; sequences in flight are prefilled again.
 
-        Args:
-            tensors: All weights, or those of an adapter.
-            version: What they are called.
-            adapter: What the tensors are where they are an adapter's.
-
-        Raises:
-            FormatError: A tensor does not fit; nothing has changed.
+        Raises FormatError, and changes nothing, if a tensor does not fit.
         """
         if adapter is None:
             self.model.load(tensors, version)
@@ -213,7 +197,7 @@ class Engine:
         self.set_version(version)
 
     def set_version(self, version: int) -> None:
-        """Name the weights in use; what is sampled from now on carries this version."""
+        """Set the version of the current weights, for ids sampled from now on."""
         if version == self.stats.weight_version:
             return
         self.stats.weight_version = version
@@ -232,11 +216,7 @@ class Engine:
         return replace(stats)
 
     def step(self) -> bool:
-        """Do what was posted, then run one forward pass.
-
-        Returns:
-            Whether there was anything to run.
-        """
+        """Run posted calls, then one forward pass; return whether there was work."""
         with torch.inference_mode():
             while self._inbox:
                 self._inbox.popleft()()
@@ -271,7 +251,7 @@ class Engine:
         self._roster.add(generation)
 
     def _make_room(self) -> None:
-        """See that every sequence that runs has a row that holds it; the youngest wait where memory is short."""
+        """Grow the rows of running sequences; preempt the youngest when memory is short."""
         cache = self._cache
         slots = self._roster.running
         outgrown = slots[cache.length[slots] > cache.capacity[cache.pool_of[slots]]]
@@ -305,7 +285,7 @@ class Engine:
         )
 
     def _targets(self, step: ModelInput) -> tuple[Slots, tuple[Slots, Slots]]:
-        """Return which tokens of a step predict an id of a prompt that is scored, and the slots and places of those."""
+        """Return which tokens of a step predict a scored prompt's ids, with the slots and positions of those ids."""
         places, slots, positions = [], [], []
         begins = np.cumsum(step.sizes) - step.sizes
         for index in (
@@ -324,14 +304,13 @@ class Engine:
         return np.concatenate(places), (np.concatenate(slots), np.concatenate(positions))
 
     def _scores(self, targets: tuple[Slots, Slots], logits: torch.Tensor) -> Logprobs:
-        """Return the log-probabilities of the ids at these slots and places, before any temperature."""
+        """Return the log-probabilities of the ids at these slots and positions, at temperature 1."""
         chosen = torch.from_numpy(self._cache.ids[targets].astype(np.int64)).to(logits.device).unsqueeze(1)
         scaled = logits.float()
         found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
         return found
 
     def _advance(self, step: ModelInput, logits: torch.Tensor) -> None:
-        """Sample, write down, and end what has come to its end."""
         cache, stats, slots = self._cache, self.stats, step.sampling
         stats.steps += 1
         unread = self._roster.table.prompt_end[step.slots] - cache.cached[step.slots]
@@ -369,7 +348,7 @@ class Engine:
     def _watch(
         self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], ended: npt.NDArray[np.bool_]
     ) -> list[Output]:
-        """Look for stop strings, and collect what is streamed of sequences that go on."""
+        """Check stop strings, and collect streamed ids of sequences that go on."""
         outputs: list[Output] = []
         for place in np.flatnonzero(np.isin(slots, list(self._roster.watched))).tolist():
             slot = int(slots[place])

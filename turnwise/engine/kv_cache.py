@@ -1,7 +1,7 @@
-"""Which sequence owns which row of keys and values.
+"""KV cache: pools of rows by capacity, and the slots that own them.
 
-Rows of one capacity lie densely, because attention over them is bound by memory. Rows in use are kept at the low end
-of their pool, so that one attention call reads a view of it; a few holes are cheaper than moving rows at once.
+Rows of one capacity are dense, because attention over them is memory-bound. Used rows are kept at the low end of their
+pool, so that one attention call reads a view; a few holes cost less than moving rows at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a model's attention layers store.
+    """KV cache layout of a model.
 
     Attributes:
-        layers: How many layers.
+        layers: Number of layers.
         heads: Key/value heads.
         key_dim: Size of a key.
         value_dim: Size of a value.
@@ -34,7 +34,7 @@ class Geometry:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on the CPU as pages that cost nothing until they are written."""
+    """Return zeros; on the CPU as lazily allocated pages."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -42,11 +42,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class KVPool:
-    """Rows that hold ``capacity`` tokens each.
+    """Rows of ``capacity`` tokens each.
 
     Attributes:
         capacity: Tokens per row.
-        owner: int64 of shape [rows]: the slot that owns a row, or -1.
+        owner: int64 of shape [rows]: owning slot, or -1.
         keys: Per layer, a view of shape [rows, heads, capacity, key_dim].
         values: Per layer, a view of shape [rows, heads, capacity, value_dim].
     """
@@ -62,12 +62,12 @@ class KVPool:
 
     @property
     def rows(self) -> int:
-        """How many rows are allocated."""
+        """Number of allocated rows."""
         return len(self.owner)
 
     @property
     def used(self) -> int:
-        """How many rows have an owner."""
+        """Number of owned rows."""
         return int((self.owner >= 0).sum())
 
     def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -85,11 +85,7 @@ class KVPool:
         self.flat_values = [layer.view(-1, width)[:, : shape.value_dim] for layer in data[1]]
 
     def resize(self, rows: int) -> npt.NDArray[np.int64]:
-        """Change the number of rows; rows in use move to the low end when that is needed.
-
-        Returns:
-            int64 of shape [old rows]: the new place of each old row, -1 for rows that are gone.
-        """
+        """Change the number of rows; return the new index of each old row, int64 of shape [old rows], -1 if dropped."""
         places = np.full(self.rows, -1, dtype=np.int64)
         if rows >= self.rows:
             places[:] = np.arange(self.rows)
@@ -111,7 +107,7 @@ class KVPool:
         self._data[:, :, row, :, :tokens].copy_(source._data[:, :, source_row, :, :tokens])
 
     def exchange(self, left: npt.NDArray[np.int64], right: npt.NDArray[np.int64], tokens: int) -> None:
-        """Swap rows pairwise, contents and owners, up to ``tokens`` tokens of each."""
+        """Swap rows pairwise, contents (up to ``tokens`` tokens) and owners."""
         # Row by row, with plain copies of long runs: indexing all rows at once takes three times as long.
         for low, high in zip(left.tolist(), right.tolist(), strict=True):
             one, other = self._data[:, :, low, :, :tokens], self._data[:, :, high, :, :tokens]
@@ -121,7 +117,7 @@ class KVPool:
         self.owner[left], self.owner[right] = self.owner[right].copy(), self.owner[left].copy()
 
     def zero_row(self, row: int) -> None:
-        """Overwrite a row with zeros (it held values that are not finite)."""
+        """Zero a row that held values that are not finite."""
         self._data[:, :, row].zero_()
 
 
@@ -144,25 +140,25 @@ def capacities(longest: int) -> list[int]:
 
 
 def widen(array: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    """Return a copy of [rows, columns] with more columns, filled with zeros."""
+    """Return a copy of [rows, columns] with more columns, zero-filled."""
     wider = np.zeros((array.shape[0], width), dtype=array.dtype)
     wider[:, : array.shape[1]] = array
     return wider
 
 
 class KVCache:
-    """Slots for sequences, each with its tokens and a row for their keys and values.
+    """Slots for sequences, each with its tokens and a KV row.
 
     Attributes:
-        longest: Most tokens of a slot.
-        ids: int32 of shape [slots, width]: the tokens of each slot; grows up to ``longest``.
-        length: int64 of shape [slots]: how many tokens are known.
-        cached: int64 of shape [slots]: of how many the keys and values are there.
+        longest: Maximum tokens of a slot.
+        ids: int32 of shape [slots, width]: tokens of each slot; grows up to ``longest``.
+        length: int64 of shape [slots]: number of known tokens.
+        cached: int64 of shape [slots]: number of tokens with KV entries.
         pool_of: int64 of shape [slots]: index into ``pools``.
         row_of: int64 of shape [slots]: row in that pool.
         state: int8 of shape [slots]: free, active or retained.
         pools: One per capacity, smallest first.
-        capacity: int64 of shape [pools]: theirs.
+        capacity: int64 of shape [pools].
     """
 
     def __init__(
@@ -191,23 +187,15 @@ class KVCache:
 
     @property
     def allocated(self) -> int:
-        """Tokens that memory is allocated for."""
+        """Allocated memory, in tokens."""
         return sum(pool.rows * pool.capacity for pool in self.pools)
 
     def count(self, state: int) -> int:
-        """Return how many slots are in a state."""
+        """Return the number of slots in a state."""
         return int((self.state == state).sum())
 
     def take(self, tokens: npt.NDArray[np.int32], *, source: int | None = None) -> int | None:
-        """Give a sequence an active slot and a row that holds it.
-
-        Args:
-            tokens: int32 of shape [tokens]; nothing of it is cached yet.
-            source: A slot that is not dropped for this, since it will be copied from.
-
-        Returns:
-            The slot, or None when no memory is left that is not in use.
-        """
+        """Allocate an active slot and row for uncached tokens, without evicting ``source``; None if memory is short."""
         if source is not None and self.state[source] == RETAINED:
             self.state[source] = ACTIVE
             slot = self.take(tokens)
@@ -234,11 +222,7 @@ class KVCache:
         return slot
 
     def reuse(self, slot: int, tokens: npt.NDArray[np.int32], shared: int) -> bool:
-        """Make a retained slot active again for a sequence that begins with its first ``shared`` tokens.
-
-        Returns:
-            False when no larger row is left for it; the slot is then still retained.
-        """
+        """Reactivate a retained slot for a sequence with its first ``shared`` tokens; False if no row is free."""
         self.state[slot] = ACTIVE
         if not self.grow(slot, len(tokens) + 1):
             self.state[slot] = RETAINED
@@ -248,18 +232,14 @@ class KVCache:
         return True
 
     def share(self, slot: int, source: int, tokens: int) -> None:
-        """Copy the keys and values of the first ``tokens`` tokens from another slot."""
+        """Copy the KV entries of the first ``tokens`` tokens from another slot."""
         to, origin = self.pools[self.pool_of[slot]], self.pools[self.pool_of[source]]
         to.copy_row(int(self.row_of[slot]), origin, int(self.row_of[source]), tokens)
         self.cached[slot] = tokens
         self._touch(source)
 
     def grow(self, slot: int, tokens: int) -> bool:
-        """See that a slot's row holds ``tokens`` tokens; it may move to a larger one.
-
-        Returns:
-            False when no memory is left that is not in use; nothing has changed then.
-        """
+        """Make a slot's row hold ``tokens`` tokens, moving it if needed; False, and no change, if no memory is left."""
         old = int(self.pool_of[slot])
         if self.pools[old].capacity >= tokens:
             return True
@@ -275,19 +255,19 @@ class KVCache:
         return True
 
     def append(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
-        """Add one token to each of these slots; where ``kept`` is False it stands there but does not count."""
+        """Append one token to each of these slots; where ``kept`` is False it is stored but not counted."""
         places = self.length[slots]
         self._widen(int(places.max()) + 1)
         self.ids[slots, places] = ids
         self.length[slots] += kept
 
     def retain(self, slot: int) -> None:
-        """Keep a finished sequence's keys and values until their memory is wanted."""
+        """Keep a finished sequence's KV entries until their memory is needed."""
         self.state[slot] = RETAINED
         self._touch(slot)
 
     def release(self, slot: int, *, poisoned: bool = False) -> None:
-        """Give a slot and its row back. ``poisoned`` rows (values not finite) are zeroed first."""
+        """Free a slot and its row. ``poisoned`` rows (values not finite) are zeroed."""
         pool, row = self.pools[self.pool_of[slot]], int(self.row_of[slot])
         if poisoned:
             pool.zero_row(row)
@@ -296,12 +276,12 @@ class KVCache:
         self.length[slot] = self.cached[slot] = 0
 
     def drop_retained(self) -> None:
-        """Forget every retained prefix."""
+        """Free every retained prefix."""
         for slot in np.flatnonzero(self.state == RETAINED):
             self.release(int(slot))
 
     def shared_prefixes(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return, for each slot up to the last one in use, how many first tokens it shares with ``tokens``."""
+        """Return the length of the prefix shared with ``tokens``, for each slot up to the last one in use."""
         top, size = self._top, len(tokens)
         known = np.minimum(self.length[:top], size)
         head = min(size, 64)
@@ -316,11 +296,7 @@ class KVCache:
         return np.minimum(shared, known)
 
     def compact(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Move the rows of these active slots to the low end of their pools where too many holes lie between.
-
-        Returns:
-            Whether rows moved.
-        """
+        """Move these slots to the low end of their pools if too many holes lie between; return whether rows moved."""
         moved = False
         pools, rows = self.pool_of[slots], self.row_of[slots]
         for index in np.unique(pools).tolist():
@@ -368,7 +344,7 @@ class KVCache:
         return int(slots[self._used_at[slots].argmin()]) if len(slots) else None
 
     def _row(self, index: int) -> int | None:
-        """Find a row without owner: a free one, a new one, or that of the prefix used least recently."""
+        """Find a row without owner: a free one, a new one, or the least recently used prefix's."""
         pool = self.pools[index]
         free = np.flatnonzero(pool.owner < 0)
         if len(free):
@@ -390,7 +366,7 @@ class KVCache:
         return self._lower(index, rows)
 
     def _lower(self, index: int, row: int) -> int:
-        """Return ``row``, or a lower one that a prefix leaves for it: attention reads all rows below the last."""
+        """Return ``row``, or a lower one evicted from a prefix: attention reads all rows below the last."""
         pool = self.pools[index]
         low = pool.owner[: min(row, int(((self.state == ACTIVE) & (self.pool_of == index)).sum()) + _HOLES_ALLOWED)]
         idle = low[self.state[low] == RETAINED]
@@ -418,6 +394,5 @@ class KVCache:
             self.release(oldest)
 
     def _locate(self, index: int) -> None:
-        """Write down where the owners of a pool's rows now lie."""
         rows = np.flatnonzero(self.pools[index].owner >= 0)
         self.row_of[self.pools[index].owner[rows]] = rows

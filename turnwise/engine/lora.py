@@ -1,7 +1,4 @@
-"""Low-rank adapters on served weights: what an adapter-only weight version does to the matrices that it names.
-
-A checkpoint of a run with ``model.lora`` is such a folder. It can be named wherever a model's folder can.
-"""
+"""LoRA adapters: reading and merging adapter folders, and applying adapter-only weight versions."""
 
 from __future__ import annotations
 
@@ -35,18 +32,14 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 
 class BaseWeights:
-    """The matrices that adapters change, as they were launched.
-
-    Each version is computed from these and from nothing else, so that no rounding gathers over many versions. They are
-    copied when the first adapter names them: a server that is never sent one keeps none.
-    """
+    """Launch values of adapted matrices: the base of each version, so that rounding does not accumulate."""
 
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}
         self._replaced = False
 
     def replaced(self) -> None:
-        """Note that the weights were replaced as a whole: what was launched is gone."""
+        """Mark the launch weights as lost, after a full weight update."""
         self._base = {}
         self._replaced = True
 
@@ -58,18 +51,10 @@ class BaseWeights:
         version: int,
         changed: Callable[[Tensor], None],
     ) -> None:
-        """Put a version of an adapter into the served weights, in the place of any other. All of it, or nothing.
+        """Apply an adapter version to the served weights, in place of any other; all or none.
 
-        Args:
-            served: The parameters in use, by name.
-            tensors: What the manifest holds.
-            adapter: What it says of them.
-            version: For messages.
-            changed: Called with each parameter after it was changed.
-
-        Raises:
-            FormatError: A tensor is missing, unknown or of another shape, or the weights are no longer those that the
-                server was launched with; nothing has changed.
+        ``changed`` is called with each changed parameter. Raises FormatError if a tensor is missing, unknown or of
+        another shape, or the launch weights are lost.
         """
         if self._replaced:
             raise FormatError(
@@ -131,14 +116,7 @@ _OTHER = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_patt
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """An adapter on disk.
-
-    Attributes:
-        path: Its folder.
-        base: The folder of the model that it belongs to.
-        info: Rank, scale and targets.
-        tensors: Its factors, named as in :class:`AdapterInfo`.
-    """
+    """An adapter on disk: its base model, LoRA parameters, and factors named as in :class:`AdapterInfo`."""
 
     path: Path
     base: Path
@@ -147,7 +125,7 @@ class SavedAdapter:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return whether a folder holds an adapter and no model."""
+    """Return whether a folder holds an adapter without a model."""
     folder = Path(path)
     if not (folder / ADAPTER_CONFIG).is_file():
         return False
@@ -155,13 +133,9 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
-    """Return the folder of the model under an adapter, and the adapters on it in the order in which they are applied.
+    """Return the base model's folder and the adapters on it in order of application; none for a model's own folder.
 
-    An adapter may have been trained on a model that is an adapter's folder itself. Of a model's own folder there are
-    none.
-
-    Raises:
-        FormatError: A folder or file is missing or broken, or an adapter is of a kind that cannot be merged.
+    Raises FormatError for missing, broken or unmergeable files.
     """
     base, chain = Path(path), list[SavedAdapter]()
     while is_adapter(base):
@@ -173,11 +147,7 @@ def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
 
 
 def model_under(path: str | Path) -> Path:
-    """Return the folder of the model under an adapter, and under the adapters that it stands on; weights are not read.
-
-    Raises:
-        FormatError: A folder or file is missing or broken, or an adapter is of a kind that cannot be merged.
-    """
+    """Return the base model's folder of an adapter or chain of them, without reading weights. Raises FormatError."""
     base, seen = Path(path), set[Path]()
     while is_adapter(base):
         if base.resolve() in seen:
@@ -188,11 +158,7 @@ def model_under(path: str | Path) -> Path:
 
 
 def read_settings(path: Path) -> tuple[Path, int, float]:
-    """Return the base model's folder, the rank, and alpha so that alpha / rank is the scale.
-
-    Raises:
-        FormatError: The settings cannot be read, or are of another kind of adapter.
-    """
+    """Return base folder, rank and alpha (scale = alpha / rank). Raises FormatError."""
     file = path / ADAPTER_CONFIG
     try:
         said: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -214,11 +180,7 @@ def read_settings(path: Path) -> tuple[Path, int, float]:
 
 
 def read_adapter(path: Path) -> SavedAdapter:
-    """Read an adapter's folder.
-
-    Raises:
-        FormatError: It is missing something, broken, or of another kind.
-    """
+    """Read an adapter's folder. Raises FormatError if it is incomplete, broken or of another kind."""
     base, rank, alpha = read_settings(path)
     file = path / ADAPTER_WEIGHTS
     try:
@@ -231,11 +193,7 @@ def read_adapter(path: Path) -> SavedAdapter:
 
 
 def merge_adapters(model: torch.nn.Module, chain: Sequence[SavedAdapter]) -> None:
-    """Add adapters to the matrices of their model, in order.
-
-    Raises:
-        FormatError: One does not fit.
-    """
+    """Merge adapters into their model, in order. Raises FormatError if one does not fit."""
     for adapter in chain:
         served = model.state_dict(keep_vars=True)
         try:

@@ -1,10 +1,9 @@
-"""The process of a reward model's server: ``python -m turnwise.engine.reward_model``.
+"""The reward model server: ``python -m turnwise.engine.reward_model``.
 
-A request holds ``messages`` (the chat template is applied, without a generation prompt) or ``input`` (a text, texts,
-ids, or lists of ids), and may hold ``use_activation`` (default true, as in vLLM: a sigmoid of one output, a softmax of
-several; a regression has none), ``chat_template_kwargs`` (with messages), ``add_special_tokens`` (with texts, default
-true) and ``model``. The answer's
-``data[i].probs`` are the outputs of input ``i``.
+A request holds ``messages`` (rendered without generation prompt) or ``input`` (text, texts, ids, or lists of ids), and
+may hold ``use_activation`` (default true, as in vLLM: sigmoid for one output, softmax for several, none for a
+regression), ``chat_template_kwargs`` (with messages), ``add_special_tokens`` (with texts, default true) and ``model``.
+``data[i].probs`` of the response are the outputs of input ``i``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _KNOWN = frozenset(
 
 
 class Encode(Protocol):
-    """Texts and conversations to ids."""
+    """Encodes texts and conversations to ids."""
 
     def text(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of a text."""
@@ -57,15 +56,7 @@ class Encode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served.
-
-    Attributes:
-        name: The served name.
-        label_names: The name of each output.
-        problem_type: Of the model's configuration.
-        vocabulary: Ids are below this.
-        max_context: Most tokens of an input.
-    """
+    """Description of the served classifier; see :class:`Classifier`."""
 
     name: str
     label_names: Sequence[str]
@@ -78,10 +69,10 @@ class RewardApp:
     """The ASGI application.
 
     Args:
-        served: What is served.
-        encode: Texts and conversations to ids.
-        submit: Queues an input; the future gets its raw outputs.
-        stats: Returns counts.
+        served: Description of the model.
+        encode: Encoder of texts and conversations.
+        submit: Queues an input; the future resolves to its raw outputs.
+        stats: Returns counters.
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class RewardApp:
         self._received = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         route = scope["method"], scope["path"]
@@ -214,7 +205,7 @@ class RewardApp:
 
 
 def _check_message(message: dict[str, Any], where: str) -> None:
-    """Refuse what a template would leave out without a word, or fail on."""
+    """Reject messages that a template would silently drop, or fail on."""
     if not isinstance(message.get("role"), str):
         raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a text")
     content = message.get("content")
@@ -258,28 +249,24 @@ _log = logging.getLogger("turnwise.engine.reward_model")
 
 
 class Classifier:
-    """A checkpoint that ``AutoModelForSequenceClassification`` reads.
+    """A checkpoint for ``AutoModelForSequenceClassification``.
 
     Attributes:
-        labels: How many outputs it has.
-        label_names: The name of each.
-        problem_type: What its configuration says: ``regression``, ``multi_label_classification`` or else.
-        vocabulary: Ids are below this.
-        max_context: Most tokens of an input.
+        labels: Number of outputs.
+        label_names: Name of each.
+        problem_type: ``regression``, ``multi_label_classification`` or other, by its configuration.
+        vocabulary: Exclusive upper bound of ids.
+        max_context: Maximum tokens of an input.
     """
 
     def __init__(self, directory: Path, *, dtype: str, device: str, max_context: int | None) -> None:
-        """Load a checkpoint.
+        """Load a checkpoint. Raises InferenceError, or MissingExtraError without transformers.
 
         Args:
-            directory: Where it lies.
+            directory: Checkpoint directory.
             dtype: ``auto``, ``float32`` or ``bfloat16``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-            max_context: Most tokens of an input; None is the model's own limit.
-
-        Raises:
-            InferenceError: It cannot be loaded, or is no classifier.
-            MissingExtraError: transformers is not installed.
+            max_context: Maximum tokens of an input; None for the model's limit.
         """
         try:
             from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -312,10 +299,7 @@ class Classifier:
         self.max_context = min(each for each in (max_context, own, 2**31 - 1) if each)
 
     def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the raw outputs, for each input one number per label.
-
-        Each equals what the model says of that input alone: padding is masked, and stands right of the input.
-        """
+        """Return raw outputs, one number per label for each input, independent of the batch (right-padded, masked)."""
         length = max(map(len, inputs))
         padding = self._padding
         if padding is None:
@@ -336,7 +320,7 @@ class Classifier:
 
 @dataclass(slots=True)
 class BatchStats:
-    """What was run so far: forward passes, inputs, and their tokens without padding."""
+    """Counters: forward passes, inputs, and tokens without padding."""
 
     batches: int = 0
     inputs: int = 0
@@ -344,11 +328,7 @@ class BatchStats:
 
 
 class ClassifierBatcher:
-    """Runs a classifier in one thread. What waits when a pass ends forms the next ones, inputs of like length together.
-
-    Attributes:
-        stats: Counts.
-    """
+    """Batches inputs of similar length on one thread; what queued during a pass forms the next ones."""
 
     def __init__(self, classifier: Classifier, *, max_seqs: int, max_batch_tokens: int) -> None:
         self.stats = BatchStats()
@@ -358,13 +338,13 @@ class ClassifierBatcher:
         self._waiting: queue.SimpleQueue[tuple[list[int], Future[list[float]]]] = queue.SimpleQueue()
 
     def submit(self, ids: list[int]) -> Future[list[float]]:
-        """Queue an input; the future gets its raw outputs."""
+        """Queue an input; the future resolves to its raw outputs."""
         future: Future[list[float]] = Future()
         self._waiting.put((ids, future))
         return future
 
     def run(self) -> None:
-        """Run for ever."""
+        """Run forever."""
         while True:
             taken = [self._waiting.get()]
             while not self._waiting.empty():
@@ -376,7 +356,7 @@ class ClassifierBatcher:
                 del taken[-size:]
 
     def _fitting(self, taken: Sequence[tuple[list[int], Any]]) -> int:
-        """Return how many of the longest inputs make a pass; the longest decides what padding costs."""
+        """Return how many of the longest inputs fit into a pass; the longest determines the padding."""
         longest = max(1, len(taken[-1][0]))
         return max(1, min(len(taken), self._max_seqs, self._max_tokens // longest))
 
@@ -404,15 +384,12 @@ if __name__ == "__main__":
 
 
 class Encoder:
-    """A model's tokenizer, with its chat template where it has one."""
+    """A model's tokenizer, with its chat template if it has one."""
 
     def __init__(self, directory: Path) -> None:
-        """Load them.
+        """Load tokenizer and chat template.
 
-        Raises:
-            RenderError: There is no tokenizer in the directory, or a broken one, or the model was trained with another
-                chat template.
-            MissingExtraError: It needs transformers, which is not installed.
+        Raises RenderError, for the template of another training too, or MissingExtraError if it needs transformers.
         """
         files = read_model_dir(directory)
         self._tokenizer = files.tokenizer
@@ -423,16 +400,12 @@ class Encoder:
         self._special = files.special
 
     def text(self, text: str, *, special: bool) -> list[int]:
-        """Return the ids of a text. What looks like a control token in it becomes one."""
+        """Return the ids of a text; spelled control tokens become control ids."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
-        """Return the ids of a conversation, by the chat template. No text of a message becomes a control token.
-
-        Raises:
-            RenderError: There is no template, or it cannot render these messages.
-        """
+        """Return the ids of a conversation; spelled control tokens stay text. Raises RenderError."""
         if not self._template:
             raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
         template = ChatTemplate(self._template, variables={**self._special, **arguments})
@@ -440,7 +413,7 @@ class Encoder:
         return self._tokens.encode(template.render(told, None, generate=False))
 
     def _told(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as templates read it: texts escaped, content in one piece, arguments as objects."""
+        """Return a message in the template's form: texts escaped, content joined, arguments as objects."""
         told = {**message, "content": self._escaped(text_of(message))}
         if isinstance(told.get("reasoning_content"), str):
             told["reasoning_content"] = self._escaped(told["reasoning_content"])
@@ -470,10 +443,7 @@ class Encoder:
 def serve_reward(spec: RewardServerSpec) -> None:
     """Serve a reward model until SIGTERM, SIGINT or the end of the lifeline.
 
-    Raises:
-        InferenceError: The model cannot be served, or the port not be bound.
-        RenderError: It has no tokenizer.
-        MissingExtraError: A package of the extra ``serve`` is missing.
+    Raises InferenceError, RenderError without a tokenizer, MissingExtraError without the extra ``serve``.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""From logits to ids: one vectorised draw per row, and the log-probability it is trained with."""
+"""Vectorised sampling: logits to ids with the log-probabilities used in training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def seed_key(seed: int) -> np.uint64:
-    """Return the 64-bit key of a request's seed. Seeds that differ in one bit give unrelated keys.
-
-    Integers of more than 64 bits are folded, so that every Python integer is a seed.
-    """
+    """Return the 64-bit key of a seed of any size; seeds that differ in one bit give unrelated keys."""
     key = np.zeros(1, dtype=np.uint64)
     if seed < 0:
         key, seed = _mix(key + _MIX_1), -seed - 1
@@ -43,11 +40,11 @@ def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 
     Args:
         keys: uint64 of shape [rows], from :func:`seed_key`.
-        positions: int of shape [rows]: index in its sequence of the token that is to be sampled.
+        positions: int of shape [rows]: sequence index of the token to sample.
 
     Returns:
-        float64 of shape [rows] with 53 random bits each: SplitMix64's output number ``position`` for a state that
-        starts at ``key``, finalised twice since keys of neighbouring states would otherwise share a stream.
+        float64 of shape [rows] with 53 random bits each: SplitMix64's output number ``position`` from state ``key``,
+        finalised twice, since neighbouring keys would otherwise share a stream.
     """
     counters = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
     bits = _mix(counters ^ keys)
@@ -56,7 +53,7 @@ def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """How each row is sampled; arrays of shape [rows].
+    """Sampling parameters; arrays of shape [rows].
 
     Attributes:
         temperature: float32; 0 is greedy.
@@ -79,14 +76,14 @@ def sample(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Sample one id per row by inverting the cumulative distribution.
 
-    The log-probability is log softmax(logits / temperature) at the sampled id, before a grammar, top-k, top-p and
-    min-p; at temperature 0 it is that of the raw logits.
+    The log-probability is log softmax(logits / temperature) at the sampled id, before grammar, top-k, top-p and min-p;
+    at temperature 0 that of the raw logits.
 
     Args:
         logits: [rows, vocabulary], any float dtype.
-        params: How to sample each row.
+        params: Sampling parameters.
         draws: float64 of shape [rows] in [0, 1).
-        allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None where nothing is held to one.
+        allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None without structured output.
 
     Returns:
         Ids (int64) and log-probabilities (float32), both of shape [rows], on the CPU.
@@ -123,7 +120,7 @@ def sample(
 def _sample_allowed(
     logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64], allowed: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Sample of what grammars allow, truncated after them; the log-probabilities are those without them."""
+    """Sample under grammars, truncated after masking; log-probabilities are those without the mask."""
     scaled = logits.float()
     masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
     ids, _ = sample(masked, params, draws)
@@ -136,8 +133,7 @@ def _sample_allowed(
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:
     """Return ``weights`` with the ids that top-k, top-p or min-p exclude set to zero.
 
-    Order as in vLLM and transformers: top-k, then top-p on what top-k left, then min-p. Rows that use none of
-    them cost nothing.
+    Order as in vLLM and transformers: top-k, then top-p on the rest, then min-p. Rows that use none cost nothing.
     """
     ranked = np.flatnonzero(((params.top_k > 0) | (params.top_p < 1.0)) & ~greedy)
     floored = np.flatnonzero((params.min_p > 0.0) & ~greedy)
@@ -157,7 +153,7 @@ def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.b
 
 
 def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> torch.Tensor:
-    """Keep the k likeliest ids of each row, and of those the smallest set that holds ``top_p`` of their mass."""
+    """Keep the k likeliest ids of each row, and of those the smallest set with ``top_p`` of their mass."""
     vocabulary = weights.shape[1]
     limits = np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary)
     width = int(min(vocabulary, max(_FIRST_CANDIDATES, int(limits[top_k > 0].max(initial=0)))))

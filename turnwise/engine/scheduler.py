@@ -1,4 +1,4 @@
-"""Which requests wait, which run, and in which slot."""
+"""The scheduler: admission, slots and preemption of requests, and the model input of a step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ModelInput:
     """One packed forward.
 
     Attributes:
-        plan: What its tokens attend to.
+        plan: Attention plan.
         ids: int64 of shape [T].
         positions: int64 of shape [T].
-        slots: The sequences that run, in the order of their tokens.
-        sizes: How many tokens each has in this step.
-        sampling: Which of ``slots`` have all their tokens read after this step.
+        slots: Running sequences in token order.
+        sizes: Tokens of each in this step.
+        sampling: Mask of ``slots`` that have no tokens left to run after this step.
         keep: Index of the last token of each of those in the packed step.
     """
 
@@ -53,12 +53,12 @@ def build_model_input(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ModelInput:
-    """Lay out a step.
+    """Build the model input of a step.
 
     Args:
-        cache: Where the sequences lie.
-        slots: Those that run, as :func:`arrange` orders them.
-        sizes: How many tokens each runs, from its first token without keys and values on.
+        cache: The KV cache.
+        slots: Running slots in the order of :func:`arrange`.
+        sizes: Tokens to run of each, from its first token without KV entries.
         heads: Key/value heads of the model.
         dtype: Of the model.
         device: Of the model.
@@ -110,22 +110,22 @@ def _blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[DecodeBlock | None, list[PrefillBlock]]:
-    """Plan one pool's tokens: the sequences that decode stand first, in order of their rows."""
+    """Plan one pool's tokens; decoding sequences come first, in order of their rows."""
     count = int((sizes == 1).sum())
     decode = decode_block(rows[:count], starts[:count], dtype, device) if count else None
     return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)
 
 
 class Scheduler:
-    """Requests by slot, and those without one.
+    """Requests by slot, and the waiting queue.
 
     Attributes:
-        running: int64: slots that run, as :func:`~turnwise.engine.scheduler.arrange` orders them after :meth:`admit`.
-        waiting: Requests without a slot, in their order of arrival.
-        watched: Slots whose ids are looked at one by one (stop strings, streams).
-        held: Slots that a grammar holds.
-        scored: Slots whose prompts' log-probabilities are wanted.
-        table: How each slot samples, and what.
+        running: int64: running slots, in the order of :func:`arrange` after :meth:`admit`.
+        waiting: Requests without a slot, in order of arrival.
+        watched: Slots checked id by id (stop strings, streams).
+        held: Slots with structured output.
+        scored: Slots with scored prompts.
+        table: Sampling state of each slot.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Scheduler:
         self.waiting.append(generation)
 
     def occupant(self, slot: int) -> Generation:
-        """Return the request that runs in a slot."""
+        """Return the request in a slot."""
         generation = self._generations[slot]
         if generation is None:
             raise RuntimeError(f"slot {slot} runs without a request")
@@ -165,7 +165,7 @@ class Scheduler:
         return self._generations[slot] is not None
 
     def admit(self) -> int:
-        """Give slots to requests that wait, as far as there is room; returns how many tokens were taken over."""
+        """Admit waiting requests while there is room; return the number of reused tokens."""
         held: list[Generation] = []
         admitted: list[int] = []
         reused = 0
@@ -197,7 +197,7 @@ class Scheduler:
         return reused
 
     def end(self, ids: Iterable[str] | None, reason: FinishReason) -> list[Output]:
-        """End requests (None: all), running or waiting, with what they have. Unknown ids are ignored."""
+        """Finish requests (None: all), running or waiting, with what they have. Unknown ids are ignored."""
         wanted = None if ids is None else set(ids)
         ended = [slot for slot in self.running.tolist() if wanted is None or self.occupant(slot).id in wanted]
         outputs = [self.finish(slot, reason, None) for slot in ended]
@@ -211,13 +211,13 @@ class Scheduler:
         return outputs
 
     def finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
-        """End the request of a slot; its keys and values stay as a prefix unless they are not finite."""
+        """Finish a slot's request; its KV entries are retained as a prefix if finite."""
         generation = self.save(slot)
         self._vacate(slot, retain=reason != "error" and self._prefix_cache, poisoned=reason == "error")
         return generation.output(reason, stop_reason)
 
     def requeue(self, slot: int) -> None:
-        """Take a sequence's memory; it waits, in its order of arrival, to be read again with what it has."""
+        """Preempt a slot's request: free its memory and queue it by order of arrival."""
         generation = self.save(slot)
         self._vacate(slot, retain=False, poisoned=False)
         generation.leader = None
@@ -227,7 +227,7 @@ class Scheduler:
         self.waiting.insert(place, generation)
 
     def allowed(self, slots: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.bool_] | None:
-        """Return which ids may come next, bool of shape [slots, vocabulary]; None where no grammar holds any."""
+        """Return which ids grammars allow next, bool of shape [slots, vocabulary]; None without structured output."""
         if not self.held or self.held.isdisjoint(slots.tolist()):
             return None
         rows = np.ones((len(slots), vocabulary), dtype=np.bool_)
@@ -238,14 +238,14 @@ class Scheduler:
         return rows
 
     def advance(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
-        """Tell the grammars what was sampled; those that end with it need not know."""
+        """Advance the grammars by the sampled ids, except of sequences that end."""
         for slot, token in zip(slots.tolist(), ids.tolist(), strict=True):
             held = self.occupant(slot).held
             if held is not None:
                 held.take(token)
 
     def save(self, slot: int) -> Generation:
-        """Bring the tokens and log-probabilities of a slot's request up to date; returns the request."""
+        """Copy a slot's tokens and log-probabilities into its request; return the request."""
         generation = self.occupant(slot)
         length, start = int(self._cache.length[slot]), len(generation.prompt)
         generation.tokens = self._cache.ids[slot, :length].copy()
@@ -255,7 +255,7 @@ class Scheduler:
         return generation
 
     def _leader_reads(self, generation: Generation) -> bool:
-        """Whether the prompt that a request waits for is still being read."""
+        """Whether the prompt that a request waits for is still in prefill."""
         if generation.leader is None:
             return False
         slot, request, tokens = generation.leader

@@ -1,8 +1,8 @@
-"""The process of the built-in inference server: ``python -m turnwise.engine.server``.
+"""The built-in inference server: ``python -m turnwise.engine.server``.
 
-Routes: ``POST /inference/v1/generate`` (``stream``: server-sent events), ``GET /health``, ``/v1/models``, ``/stats``,
-``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``, ``/abort_requests``,
-``/update_weights``, ``/update_weight_version``. They are vLLM's, but ``/stats``.
+Routes (vLLM's, except ``/stats``): ``POST /inference/v1/generate`` (``stream``: server-sent events); ``GET /health``,
+``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``,
+``/abort_requests``, ``/update_weights``, ``/update_weight_version``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,18 @@ _log = logging.getLogger("turnwise.engine.server")
 
 
 class Outbox:
-    """Carries outputs from the engine's thread to the requests that wait on the event loop.
-
-    Attributes:
-        queues: By request id.
-    """
+    """Carries outputs from the engine's thread to requests on the event loop."""
 
     def __init__(self) -> None:
         self.queues: dict[str, asyncio.Queue[Output]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say on which loop requests are served."""
+        """Set the event loop of the requests."""
         self._loop = loop
 
     def deliver(self, outputs: list[Output]) -> None:
-        """Take the outputs of a step, from the engine's thread."""
+        """Accept the outputs of a step, from the engine's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
@@ -67,19 +63,19 @@ class Outbox:
 
 
 class App:
-    """The ASGI application. Everything but the engine's steps runs on one event loop."""
+    """The ASGI application; everything but the engine's steps runs on one event loop."""
 
     def __init__(
         self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: GrammarCache | None = None
     ) -> None:
-        """Make the application.
+        """Create the application.
 
         Args:
-            engine: Samples.
-            outbox: Brings back what it sampled.
-            name: The served name.
+            engine: The engine.
+            outbox: Its outputs.
+            name: Served name.
             stop_strings: Whether there is a tokenizer to find them with.
-            guides: Makes grammars; None where completions cannot be held to any.
+            guides: Grammar cache; None if structured output is unavailable.
         """
         self._engine = engine
         self._queues = outbox.queues
@@ -102,7 +98,7 @@ class App:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
@@ -310,16 +306,16 @@ if __name__ == "__main__":
 
 
 class ServerSpec(BaseModel):
-    """What a server process is told.
+    """Arguments of a server process.
 
     Attributes:
-        model: Directory of the checkpoint.
-        name: The served name; None is the directory's.
+        model: Checkpoint directory.
+        name: Served name; None for the directory's.
         weight_version: Version of the checkpoint's weights.
-        config: How to serve.
-        paused: Whether requests wait until ``/resume``: these are not the weights that are to answer them.
-        report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
-        lifeline_fd: Inherited descriptor whose end of file ends this process.
+        config: Server settings.
+        paused: Whether requests wait until ``/resume``, because other weights are to be loaded first.
+        report_fd: Inherited descriptor for one JSON line once requests are accepted.
+        lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -334,7 +330,7 @@ class ServerSpec(BaseModel):
 
 
 def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool, GrammarCache | None]:
-    """Load the model; return the engine, whether there is a tokenizer for stop strings, and what makes grammars."""
+    """Load the model; return the engine, whether stop strings work, and the grammar cache."""
     import torch
     from tokenizers import Tokenizer
 
@@ -381,9 +377,7 @@ def _run_engine(engine: Engine) -> None:
 def serve(spec: ServerSpec) -> None:
     """Serve until SIGTERM, SIGINT or the end of the lifeline.
 
-    Raises:
-        InferenceError: The model cannot be served, or the port not be bound.
-        MissingExtraError: A package of the extra ``serve`` is missing.
+    Raises InferenceError if model or port cannot be used, MissingExtraError without the extra ``serve``.
     """
     process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
     outbox = Outbox()

@@ -1,6 +1,6 @@
-"""Completions of the built-in engine that are held to a structural tag, id by id.
+"""Structured output of the built-in engine: structural tags compiled to llguidance grammars.
 
-A tag's ``excludes`` are of no use here: every added token is taken for a control token, which no text can hold.
+A tag's ``excludes`` are ignored: every added token counts as a control token, which no text can hold.
 """
 
 from __future__ import annotations
@@ -25,18 +25,12 @@ _ANY = "(?s:.*)"
 
 
 def structured_output_available() -> bool:
-    """Return whether the package that completions are held with is installed."""
+    """Return whether llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 class Held:
-    """One completion and its grammar.
-
-    Args:
-        matcher: llguidance's.
-        vocabulary: How many ids there are.
-        ends: Ids that end the completion.
-    """
+    """Grammar state of one completion (llguidance), with its stop ids."""
 
     __slots__ = ("_bits", "_ends", "_matcher", "_vocabulary")
 
@@ -62,20 +56,17 @@ class Held:
         return ids
 
     def take(self, token: int) -> None:
-        """Go on behind a sampled id, which was allowed."""
+        """Advance by a sampled id, which was allowed."""
         self._matcher.consume_token(token)
 
 
 class GrammarCache:
-    """Makes grammars for one tokenizer.
+    """Compiles grammars for one tokenizer. Raises MissingExtraError without llguidance.
 
     Args:
         tokenizer: The served model's.
-        vocabulary: How many ids the model has; more than the tokenizer where it is padded.
-        eos: The model's own ends.
-
-    Raises:
-        MissingExtraError: llguidance is not installed.
+        vocabulary: Number of the model's ids; more than the tokenizer's if padded.
+        eos: The model's EOS ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: Sequence[int]) -> None:
@@ -92,15 +83,7 @@ class GrammarCache:
         self._tokens = llguidance.LLTokenizer(json.dumps(described), n_vocab=vocabulary, eos_token=list(eos) or None)
 
     def hold(self, tag: str, ends: Sequence[int]) -> Held:
-        """Return what holds a completion to a tag.
-
-        Args:
-            tag: A structural tag, JSON.
-            ends: Ids that end the completion, besides the model's own.
-
-        Raises:
-            BadRequest: It is no tag, of a kind that is not known here, or has a schema that nothing can be held to.
-        """
+        """Return the grammar state of a completion with these stop ids. Raises BadRequest for an unsupported tag."""
         matcher = self._matcher(self._tokens, grammar_of(tag), log_level=0)
         if matcher.is_error():
             said = str(matcher.get_error()).strip().partition("\n")[0]
@@ -111,11 +94,7 @@ class GrammarCache:
 
 
 def grammar_of(tag: str) -> str:
-    """Return a structural tag as a grammar of llguidance.
-
-    Raises:
-        BadRequest: It is no tag, or of a kind that is not known here.
-    """
+    """Return a structural tag as an llguidance grammar. Raises BadRequest for an invalid tag."""
     try:
         body = orjson.loads(tag)
         root = body["format"]
@@ -130,13 +109,12 @@ def grammar_of(tag: str) -> str:
 
 
 class _Writer:
-    """Writes rules; each kind of tag returns the expression that stands for it."""
+    """Writes grammar rules; each kind of tag returns its expression."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
 
     def write(self, tag: Mapping[str, Any]) -> str:
-        """Return the expression of a tag, whose parts are rules of their own."""
         kind = tag["type"]
         if kind not in KINDS:
             raise BadRequest(_FIELD, f"{_FIELD} has a tag of type {short(kind)}; known are {', '.join(sorted(KINDS))}")
@@ -195,7 +173,7 @@ class _Writer:
 
 
 def _lenient(schema: Any) -> Any:
-    """Return a schema with what is to become of keywords that nothing can be held to: they mean nothing."""
+    """Return a schema in which unsupported keywords are ignored."""
     if isinstance(schema, Mapping):
         return {**schema, "x-guidance": {"lenient": True, "coerce_one_of": True}}
     return schema
@@ -208,10 +186,8 @@ def _text(value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a pattern for exactly this text."""
     return re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text, flags=re.ASCII)
 
 
 def _slashed(regex: str) -> str:
-    """Return a pattern as it stands between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)

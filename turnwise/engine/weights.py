@@ -1,9 +1,7 @@
-"""How weights travel on one machine: a safetensors file in shared memory, and a manifest of what is in it.
+"""Weight transfer on one machine: a safetensors file in shared memory, and its manifest.
 
-:func:`write_weights` is the trainer's side: tensors are copied once, straight into the file, and the file of a version
-that is no longer needed is filled again, because the first use of a page of shared memory costs several times as much
-as the next one. :func:`read_weights` is the server's: it maps the file and checks everything before it returns
-anything. The engine compares names and shapes with its model's.
+:func:`write_weights` reuses the files of old versions, because the first use of a shared memory page costs several
+times as much as the next. :func:`read_weights` maps a file and checks all of it against the manifest.
 """
 
 from __future__ import annotations
@@ -49,24 +47,16 @@ _FACTORS = np.random.default_rng(0).integers(-(2**63), 2**63, _WORDS, dtype=np.i
 
 
 def weights_directory(name: str) -> Path:
-    """Make and return a new private directory for weights: in shared memory where there is one.
-
-    The caller removes it when the run ends.
-
-    Args:
-        name: Part of the directory's name, to recognise whose it is.
-    """
+    """Create a private directory for weights, in shared memory if available; the caller removes it."""
     parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix=f"turnwise-{name}-", dir=parent))
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return the checksum of a CPU tensor's bytes: 32 hexadecimal digits.
+    """Return the checksum of a CPU tensor's bytes: 32 hexadecimal digits, computed at memory speed.
 
-    It is blake2b-128 of one number for every 4 KiB (the sum modulo 2**64 of its 64-bit words, each multiplied by an
-    odd factor that depends on its place) and of the bytes behind the last whole 4 KiB. Any one word that changed shows,
-    and several do but for an unlikely chance, at the speed of memory: to hash every byte takes ten times as long as to
-    copy it.
+    It is blake2b-128 of one number per 4 KiB (the sum modulo 2**64 of its 64-bit words, each times an odd
+    position-dependent factor) and of the remaining bytes. Any single changed word is detected, several almost surely.
     """
     flat = _bytes_of(tensor)
     whole = flat.size - flat.size % (8 * _WORDS)
@@ -87,18 +77,17 @@ def write_weights(
 ) -> WeightManifest:
     """Write a version of the weights and return its manifest.
 
-    The file appears under its name only when it is complete. Names that share one storage (tied embeddings) are
-    written once, under the first name.
+    The file is renamed into place when complete. Names that share one storage (tied embeddings) are written once, under
+    the first name.
 
     Args:
-        tensors: Names as in the Hugging Face state dict, with their tensors on any device.
-        directory: Where versions lie; made when it is missing.
-        version: At least 0, larger than versions written before.
-        keep: How many newest versions stay; the files of older ones are filled again, or removed. The one before the
-            newest stays by default, for a server that is started again meanwhile.
-        adapter: What the tensors are where they are adapters.
-        previous: What was written last. Where the weights are the same bit for bit, nothing is written, and the
-            manifest names its file.
+        tensors: Names as in the Hugging Face state dict, with tensors on any device.
+        directory: Directory of the versions; created if missing.
+        version: At least 0, larger than earlier versions.
+        keep: Number of newest versions to keep, one spare by default for a restarting server; older files are reused or
+            removed.
+        adapter: LoRA parameters, for adapter tensors.
+        previous: Last manifest. For bit-identical weights nothing is written, and the manifest names its file.
 
     Raises:
         FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
@@ -130,7 +119,7 @@ def write_weights(
 
 
 def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
-    """Return what is written: on the CPU, each storage once."""
+    """Return the tensors to write: on the CPU, each storage once."""
     stored: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in tensors:
@@ -150,7 +139,7 @@ def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
 
 
 def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
-    """Return whether a file that was written holds these tensors, bit for bit."""
+    """Return whether a written file holds these tensors, bit for bit."""
     described = [(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in stored.items()]
     if written.adapter != adapter or [(each.name, each.shape, each.dtype) for each in written.tensors] != described:
         return False
@@ -162,7 +151,7 @@ def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bits: two tensors of NaN may be equal, and zeros of two signs are not."""
+    """Compare bits: equal NaNs are equal, zeros of different sign are not."""
     left, right = _bytes_of(one), _bytes_of(other)
     whole = left.size - left.size % 8
     return np.array_equal(left[:whole].view(np.int64), right[:whole].view(np.int64)) and np.array_equal(
@@ -180,7 +169,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in the format of safetensors over whatever the file holds."""
+    """Write tensors in safetensors format over an existing file."""
     # Widest elements first: then each tensor is aligned, and none needs a gap before it, which the format forbids.
     order = sorted(stored, key=lambda name: -stored[name].element_size())
     ends = list(itertools.accumulate(stored[name].nbytes for name in order))
@@ -199,7 +188,6 @@ def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
 
 
 def _versions(home: Path, newest: int) -> list[Path]:
-    """Return the files of versions up to one, the oldest first."""
     found = sorted((int(match.group(1)), path) for path in home.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
     return [path for version, path in found if version <= newest]
 
@@ -208,7 +196,7 @@ def read_weights(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Map and check all tensors of a manifest.
 
     Returns:
-        Name to tensor, on the CPU. They are the file's own memory: valid until a version two later is written.
+        CPU tensors by name, backed by the file: valid until a version two later is written.
 
     Raises:
         FormatError: The file is missing or broken, or a name, shape, dtype or checksum differs from the manifest.
@@ -232,7 +220,6 @@ def _described(manifest: WeightManifest) -> str:
 
 
 def _mapped(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Map the tensors that a manifest names, in its order."""
     path, what = Path(manifest.path), _described(manifest)
     if not path.is_file():
         raise FormatError(f"{what}: there is no such file; write it again and send its manifest")

@@ -1,4 +1,4 @@
-"""Environments: what an agent acts in, under Gymnasium's names, at the level of messages."""
+"""Environments at the level of messages, with Gymnasium's method names."""
 
 from turnwise.envs.checker import CheckReport, Finding, check_env
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas

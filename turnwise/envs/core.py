@@ -1,4 +1,4 @@
-"""What an environment is, and the one way in which others call it."""
+"""The contract of environments, Env, and the one function through which others call it, invoke."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from turnwise.types import Message, ToolCall, ToolSchema
 
 
 def tool_methods(cls: type) -> dict[str, FunctionTool]:
-    """Return the tools among the methods of a class and its bases, by the tool's name.
+    """Return the tools among the methods of a class and its bases, by name.
 
     Raises:
         ToolSchemaError: A method replaces a tool without being one, or two tools have one name.
@@ -56,14 +56,13 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
 
 
 class Sandboxed:
-    """What may open sandboxes, each for the length of one episode.
+    """Base of objects that open sandboxes for the length of an episode.
 
     Attributes:
-        sandboxes: Where they come from; the runner sets it, with what ``rollout.sandbox`` says. None: the first that is
-            opened makes a manager with the defaults, which is closed with the environment.
-        sandbox: The first that was opened in this episode: where the episode's tools and programs run.
-        guest_mounts: What of the host that one shows besides what the environment asks for: the program of an agent
-            that runs there. The runner sets it before a reset.
+        sandboxes: The sandbox manager, set by the runner from ``rollout.sandbox``. None: the first use makes one with
+            the defaults, closed with the environment.
+        sandbox: The episode's first sandbox, where tools and programs run.
+        guest_mounts: Mounts of that sandbox for an agent's program, set by the runner before a reset.
     """
 
     sandboxes: SandboxManager | None = None
@@ -74,13 +73,13 @@ class Sandboxed:
     _in_use: tuple[tuple[SandboxManager, Sandbox], ...] = ()
 
     async def open_sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """Return a started sandbox of this episode; it is closed with the environment, and by the next reset.
+        """Return a started sandbox, which is closed with the environment or by the next reset.
 
         Args:
-            spec: What it is asked for; ``rollout.sandbox.limits`` goes before its limits.
+            spec: The sandbox; ``rollout.sandbox.limits`` overrides its limits.
 
         Raises:
-            SandboxError: It cannot be had, or did not start.
+            SandboxError: It is unavailable, or did not start.
         """
         manager = self.sandboxes or self._own_manager
         if manager is None:
@@ -95,10 +94,10 @@ class Sandboxed:
         return opened
 
     async def fork_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """Return a started sandbox of this episode with the files of another of its sandboxes.
+        """Return a started sandbox with the files of another sandbox of this episode.
 
         Raises:
-            SandboxError: The backend cannot, or it did not start.
+            SandboxError: The backend cannot fork, or it did not start.
         """
         manager = next(manager for manager, each in self._in_use if each is sandbox)
         opened = await manager.fork(sandbox)
@@ -106,7 +105,7 @@ class Sandboxed:
         return opened
 
     async def close_sandbox(self, sandbox: Sandbox) -> None:
-        """Close a sandbox of this episode before its end."""
+        """Close a sandbox before the end of the episode."""
         for manager, each in self._in_use:
             if each is sandbox:
                 self._in_use = tuple(held for held in self._in_use if held[1] is not sandbox)
@@ -115,10 +114,10 @@ class Sandboxed:
             self.sandbox = None
 
     async def close_sandboxes(self, *, last: bool = False) -> None:
-        """Close the sandboxes of the episode. Runs by itself, before a reset and after ``close``.
+        """Close the sandboxes of the episode. Called before a reset and after ``close``.
 
         Args:
-            last: Whether no episode follows: a manager of its own is closed, too.
+            last: Whether no episode follows: an own manager is closed, too.
         """
         in_use, self._in_use, self.sandbox = self._in_use, (), None
         closing = [manager.release(sandbox) for manager, sandbox in in_use]
@@ -144,28 +143,23 @@ AsyncSolution: TypeAlias = AsyncGenerator[Any, list[Message]]
 
 
 class Env(Sandboxed):
-    """A world that an agent acts in, at the level of messages. Gymnasium's names and meanings.
+    """An environment at the level of messages, with Gymnasium's names and meanings.
 
     Subclass it and write ``reset`` and ``step`` (or use ToolEnv and SingleTurnEnv, which write ``step``), each as
     ``def`` or ``async def``. One object is one episode at a time. Methods decorated with ``@function_tool`` are tools.
 
     Attributes:
-        tools: What the model may call besides the environment's own decorated methods: functions, BaseTools, or
-            names of registered tools.
-        blocking: Whether plain (not async) methods may take long: they then run in a thread.
-        score_range: The least and the largest score that is possible, where they are known; ``check_env`` asks.
-        floor: What a policy that knows nothing may score at most, where that is more than the least score.
-        default_tasks: Tasks to play where nobody names others: a source for ``load_tasks``, such as
-            ``pkg.module:function``.
-        secrets: What no error may show: names of environment variables, or values as ``pydantic.SecretStr``.
-        executor: Where threads come from; the runner sets it.
-        count_tokens: Counts the tokens that a text takes of the model in use; the runner sets it. None: there is none.
-        lost_thread: Whether a tool or a method that was given up still runs in its thread: the environment must not
-            be used any further.
-        pending_score: A scoring that began and whose result nobody has taken; kept here, since who waits for it may
-            be cancelled, and ``score`` runs once.
-        conversation: What the agent and the environment said in this episode, as far as it passed through
-            :func:`invoke`; reward functions see it.
+        tools: Tools besides the decorated methods: functions, BaseTools, or names of registered tools.
+        blocking: Whether plain (not async) methods may block: they then run in a thread.
+        score_range: The least and the largest possible score, where known; for ``check_env``.
+        floor: Most that a trivial policy may score, where above the least score.
+        default_tasks: Default source of tasks for ``load_tasks``, such as ``pkg.module:function``.
+        secrets: Redacted from errors: names of environment variables, or values as ``pydantic.SecretStr``.
+        executor: Source of threads, set by the runner.
+        count_tokens: Counts the model's tokens of a text, set by the runner; None without a model.
+        lost_thread: Whether an abandoned tool or method still runs in its thread: the environment must not be reused.
+        pending_score: A scoring in progress; kept here, since its waiter may be cancelled, and ``score`` runs once.
+        conversation: The episode's messages that passed through :func:`invoke`, for reward functions.
     """
 
     tools: Sequence[Any] = ()
@@ -190,10 +184,10 @@ class Env(Sandboxed):
 
         Args:
             task: The dataset row, or None where the environment needs none.
-            seed: Decides everything that is random: equal seeds (and tasks) give equal episodes.
+            seed: Seed of all randomness: equal seeds (and tasks) give equal episodes.
 
         Returns:
-            The beginning of the conversation (the system prompt, if any, is its first message), and anything else.
+            The head of the conversation (with the system prompt, if any, first), and an info dict.
         """
         raise NotImplementedError
 
@@ -206,10 +200,10 @@ class Env(Sandboxed):
         raise NotImplementedError
 
     def score(self, final: Message | None) -> MaybeAwaitable[Score]:  # noqa: ARG002
-        """Return what the episode is worth; runs exactly once per episode.
+        """Return the reward of the episode; called exactly once.
 
         Args:
-            final: The message that ended it, or None where there is none (limits, black boxes).
+            final: The message that ended it, or None (limits, black boxes).
 
         Returns:
             A number, or named parts whose sum counts.
@@ -217,30 +211,30 @@ class Env(Sandboxed):
         return 0.0
 
     def solve(self) -> Solution | AsyncSolution | None:
-        """Play the episode that runs as one who knows its hidden state; optional, for ``check_env`` and demonstrations.
+        """Play the running episode with knowledge of its hidden state; optional, for ``check_env`` and demonstrations.
 
-        Write it as a generator, plain or async. It yields moves: ``tool_call("name", argument=value)`` (of
-        ``turnwise.envs``), a list of such calls, a text (a message without calls), or a whole message. Each ``yield``
-        returns the messages that answered it. Played to its end it scores the most that ``score_range`` allows.
+        A generator, plain or async, of moves: ``tool_call("name", argument=value)`` (of ``turnwise.envs``), a list of
+        such calls, a text (a message without calls), or a whole message. Each ``yield`` returns the messages that
+        answer it. It must reach the top of ``score_range``.
         """
         return None
 
     def check_task(self, task: Task) -> MaybeAwaitable[Sequence[str]]:  # noqa: ARG002
-        """Say what is wrong with a task, one sentence each; for ``check_env``, which asks it of every task.
+        """Return faults of a task, one sentence each; called by ``check_env`` for every task.
 
-        Write it where tasks are rows of others that may be broken: a reference that does not reach the top, or a task
-        that is solved before anything is done. It is called without a ``reset``, on an environment of its own.
+        For tasks from external rows, which may be broken: a reference below the top score, or a task that is already
+        solved. Called without ``reset``, on a separate environment.
         """
         return ()
 
     def close(self) -> MaybeAwaitable[None]:
-        """Free what the environment holds. Closing twice is no error."""
+        """Release resources. Must be idempotent."""
 
     def toolset(self) -> dict[str, Tool]:
         """Return the tools by name: the environment's methods, then ``tools``.
 
         Raises:
-            ToolSchemaError: Something in ``tools`` is no tool, or two tools have one name.
+            ToolSchemaError: An entry of ``tools`` is no tool, or two tools have one name.
         """
         found: dict[str, Tool] = dict(self.tool_methods)
         for item in self.tools:
@@ -254,7 +248,7 @@ class Env(Sandboxed):
         return found
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
-        """Offer tools that a configuration names beside those of the class.
+        """Add tools of the configuration.
 
         Raises:
             ConfigError: This environment answers no tool calls, or names collide.
@@ -265,34 +259,34 @@ class Env(Sandboxed):
         )
 
     async def extra_rewards(self) -> dict[str, float]:
-        """Return rewards that go with the score. For base classes; an environment writes ``score``."""
+        """Return rewards besides the score. For base classes; an environment writes ``score``."""
         return {}
 
     async def release(self) -> None:
-        """Free what a base class holds. Runs after ``close``, whatever that did; an environment writes ``close``."""
+        """Release what a base class holds, after ``close``, whatever that did. An environment writes ``close``."""
 
 
 def schemas(env: Env) -> list[ToolSchema]:
-    """Return what the model may call in an environment, in order."""
+    """Return the tool schemas of an environment, in order."""
     return [tool.schema for tool in env.toolset().values()]
 
 
 async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = None, **kwargs: Any) -> Any:
-    """Call a method of an environment, be it ``def`` or ``async def``, and hold its result to the contract.
+    """Call a method of an environment, ``def`` or ``async def``, and check its result against the contract.
 
     Args:
         env: The environment.
         method: ``reset``, ``step``, ``score``, ``close``, or another one.
         *args: Its arguments.
-        executor: Where plain methods of a ``blocking`` environment run, and its tools.
+        executor: Runs plain methods of a ``blocking`` environment, and its tools.
         **kwargs: Its arguments.
 
     Returns:
-        ``reset``: (messages, info). ``step``: a StepResult. ``score``: named parts, ``{"score": x}`` for a number,
-        with the rewards of BaseTools. Else: what the method returned.
+        ``reset``: (messages, info). ``step``: a StepResult. ``score``: named parts, ``{"score": x}`` for a number, with
+        the rewards of BaseTools. Else the method's result.
 
     Raises:
-        EnvError: The method raised, or returned something else than its contract says.
+        EnvError: The method raised, or broke its contract.
         TurnwiseError: The method raised it.
     """
     if executor is not None:
@@ -339,7 +333,7 @@ async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
-    """Score, or wait for the scoring that a time limit interrupted in a step: it goes on, and what it says counts."""
+    """Score, or await a scoring that a time limit interrupted in a step."""
     if env.pending_score is None:
         env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
     scoring = env.pending_score
@@ -355,7 +349,7 @@ async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sco
 
 
 def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:
-    """Cancel a scoring that nobody waits for any more, and return it where it still runs."""
+    """Cancel a scoring that is no longer awaited, and return it where it still runs."""
     scoring, env.pending_score = env.pending_score, None
     if scoring is None:
         return None
@@ -387,7 +381,6 @@ async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _secrets(env: Env) -> Secrets:
-    """Return what no error of an environment may show: its own secrets and those of its tools."""
     try:
         tools = list(env.toolset().values())
     except TurnwiseError:
@@ -397,7 +390,7 @@ def _secrets(env: Env) -> Secrets:
 
 
 async def in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a plain function in one of an environment's threads. Cancelled, it gives the thread up."""
+    """Run a plain function in one of an environment's threads; on cancellation the thread is abandoned."""
     executor = default_threads() if env.executor is None else env.executor
     context = contextvars.copy_context()
     future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))

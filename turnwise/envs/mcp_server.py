@@ -1,7 +1,4 @@
-"""An environment as an MCP server: whoever speaks MCP plays an episode.
-
-This file imports the package ``mcp`` (extra ``mcp``).
-"""
+"""MCP server of an environment: each MCP session plays an episode (extra ``mcp``)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ Content = str | list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Reply:
-    """What a call is answered.
+    """Result of a call.
 
     Attributes:
         content: Text, or parts as in a message.
@@ -48,18 +45,18 @@ class Reply:
 
 
 class ServedEpisode:
-    """An episode that is played from outside.
+    """An episode played from outside.
 
     Attributes:
-        messages: What ``reset`` returned.
+        messages: Messages from ``reset``.
         over: How it ended, or None while it runs.
-        touched: Whether a tool was called; a client that only lists the tools leaves none.
+        touched: Whether a tool was called; sessions that only list tools are not recorded.
     """
 
     TASK: Final = "task"
 
     def __init__(self, env: Env, task: Task | None, seed: int) -> None:
-        """Take an environment that nobody else uses."""
+        """Take over an environment."""
         self.messages: list[Message] = []
         self.over: str | None = None
         self.touched = False
@@ -74,16 +71,11 @@ class ServedEpisode:
 
     @property
     def finish(self) -> str:
-        """The name of the tool by which the player speaks."""
+        """Name of the tool that sends the player's message."""
         return "finish" if self._ends else "reply"
 
     async def begin(self) -> None:
-        """Reset the environment.
-
-        Raises:
-            EnvError: It raised or broke its contract.
-            ConfigError: A tool of its own has the name of one that is added here.
-        """
+        """Reset the environment."""
         self.messages, _ = await invoke(self._env, "reset", self._task, seed=self._seed)
         taken = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
         if taken:
@@ -93,7 +85,7 @@ class ServedEpisode:
             )
 
     def tools(self) -> list[ToolSchema]:
-        """Return what the player may call: the environment's tools, ``task``, and ``finish`` or ``reply``."""
+        """Return the environment's tools, ``task``, and ``finish`` or ``reply``."""
         if self._ends:
             words = "Give the final answer. It is scored, and the episode ends.", "answer", "The answer."
         else:
@@ -107,10 +99,10 @@ class ServedEpisode:
         ]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Reply:
-        """Answer a call. Calls of an episode are answered one at a time.
+        """Execute a call; calls of an episode are serialised.
 
         Raises:
-            TurnwiseError: The environment failed; the episode is over, and is not scored.
+            TurnwiseError: The environment failed; the episode is over and not scored.
         """
         async with self._lock:
             self.last_used = time.monotonic()
@@ -127,19 +119,19 @@ class ServedEpisode:
                 raise
 
     def text(self) -> str:
-        """Return the beginning of the conversation as text."""
+        """Return the head of the conversation as text."""
         if len(self.messages) == 1:
             return text_of(self.messages[0])
         return "\n\n".join(f"[{message['role']}]\n{text_of(message)}" for message in self.messages)
 
     async def close(self) -> None:
-        """Close the environment. What was not ended is left unscored."""
+        """Close the environment; an unfinished episode is not scored."""
         async with self._lock:
             self.over = self.over or "abandoned"
             await invoke(self._env, "close")
 
     def record(self) -> dict[str, Any]:
-        """Return what is written down of the episode: JSON values."""
+        """Return the episode's record as JSON values."""
         scored = self.over not in (None, "abandoned", "error")
         return {
             "task_id": None if self._task is None else self._task.id,
@@ -183,7 +175,7 @@ class ServedEpisode:
 
 
 def _reply(answers: Sequence[Message], call: ToolCall | None) -> Reply:
-    """Return what the environment said to one message: the answer to its call, and whatever else it said."""
+    """Return the environment's answer to a call, with its further messages."""
     own = [each for each in answers if call is not None and each.get("tool_call_id") == call.id]
     rest = [each for each in answers if each not in own]
     content = own[0].get("content") if own else None
@@ -197,7 +189,6 @@ def _reply(answers: Sequence[Message], call: ToolCall | None) -> Reply:
 
 
 def _is_error(text: str) -> bool:
-    """Whether an answer is an error as tools write them."""
     if not text.startswith('{"error": {"type": '):
         return False
     try:
@@ -231,13 +222,9 @@ class EnvServer:
     """Plays one episode with each session.
 
     Args:
-        make: Makes an environment.
-        name: What clients are told that the server is called.
-        tasks: What episodes are reset with, taken one after the other when sessions begin, and from the beginning again
-            after the last; or None where the environment needs none.
-        seed: The seed of every reset. By default it comes from the task, as in an evaluation, or is random where there
-            is none.
-        out: A file that gets a line of JSON for each episode that somebody called a tool of.
+        tasks: Tasks of the episodes, in order and cyclically; None where the environment needs none.
+        seed: Seed of every reset. By default derived from the task, as in evaluation, or random without one.
+        out: JSON lines file of episodes with at least one tool call.
     """
 
     def __init__(
@@ -272,7 +259,7 @@ class EnvServer:
         )
 
     async def serve_stdio(self) -> None:
-        """Serve one client, over standard input and output, until it hangs up."""
+        """Serve one client over standard input and output until EOF."""
         server = self.server()
         try:
             async with stdio_server() as (read, write):
@@ -286,12 +273,12 @@ class EnvServer:
                 await self.close()
 
     async def serve_http(self, host: str, port: int, on_start: Callable[[str], None]) -> None:
-        """Serve any number of clients over streamable HTTP until interrupted.
+        """Serve clients over streamable HTTP until interrupted.
 
         Args:
             host: Address to bind.
             port: Port to bind; 0 takes a free one.
-            on_start: Called with the address of the server when it serves.
+            on_start: Called with the server's URL once it serves.
 
         Raises:
             ConfigError: The port cannot be bound.
@@ -315,7 +302,7 @@ class EnvServer:
             await self.close()
 
     async def end(self, session: str) -> None:
-        """Close the episode of a session, if it has one."""
+        """Close the episode of a session, if any."""
         self._beginning.pop(session, None)
         episode = self._episodes.pop(session, None)
         if episode is not None:
@@ -325,7 +312,7 @@ class EnvServer:
                 self._out.append(json.dumps(episode.record(), ensure_ascii=False).encode())
 
     async def sweep(self) -> None:
-        """Close the episodes of sessions that were idle for too long."""
+        """Close the episodes of idle sessions."""
         since = time.monotonic() - IDLE_S
         for session in [name for name, episode in self._episodes.items() if episode.last_used < since]:
             await self.end(session)
@@ -338,7 +325,7 @@ class EnvServer:
             self._out.close()
 
     async def _episode(self, ctx: Any) -> ServedEpisode:
-        """Return the episode of the session that asks, begun when it first does."""
+        """Return the episode of the requesting session, started on first use."""
         session = "" if ctx.request is None else ctx.request.headers.get(_SESSION, "")
         async with self._beginning.setdefault(session, asyncio.Lock()):
             if session not in self._episodes:
@@ -409,7 +396,7 @@ class EnvServer:
 
 
 class _Sessions:
-    """The ASGI application around the server's: every request belongs to a session, and its end ends the episode."""
+    """ASGI middleware that ties episodes to sessions."""
 
     def __init__(self, app: Any, server: EnvServer) -> None:
         self._app = app
@@ -429,7 +416,7 @@ class _Sessions:
             await self._server.end(headers[_SESSION])
 
     def _closing(self, send: Any) -> Any:
-        """Return ``send`` such that all episodes are closed before the server says that it is down, and is killed."""
+        """Wrap ``send`` to close all episodes before the shutdown is acknowledged."""
 
         async def closing(message: Any) -> None:
             if message["type"] == "lifespan.shutdown.complete":
@@ -440,7 +427,7 @@ class _Sessions:
 
 
 async def _refuse(send: Any, version: str) -> None:
-    """Answer a protocol version without sessions; clients then fall back to one that has them."""
+    """Refuse a protocol version without sessions; clients then fall back."""
     error = {
         "code": types.UNSUPPORTED_PROTOCOL_VERSION,
         "message": "an episode needs a session: use a protocol version with the initialize handshake",

@@ -1,8 +1,8 @@
-"""Environments that several agents share: one acts at a time, and each is told only what it may know.
+"""Multi-agent environments: agents act in turns, each with its own observations.
 
-What it says to whoever plays it stands in ``info``, so an environment written otherwise can say it too. ``reset``:
-``agents`` (all names) and ``turn`` (who acts first), and ``tools`` (the names that each may call) where they differ.
-``step``: ``turn`` (who acts next) and ``agent_rewards``. An observation is always for the one whose turn it is then.
+The protocol is in ``info``. ``reset``: ``agents`` (all names), ``turn`` (who acts first), and ``tools`` (allowed names
+by agent) where they differ. ``step``: ``turn`` (who acts next) and ``agent_rewards``. An observation is for the agent
+whose turn is next.
 """
 
 from __future__ import annotations
@@ -22,70 +22,57 @@ from turnwise.types import Message, ToolCall
 
 
 class MultiAgentEnv(ToolEnv):
-    """A world that several agents act in by turns. Write :meth:`begin`, :meth:`move` and :meth:`payoff`.
+    """Base class of turn-based environments. Write :meth:`begin`, :meth:`move` and :meth:`payoff`.
 
-    A message with tool calls is answered, and its agent goes on; one without is its move.
+    A message with tool calls is answered, and its agent continues; one without is its move.
 
     Attributes:
-        agents: Their names, in any order; ``begin`` may set others. ``solver/0`` and ``solver/1`` are of one role.
-        turn: Whose turn it is; None before the first episode and after the end of one. An episode that a limit ended
-            is paid off with the name of the one whose turn it was.
+        agents: Their names; ``begin`` may set others. ``solver/0`` and ``solver/1`` share a role.
+        turn: The agent whose turn it is; None outside of an episode. After a limit it still names the last one.
     """
 
     agents: Sequence[str] = ()
     turn: str | None = None
 
     def begin(self, task: Task | None, seed: int | None) -> MaybeAwaitable[str]:
-        """Set up an episode, :meth:`tell` the agents what they need, and return who acts first.
+        """Set up an episode, :meth:`tell` the agents their observations, and return the first agent.
 
         Args:
             task: The dataset row, or None.
-            seed: Decides everything that is random.
+            seed: Seed of all randomness.
         """
         raise NotImplementedError
 
     def move(self, agent: str, message: Message) -> MaybeAwaitable[str | None]:
-        """Take the message of an agent whose turn it is, and return who acts next: None where that was the end.
+        """Apply a move and return the next agent, or None at the end.
 
         Args:
-            agent: Its name.
-            message: What it said; no calls are in it.
+            agent: The acting agent.
+            message: Its message, without calls.
         """
         raise NotImplementedError
 
     def payoff(self) -> MaybeAwaitable[AgentRewards]:
-        """Return what the episode is worth to each agent: a number, or named parts. Runs exactly once per episode."""
+        """Return each agent's reward, a number or named parts. Called exactly once per episode."""
         raise NotImplementedError
 
     def tools_of(self, agent: str) -> Collection[str] | None:  # noqa: ARG002 - for subclasses
-        """Return the names of the tools that an agent may call; None is all of them."""
+        """Return the names of an agent's tools; None is all."""
         return None
 
     def tell(self, agent: str, observation: Observation) -> None:
-        """Say something to an agent, who reads it when it is its turn.
-
-        Raises:
-            EnvError: There is no such agent, or it is no observation.
-        """
+        """Queue an observation for an agent's next turn."""
         self._known(agent, "tell")
         self._inbox.setdefault(agent, []).extend(as_messages(observation))
 
     def pay(self, agent: str, value: float, name: str = "step") -> None:
-        """Reward an agent for what it did last.
-
-        Raises:
-            EnvError: There is no such agent, or it is no finite number.
-        """
+        """Reward an agent for its last action."""
         self._known(agent, "pay")
         own = self._paid.setdefault(agent, {})
         own[name] = own.get(name, 0.0) + finite(value, f"{type(self).__qualname__}.pay({agent!r}):")
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Begin an episode with the one who acts first.
-
-        Raises:
-            EnvError: ``begin`` names nobody, or the one who acts first was told nothing.
-        """
+        """Begin an episode with the first agent's observation."""
         self._inbox: dict[str, list[Message]] = {}
         self._paid: dict[str, dict[str, float]] = {}
         self.turn = None
@@ -99,11 +86,7 @@ class MultiAgentEnv(ToolEnv):
         return self._heard(), info | ({"tools": limited} if limited else {})
 
     async def step(self, action: Message) -> StepResult:
-        """Take a message of the one whose turn it is.
-
-        Raises:
-            EnvError: No episode runs, or a method broke its contract.
-        """
+        """Take a message of the current agent."""
         agent = self._acting()
         if action.get("tool_calls"):
             calls = [self._allowed(agent, call) for call in action["tool_calls"]]
@@ -118,16 +101,11 @@ class MultiAgentEnv(ToolEnv):
         return StepResult(self._heard(), sum(own.values()), False, False, info)
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Answer one call of the one whose turn it is."""
+        """Execute a call of the current agent."""
         return await super().call(self._allowed(self._acting(), call))
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - ``payoff`` knows what was said
-        """Return what :meth:`payoff` says, and what was paid since the last move: where a limit ends the episode, no
-        step is left to say it.
-
-        Raises:
-            EnvError: It broke its contract, or names somebody who is no agent.
-        """
+        """Return :meth:`payoff` and the payments since the last move, which no step can report after a limit."""
         found = self.payoff()
         where = f"{type(self).__qualname__}.payoff returned"
         parts = agent_parts(await found if inspect.isawaitable(found) else found, "score", where)
@@ -150,7 +128,7 @@ class MultiAgentEnv(ToolEnv):
         return StepResult([], sum(own.values()), True, False, info)
 
     def _earned(self, agent: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Return what the one who acted was paid since the last step, and what the others were."""
+        """Return the payments since the last step, of the actor and of the others."""
         paid, self._paid = self._paid, {}
         return paid.pop(agent, {}), paid
 
@@ -177,7 +155,7 @@ class MultiAgentEnv(ToolEnv):
             raise EnvError(f"{type(self).__qualname__}.{method} names {shown(agent)}, no agent; they are {known}")
 
     def _allowed(self, agent: str, call: ToolCall) -> ToolCall:
-        """Return a call as it may be executed: one of a tool that another agent has is answered by an error."""
+        """Return a call as executed: another agent's tool is answered by an error."""
         names = self.tools_of(agent)
         if names is None or call.name in names or call.error is not None:
             return call

@@ -1,4 +1,4 @@
-"""Environments by name, and as what travels between processes."""
+"""The registry of environments, and EnvSpec, their serialisable form."""
 
 from __future__ import annotations
 
@@ -61,16 +61,13 @@ _ENVS: dict[str, _Entry] = {
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """Which environment, and how it is made. Holds JSON values only.
+    """An environment with its configuration, as JSON values.
 
     Attributes:
         id: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
         config: Keyword arguments of its constructor.
-        tools: Tools that it offers beside those of its class: the fields of a ToolsConfig.
-        wrappers: What is put around it, the innermost first: each ``{"name": ..., "config": {...}}``.
-
-    Raises:
-        RegistryError: The configuration is not JSON.
+        tools: Tools besides those of its class: the fields of a ToolsConfig.
+        wrappers: Wrappers, innermost first: each ``{"name": ..., "config": {...}}``.
     """
 
     id: str
@@ -97,11 +94,8 @@ class EnvSpec:
     def make(self, tools: Sequence[Tool] = ()) -> Env:
         """Make the environment.
 
-        Args:
-            tools: What the toolbox loaded.
-
         Raises:
-            RegistryError: There is no such environment, or it does not take its configuration.
+            RegistryError: The environment is unknown, or refuses its configuration.
             ConfigError: It cannot offer these tools, or a wrapper cannot be made.
         """
         env = make(self.id, **self.config)
@@ -112,7 +106,7 @@ class EnvSpec:
         return env
 
     def to_record(self) -> dict[str, Any]:
-        """Return the spec as JSON values; ``EnvSpec(**record)`` reads it back."""
+        """Return the spec as JSON values; ``EnvSpec(**record)`` is the inverse."""
         return {"id": self.id, "config": self.config, "tools": self.tools, "wrappers": self.wrappers}
 
 
@@ -121,11 +115,11 @@ def register(name: str, /, **config: Any) -> Callable[[E], E]: ...
 @overload
 def register(name: str, entry_point: type[Env] | str, /, **config: Any) -> None: ...
 def register(name: str, entry_point: type[Env] | str | None = None, /, **config: Any) -> Any:
-    """Give an environment a name; without an entry point, as the decorator of its class.
+    """Register an environment; without an entry point, as a decorator of its class.
 
     Args:
-        name: The name: no ``:`` in it.
-        entry_point: The class, or ``pkg.module:Class`` to import it when it is first made.
+        name: The name, without ``:``.
+        entry_point: The class, or ``pkg.module:Class``, imported on first use.
         **config: Defaults for its constructor.
 
     Raises:
@@ -154,7 +148,7 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
 
 
 def announce(*names: str) -> None:
-    """Give environments their ids in Gymnasium, ``turnwise/<name>-v0``; nothing is done where it is not imported.
+    """Register environments with Gymnasium as ``turnwise/<name>-v0``, if it is imported.
 
     Args:
         *names: Registered names; none is all of them.
@@ -184,8 +178,7 @@ def make(name: str, /, **config: Any) -> Env:
         **config: Keyword arguments of its constructor, over the registered defaults.
 
     Raises:
-        RegistryError: There is no such environment, or it does not take this configuration; the message says which
-            names come close.
+        RegistryError: The environment is unknown (the message names close matches), or refuses this configuration.
     """
     entry = _entry(name)
     cls: Callable[..., Env] = _load(name, entry)
@@ -221,7 +214,7 @@ def _entry(name: str) -> _Entry:
 
 @functools.lru_cache(maxsize=256)
 def _signature(cls: Callable[..., Env]) -> inspect.Signature:
-    """Return what a class takes; reading it costs as much as some turns of an episode."""
+    """Return the signature of a class, cached: inspection costs as much as some turns of an episode."""
     return inspect.signature(cls)
 
 

@@ -1,4 +1,4 @@
-"""What the methods of an environment return, held to the contract."""
+"""Results of environment methods, and their validation against the contract."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ _ROLES = frozenset(get_args(Role))
 
 
 class StepResult(NamedTuple):
-    """What a step did. Unpacks as Gymnasium's five values.
+    """Result of a step. Unpacks as Gymnasium's five values.
 
     Attributes:
         observation: Messages to append.
-        reward: Reward of this step. Where ``info["rewards"]`` is given, the sum of it.
-        terminated: The message ended the episode. It was scored: the reward holds the score.
-        truncated: The episode ends for another reason. It was not scored by the step.
-        info: Read are ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
-            ``dict[str, float]``) and ``stop_reason`` (a StopReason, where truncated for another reason than
-            ``env_truncated``). Where several agents share the environment, ``reward`` and ``rewards`` are those of the
-            agent whose message it was; ``agent_rewards`` are further ones by agent (a number, or named parts), and
-            ``turn`` names who acts next. ``state`` (a text or a whole number; ``reset`` may say it, too) names the
-            state that the next move is made in, for credit that compares turns from equal states.
-            Further keys are yours.
+        reward: Reward of this step; the sum of ``info["rewards"]``, if given.
+        terminated: The message ended the episode and was scored: the reward holds the score.
+        truncated: The episode ends for another reason, unscored.
+        info: Keys read: ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
+            ``dict[str, float]``), ``stop_reason`` (a StopReason, where truncated for another reason than
+            ``env_truncated``). With several agents, ``reward`` and ``rewards`` are the acting agent's,
+            ``agent_rewards`` further ones by agent (a number, or named parts), and ``turn`` the next agent. ``state``
+            (a text or an integer, also from ``reset``) names the state of the next move, for credit assignment across
+            equal states. Further keys are yours.
     """
 
     observation: Observation
@@ -44,13 +43,11 @@ class StepResult(NamedTuple):
 
 
 class ScoreParts(dict[str, float]):
-    """Named parts of a score, whose sum counts, and numbers to log beside them.
-
-    ``score`` may return one instead of a plain dict.
+    """Named parts of a score, whose sum counts; ``score`` may return one instead of a plain dict.
 
     Attributes:
         metrics: Numbers to log; they count for nothing.
-        agents: The scores of several agents that share the environment, by name: a number, or named parts.
+        agents: Scores by agent: a number, or named parts.
     """
 
     __slots__ = ("agents", "metrics")
@@ -66,7 +63,7 @@ class ScoreParts(dict[str, float]):
         self.agents: dict[str, float | Mapping[str, float]] = dict(agents or {})
 
     def info(self) -> dict[str, Any]:
-        """Return what a step that ended the episode says of its score."""
+        """Return the info of a step that ended the episode with this score."""
         return {
             "rewards": dict(self),
             "metrics": self.metrics,
@@ -78,11 +75,8 @@ def finite(value: Any, where: str) -> float:
     """Return a finite number as a float.
 
     Args:
-        value: An int, float, bool, or something that becomes one (numpy's and torch's scalars).
-        where: The beginning of the message, such as ``Env.score returned``.
-
-    Raises:
-        EnvError: It is no number, or not finite.
+        value: An int, float, bool, or a scalar convertible to one (numpy, torch).
+        where: Beginning of the error message, such as ``Env.score returned``.
     """
     try:
         number = math.nan if isinstance(value, (str, bytes)) or value is None else float(value)
@@ -95,11 +89,7 @@ def finite(value: Any, where: str) -> float:
 
 
 def named_numbers(value: Any, where: str) -> Mapping[str, Any]:
-    """Return a dict whose keys are texts; None is an empty one.
-
-    Raises:
-        EnvError: It is something else.
-    """
+    """Return a dict with text keys; None is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -111,12 +101,9 @@ def agent_parts(value: Any, name: str, where: str = "rewards of agents") -> dict
     """Return rewards by agent as named parts.
 
     Args:
-        value: What an environment says; None is nothing.
-        name: What a plain number is called.
-        where: The beginning of the message where it cannot be read.
-
-    Raises:
-        EnvError: It is no dict from names to finite numbers, or to dicts of them.
+        value: The environment's value; None is nothing.
+        name: Name of a plain number.
+        where: Beginning of the error message.
     """
     if value is not None and not isinstance(value, Mapping):
         raise EnvError(f"{where} is {shown(value)}: it must be a dict from agents to numbers or named parts")
@@ -129,11 +116,7 @@ def agent_parts(value: Any, name: str, where: str = "rewards of agents") -> dict
 
 
 def as_messages(observation: Any) -> list[Message]:
-    """Return an observation as a new list of messages.
-
-    Raises:
-        EnvError: It is neither a text, nor a message, nor a list of messages.
-    """
+    """Return an observation as a new list of messages."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if isinstance(observation, Mapping):
@@ -153,7 +136,7 @@ def as_messages(observation: Any) -> list[Message]:
 
 
 def check_reset(result: Any, env: object) -> tuple[list[Message], dict[str, Any]]:
-    """Return what ``reset`` returned, with its observation as messages. Raises EnvError where it broke its contract."""
+    """Validate the result of ``reset`` and normalise its observation. Raises EnvError."""
     name = type(env).__qualname__
     if not isinstance(result, tuple) or len(result) != 2:
         raise EnvError(f"{name}.reset returned {shown(result)}: it must return (observation, info)")
@@ -165,11 +148,7 @@ def check_reset(result: Any, env: object) -> tuple[list[Message], dict[str, Any]
 
 
 def check_turn(info: Mapping[str, Any], where: str) -> None:
-    """Look at what an environment that several agents share says of them.
-
-    Raises:
-        EnvError: ``info["turn"]`` is no name, or ``info["agents"]`` no list of different ones with that name in it.
-    """
+    """Validate ``info["turn"]`` and ``info["agents"]`` of a multi-agent environment. Raises EnvError."""
     turn, agents = info.get("turn"), info.get("agents")
     if turn is not None and not isinstance(turn, str):
         raise EnvError(f"{where}: info['turn'] is {shown(turn)}: it must be the name of the agent that acts next")
@@ -184,7 +163,7 @@ def check_turn(info: Mapping[str, Any], where: str) -> None:
 
 
 def check_step(result: Any, env: object) -> StepResult:
-    """Return what ``step`` returned as a StepResult of messages. Raises EnvError where it broke its contract."""
+    """Validate the result of ``step`` and normalise its observation. Raises EnvError."""
     where = f"{type(env).__qualname__}.step"
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvError(
@@ -212,7 +191,7 @@ def check_step(result: Any, env: object) -> StepResult:
 
 
 def check_score(result: Any, env: object) -> ScoreParts:
-    """Return what ``score`` returned as named parts. Raises EnvError where it broke its contract."""
+    """Return the result of ``score`` as named parts. Raises EnvError."""
     where = f"{type(env).__qualname__}.score returned"
     if not isinstance(result, Mapping):
         return ScoreParts({"score": finite(result, where)})

@@ -1,4 +1,4 @@
-"""An environment of one message: a prompt, an answer, a score."""
+"""SingleTurnEnv: a prompt, one answer, a score."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from turnwise.types import Message
 
 
 class SingleTurnEnv(Env):
-    """The task's prompt is the conversation; the first message of the model is scored.
+    """Scores the model's first message after the task's prompt.
 
-    Subclass it and write ``score`` (the task is ``self.task``), or give a function that scores.
-
-    Attributes:
-        task: The dataset row of this episode.
+    Subclass it and write ``score`` (the task is ``self.task``), or give a scorer.
     """
 
     task: Task
 
     def __init__(self, scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None) -> None:
-        """Take a scorer.
+        """Set the scorer.
 
         Args:
-            scorer: A reward function, plain or async, that returns a number or named parts; a Rubric, or a dict of
-                its parts; in configurations also the name of a shipped function or ``pkg.module:function``. Functions
-                name the parameters that they want, such as ``(task, final)``: see :class:`Rubric`. Not needed where a
-                subclass writes ``score``.
+            scorer: A reward function, plain or async, of a number or named parts; a Rubric, or a dict of its parts; in
+                configurations also a built-in name or ``pkg.module:function``. Functions declare their parameters, such
+                as ``(task, final)``: see :class:`Rubric`. Not needed where a subclass writes ``score``.
 
         Raises:
             ConfigError: The scorer cannot be loaded or used.
@@ -52,7 +48,7 @@ class SingleTurnEnv(Env):
         return task.messages(), {}
 
     async def step(self, action: Message) -> StepResult:
-        """Score the message. Calls in it, though no tool was offered, are answered by errors."""
+        """Score the message; calls in it are answered by errors."""
         answers: list[Message] = []
         for call in action.get("tool_calls") or ():
             response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
@@ -61,7 +57,7 @@ class SingleTurnEnv(Env):
         return StepResult(answers, sum(parts.values()), True, False, parts.info())
 
     async def score(self, final: Message | None) -> Score:
-        """Return what the scorer says of the message."""
+        """Apply the scorer."""
         if self._rubric is None:
             raise EnvError(f"{type(self).__qualname__} has no scorer")
         return await self._rubric.score(self, self.task, final)

@@ -1,4 +1,4 @@
-"""Reference solutions: how the moves that ``Env.solve`` yields become messages, and how they are played."""
+"""Reference solutions: turns the moves of ``Env.solve`` into messages, and plays them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from turnwise.types import Message, ToolCall
 
 
 def tool_call(tool: str, /, **arguments: Any) -> ToolCall:
-    """Return a call for ``Env.solve`` to yield. It gets its id when it is played."""
+    """Return a call for ``Env.solve`` to yield. Its id is set when played."""
     return ToolCall("", tool, arguments)
 
 
 class Solver:
-    """Drives the reference solution of an environment whose episode runs; made by :func:`solver_of`.
-
-    Attributes:
-        moves: How many messages it has given.
-    """
+    """Drives an environment's reference solution. Use :func:`solver_of`."""
 
     def __init__(self, name: str, solution: Solution | AsyncSolution) -> None:
         self._name = name
@@ -30,13 +26,10 @@ class Solver:
         self._solution = solution
 
     async def next(self, observation: Sequence[Message] | None = None) -> Message | None:
-        """Return the next message of the solution, or None where it has no more.
+        """Return the next message of the solution, or None at its end.
 
         Args:
-            observation: What answered the message before; None at first.
-
-        Raises:
-            EnvError: The solution raised, or yielded what is no move.
+            observation: Answer to the message before; None at first.
         """
         answered = cast("list[Message]", None if observation is None else list(observation))
         try:
@@ -54,7 +47,7 @@ class Solver:
         return self._message(move)
 
     async def close(self) -> None:
-        """End the solution where it stands."""
+        """Abort the solution."""
         if isinstance(self._solution, AsyncGenerator):
             await self._solution.aclose()
         else:
@@ -90,11 +83,7 @@ class Solver:
 
 
 def solver_of(env: Env) -> Solver | None:
-    """Return what drives an environment's reference solution, or None where it has none.
-
-    Raises:
-        EnvError: ``solve`` raised, or is no generator.
-    """
+    """Return the driver of an environment's reference solution, or None."""
     name = type(env).__qualname__
     try:
         solution: Any = env.solve()
@@ -110,14 +99,14 @@ def solver_of(env: Env) -> Solver | None:
 
 
 async def play_solution(env: Env, *, max_steps: int = 1_000) -> list[tuple[Message, StepResult]]:
-    """Play the reference solution in an environment that was reset, to the end of the episode.
+    """Play the reference solution of a reset environment to the end of the episode.
 
     Args:
         env: The environment.
-        max_steps: After so many messages it is given up.
+        max_steps: Limit of messages.
 
     Returns:
-        Each message and what the step with it did; the last one ended the episode.
+        Each message and its step's result; the last one ended the episode.
 
     Raises:
         EnvError: There is no solution, it broke its contract, or it does not end the episode.

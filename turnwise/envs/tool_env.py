@@ -1,4 +1,4 @@
-"""An environment whose world is reached through tools."""
+"""ToolEnv: environments whose world is reached through tools."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from turnwise.types import Message, StopReason, ToolCall
 class ToolEnv(Env):
     """An environment that answers tool calls until a message comes without any.
 
-    Decorate methods with ``@function_tool`` (they are tools with the state of this episode), list other tools in
-    ``tools``, write ``reset`` and ``score``. Every call is answered: with the tool's result, or with an error that the
-    model can read. The reward of a step is the sum of its tools' rewards, that of the last one is the score.
+    Decorate methods with ``@function_tool`` (tools with the state of this episode), list other tools in ``tools``,
+    write ``reset`` and ``score``. Every call is answered by the tool's result or an error message. The reward of a step
+    is the sum of its tools' rewards, that of the last one is the score.
 
-    ``reset`` begins an episode, however a subclass writes it: it need not call ``super().reset()``.
+    A subclass's ``reset`` need not call ``super().reset()``.
 
     Attributes:
-        loaded_tools: Tools that a configuration names, offered after the environment's own.
-        max_invalid_calls: After so many messages in a row of whose calls none reached a tool (or so many calls, where
-            they come one by one), ``step`` truncates the episode with ``invalid_calls``; 0 is never.
-        tool_timeout: Seconds for calls of tools that set no time-out of their own, or None.
-        invalid_in_a_row: How many such messages or calls came last.
+        loaded_tools: Tools of the configuration, offered after the environment's own.
+        max_invalid_calls: Messages in a row without a valid call (or invalid single calls) after which ``step``
+            truncates the episode with ``invalid_calls``; 0 is never.
+        tool_timeout: Default seconds of a tool call, or None.
+        invalid_in_a_row: Current count of such messages or calls.
     """
 
     loaded_tools: tuple[Tool, ...] = ()
@@ -113,14 +113,14 @@ class ToolEnv(Env):
 
         Args:
             final: The message that ended it.
-            observation: What is still to be answered.
+            observation: Further answers.
         """
         self._over = True
         parts: ScoreParts = await invoke(self, "score", final)
         return StepResult(list(observation), sum(parts.values()), True, False, parts.info())
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
-        """Offer tools that a configuration names beside those of the class.
+        """Add tools of the configuration.
 
         Raises:
             ConfigError: Names collide; all that do are listed, each with both places.
@@ -130,11 +130,11 @@ class ToolEnv(Env):
         self.loaded_tools = tuple(tools)
 
     def toolset(self) -> dict[str, Tool]:
-        """Return the tools by name; while an episode runs, those that its task selects.
+        """Return the tools by name; in an episode, those that its task selects.
 
         Raises:
-            ToolSchemaError: Something in ``tools`` is no tool, or two tools have one name.
-            TaskError: The task selects a tool that is not there, or gives arguments that no tool takes.
+            ToolSchemaError: An entry of ``tools`` is no tool, or two tools have one name.
+            TaskError: The task selects an unknown tool, or gives arguments that no tool takes.
         """
         if self._runner is not None:
             return self._runner.tools
@@ -143,7 +143,7 @@ class ToolEnv(Env):
         return selected(tools, self._task)
 
     async def extra_rewards(self) -> dict[str, float]:
-        """Return what the BaseTools' instances are worth, as ``tool/<name>``."""
+        """Return the rewards of BaseTool instances, as ``tool/<name>``."""
         return {} if self._runner is None else await self._runner.rewards()
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class ToolEnv(Env):
 
 
 def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reset`` such that an episode begins when it is called."""
+    """Wrap ``reset`` to begin an episode."""
 
     @functools.wraps(reset)
     def begin(self: ToolEnv, task: Task | None = None, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_calls(last: StepResult, calls: Mapping[str, Any]) -> StepResult:
-    """Return the step that ended an episode, with the rewards and metrics of the calls that its message made."""
+    """Return the final step, with the rewards and metrics of its message's calls."""
     added = {
         part: {
             name: calls[part].get(name, 0.0) + last.info[part].get(name, 0.0)

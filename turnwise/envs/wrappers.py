@@ -1,4 +1,4 @@
-"""The wrappers that ship: limits of turns and time, shorter observations, shaped rewards, transcripts."""
+"""Environment wrappers: the base class, limits of turns and time, observation length, reward shaping, transcripts."""
 
 from __future__ import annotations
 
@@ -31,38 +31,32 @@ from turnwise.types import Message, StopReason, ToolCall
 
 
 class _Inside(Env):
-    """What others read of an environment, or set on it, is that of the environment inside."""
+    """Forwards attributes of Env to the wrapped environment."""
 
     env: Env
 
     @property
     def tools(self) -> Sequence[Any]:  # type: ignore[override]
-        """The tools of the environment inside, as its author lists them."""
         return self.env.tools
 
     @property
     def score_range(self) -> tuple[float, float] | None:  # type: ignore[override]
-        """That of the environment inside."""
         return self.env.score_range
 
     @property
     def floor(self) -> float | None:  # type: ignore[override]
-        """That of the environment inside."""
         return self.env.floor
 
     @property
     def default_tasks(self) -> str | None:  # type: ignore[override]
-        """Those of the environment inside."""
         return self.env.default_tasks
 
     @property
     def secrets(self) -> Sequence[Secret]:  # type: ignore[override]
-        """Those of the environment inside."""
         return self.env.secrets
 
     @property
     def executor(self) -> Executor | None:
-        """Where threads come from; set, it is set inside."""
         return self.env.executor
 
     @executor.setter
@@ -71,7 +65,6 @@ class _Inside(Env):
 
     @property
     def count_tokens(self) -> CountTokens | None:
-        """Counts tokens of the model in use; set, it is set inside."""
         return self.env.count_tokens
 
     @count_tokens.setter
@@ -80,7 +73,6 @@ class _Inside(Env):
 
     @property
     def sandboxes(self) -> SandboxManager | None:
-        """Where the sandboxes inside come from; set, it is set inside."""
         return self.env.sandboxes
 
     @sandboxes.setter
@@ -89,7 +81,6 @@ class _Inside(Env):
 
     @property
     def guest_mounts(self) -> tuple[Mount, ...]:
-        """What the first sandbox inside shows for an agent; set, it is set inside."""
         return self.env.guest_mounts
 
     @guest_mounts.setter
@@ -98,7 +89,6 @@ class _Inside(Env):
 
     @property
     def sandbox(self) -> Sandbox | None:
-        """The first that was opened inside, or here."""
         return self.env.sandbox or self._sandbox
 
     @sandbox.setter
@@ -109,7 +99,6 @@ class _Inside(Env):
 
     @property
     def lost_thread(self) -> bool:
-        """Whether something inside was given up and still runs."""
         return self.env.lost_thread
 
     @lost_thread.setter
@@ -120,7 +109,6 @@ class _Inside(Env):
 
     @property
     def pending_score(self) -> asyncio.Future[ScoreParts] | None:
-        """A scoring that began and whose result nobody has taken, here or inside."""
         return self.env.pending_score if self._pending is None else self._pending
 
     @pending_score.setter
@@ -130,18 +118,18 @@ class _Inside(Env):
 
 
 class Wrapper(_Inside):
-    """An environment that passes everything on to another one. Subclass it and write what is to be otherwise.
+    """Base of wrappers: forwards everything to the wrapped environment. Override methods to change them.
 
-    Inside, call ``super()``: what it returns is held to the contract already, observations are lists of messages.
+    ``super()`` returns validated results; observations are lists of messages.
 
     Attributes:
-        env: The environment inside.
+        env: The wrapped environment.
     """
 
     env: Env
 
     def __new__(cls, env: Env, *_args: Any, **_kwargs: Any) -> Wrapper:
-        """Make a wrapper that is a ToolEnv where the environment inside is one."""
+        """Make a wrapper, as a ToolEnv where the wrapped environment is one."""
         made: Any = cls
         made = super().__new__(_around_tools(made) if isinstance(env, ToolEnv) else cls)
         return cast("Wrapper", made)
@@ -153,60 +141,60 @@ class Wrapper(_Inside):
 
     @property
     def unwrapped(self) -> Env:
-        """The environment inside of all wrappers."""
+        """The innermost environment."""
         return self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """Start an episode inside."""
+        """Forward to the wrapped environment."""
         messages, info = await invoke(self.env, "reset", task, seed=seed)
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
-        """Hand a message on."""
+        """Forward to the wrapped environment."""
         result: StepResult = await invoke(self.env, "step", action)
         return result
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Hand a call on; for wrappers around a ToolEnv."""
+        """Forward a single call; for wrappers around a ToolEnv."""
         response: ToolResponse = await invoke(self.env, "call", call)
         return response
 
     async def score(self, final: Message | None) -> Score:
-        """Return what the environment inside says."""
+        """Forward to the wrapped environment."""
         parts: ScoreParts = await invoke(self.env, "score", final)
         return parts
 
     def solve(self) -> Solution | AsyncSolution | None:
-        """Return the solution of the environment inside."""
+        """Forward to the wrapped environment."""
         return self.env.solve()
 
     async def check_task(self, task: Task) -> Sequence[str]:
-        """Return what the environment inside says of a task."""
+        """Forward to the wrapped environment."""
         found: Sequence[str] = await invoke(self.env, "check_task", task)
         return found
 
     async def close(self) -> None:
-        """Close the environment inside."""
+        """Close the wrapped environment."""
         await invoke(self.env, "close")
 
     async def release(self) -> None:
-        """Do nothing: closing the environment inside has released it."""
+        """Do nothing: closing the wrapped environment has released it."""
 
     async def extra_rewards(self) -> dict[str, float]:
-        """Return nothing: the score of the environment inside holds them."""
+        """Return nothing: the wrapped environment's score holds them."""
         return {}
 
     def toolset(self) -> dict[str, Tool]:
-        """Return the tools of the environment inside."""
+        """Return the tools of the wrapped environment."""
         return self.env.toolset()
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
-        """Offer further tools inside."""
+        """Add tools to the wrapped environment."""
         self.env.add_tools(tools)
 
 
 class _ToolFace(ToolEnv):
-    """What a wrapper around a ToolEnv has of one."""
+    """ToolEnv interface of a wrapper around one."""
 
     env: ToolEnv
 
@@ -220,11 +208,11 @@ class _ToolFace(ToolEnv):
 
 
 async def ask(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
-    """Call a method that the author of an environment gave it, whatever is wrapped around it.
+    """Call a public method that an environment's class defines, through all wrappers.
 
     Args:
         env: The environment.
-        method: A public method that is none of :class:`Env`'s.
+        method: A public method besides :class:`Env`'s.
         *args: Its arguments.
         executor: As for :func:`invoke`.
 
@@ -243,7 +231,6 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
 
 @functools.cache
 def _around_tools(cls: Any) -> Any:
-    """Return the subclass of a wrapper that is a ToolEnv as well."""
     if issubclass(cls, ToolEnv):
         return cls
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -255,14 +242,10 @@ Shape: TypeAlias = Callable[[float, dict[str, Any], "Message | None"], Any]
 
 
 class TurnLimit(Wrapper):
-    """Truncates the episode with ``max_turns`` when so many messages did not end it. Single calls are not counted."""
+    """Truncates the episode with ``max_turns`` after so many messages. Single calls do not count."""
 
     def __init__(self, env: Env, max_turns: int) -> None:
-        """Take an environment.
-
-        Raises:
-            ConfigError: ``max_turns`` is no positive integer.
-        """
+        """Set the limit, a positive integer."""
         super().__init__(env)
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"turn_limit: max_turns is {max_turns!r}: it must be an integer of at least 1")
@@ -274,7 +257,7 @@ class TurnLimit(Wrapper):
         return await super().reset(task, seed=seed)
 
     async def step(self, action: Message) -> StepResult:
-        """Count the message; the last one that is allowed truncates."""
+        """Count the message; the last allowed one truncates."""
         result = await super().step(action)
         self._turns += 1
         if self._turns < self._most or result.terminated or result.truncated:
@@ -283,19 +266,14 @@ class TurnLimit(Wrapper):
 
 
 class TimeLimit(Wrapper):
-    """Truncates the episode with ``timeout`` when so many seconds passed since reset, also in the midst of a step.
+    """Truncates the episode with ``timeout`` after so many seconds since reset, also within a step.
 
-    Scoring takes no time: an answer that was given in time is scored. Calls that a step did not answer in time are
-    answered by errors, and so are single calls; those do not end the episode. A plain function cannot be interrupted
-    where it runs on the event loop.
+    Scoring takes no time: an answer given in time is scored. Unanswered calls of a step, and late single calls, are
+    answered by errors; the latter do not end the episode. A plain function on the event loop cannot be interrupted.
     """
 
     def __init__(self, env: Env, seconds: float) -> None:
-        """Take an environment.
-
-        Raises:
-            ConfigError: ``seconds`` is not more than 0.
-        """
+        """Set the limit in seconds, above 0."""
         super().__init__(env)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ConfigError(f"time_limit: seconds is {seconds!r}: it must be a number above 0")
@@ -309,7 +287,7 @@ class TimeLimit(Wrapper):
         return begun
 
     async def step(self, action: Message) -> StepResult:
-        """Give a step the time that is left."""
+        """Run a step within the remaining time."""
         scope = asyncio.timeout_at(self._deadline)
         try:
             async with scope:
@@ -328,7 +306,7 @@ class TimeLimit(Wrapper):
         return result._replace(truncated=True, info={**result.info, "stop_reason": StopReason.TIMEOUT})
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Give a single call the time that is left."""
+        """Run a single call within the remaining time."""
         if asyncio.get_running_loop().time() >= self._deadline:
             return self._too_late(call)
         scope = asyncio.timeout_at(self._deadline)
@@ -349,14 +327,10 @@ class TimeLimit(Wrapper):
 
 
 class TruncateObservations(Wrapper):
-    """Cuts each text that answers a message or a call to so many characters or tokens, with a marker."""
+    """Cuts each answer to so many characters or tokens, with a marker."""
 
     def __init__(self, env: Env, amount: int, unit: Unit = "characters", keep: Keep = "ends") -> None:
-        """Take an environment, and the fields of an OutputLimit.
-
-        Raises:
-            ConfigError: They make no limit.
-        """
+        """Set the fields of an OutputLimit."""
         super().__init__(env)
         try:
             self._limit = OutputLimit(amount, unit, keep)
@@ -364,12 +338,12 @@ class TruncateObservations(Wrapper):
             raise ConfigError(f"truncate_observations: {error}") from error
 
     async def step(self, action: Message) -> StepResult:
-        """Cut what answers the message."""
+        """Cut the answers to a message."""
         result = await super().step(action)
         return result._replace(observation=[self._message(each) for each in as_messages(result.observation)])
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Cut what answers the call."""
+        """Cut the answer to a call."""
         response = await super().call(call)
         return response if response.text is None else replace(response, text=self._cut(response.text))
 
@@ -389,16 +363,12 @@ class TruncateObservations(Wrapper):
 class ShapeReward(Wrapper):
     """Passes every reward through a function: of steps, of single calls, and of the score.
 
-    The function is called ``shape(reward, info, action)``. A number that it returns is the new reward; the difference
-    is named ``shaping`` beside the parts that were there. Named parts that it returns stand in their place.
+    The function is called ``shape(reward, info, action)``. A number is the new reward, with the difference named
+    ``shaping`` beside the existing parts; named parts replace them.
     """
 
     def __init__(self, env: Env, shape: Shape | str) -> None:
-        """Take an environment and a function, plain or async, or in configurations ``pkg.module:function``.
-
-        Raises:
-            ConfigError: It cannot be loaded, or is no function.
-        """
+        """Set the function, plain or async; in configurations ``pkg.module:function``."""
         super().__init__(env)
         self._shape: Shape = load_object(shape, "reward shaping function") if isinstance(shape, str) else shape
         if not callable(self._shape):
@@ -413,7 +383,7 @@ class ShapeReward(Wrapper):
         return result._replace(reward=sum(parts.values()), info={**result.info, "rewards": parts})
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Shape the reward of a single call, where it has one."""
+        """Shape the reward of a single call, if any."""
         response = await super().call(call)
         if response.reward is None:
             return response
@@ -443,11 +413,10 @@ class ShapeReward(Wrapper):
 
 
 class RecordTranscript(Wrapper):
-    """Appends each episode as one line of JSON to a file, when the next one begins or the environment is closed.
+    """Appends each episode as one JSON line to a file, when the next one begins or the environment is closed.
 
-    A line holds ``task_id``, ``seed``, ``messages`` (the prompt, the model's messages and what answered them),
-    ``rewards`` (the named ones, summed over the episode), ``reward``, ``terminated``, ``truncated`` and
-    ``stop_reason``.
+    Keys: ``task_id``, ``seed``, ``messages`` (prompt, model messages and answers), ``rewards`` (named, summed over the
+    episode), ``reward``, ``terminated``, ``truncated`` and ``stop_reason``.
     """
 
     def __init__(self, env: Env, path: str | Path) -> None:
@@ -456,7 +425,7 @@ class RecordTranscript(Wrapper):
         self._episode: dict[str, Any] | None = None
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """Write the episode before, and begin the next."""
+        """Write the previous episode and begin the next."""
         self._write()
         messages, info = await super().reset(task, seed=seed)
         self._episode = {
@@ -472,7 +441,7 @@ class RecordTranscript(Wrapper):
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
-        """Note a message and what came of it."""
+        """Record a message and its result."""
         result = await super().step(action)
         self._note([action, *as_messages(result.observation)], _named(result))
         if self._episode is not None:
@@ -481,7 +450,7 @@ class RecordTranscript(Wrapper):
         return result
 
     async def call(self, call: ToolCall) -> ToolResponse:
-        """Note a call and its answer."""
+        """Record a call and its answer."""
         response = await super().call(call)
         said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         answer: Message = {
@@ -494,13 +463,13 @@ class RecordTranscript(Wrapper):
         return response
 
     async def score(self, final: Message | None) -> Score:
-        """Note the score of an episode that no step scored."""
+        """Record the score of an episode that no step scored."""
         parts: ScoreParts = await invoke(self.env, "score", final)
         self._note([], parts)
         return parts
 
     async def close(self) -> None:
-        """Write the episode that ran, and close the environment inside."""
+        """Write the running episode, and close the wrapped environment."""
         try:
             await super().close()
         finally:
@@ -560,7 +529,7 @@ _WRAPPERS: Final[dict[str, type[Wrapper]]] = {
 
 
 def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
-    """Put a wrapper around an environment.
+    """Wrap an environment.
 
     Args:
         env: The environment.
@@ -569,7 +538,7 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
         **config: Further arguments of its constructor.
 
     Raises:
-        ConfigError: There is no such wrapper, or it does not take this configuration.
+        ConfigError: The wrapper is unknown, or refuses this configuration.
     """
     cls: Any = _WRAPPERS.get(name)
     if cls is None:

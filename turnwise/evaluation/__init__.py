@@ -1,4 +1,4 @@
-"""Evaluation: the tasks of an environment against a model, and the figures."""
+"""Evaluation: an environment's tasks against a model, and the resulting metrics."""
 
 from turnwise.evaluation.config import EvalConfig, EvalPlan
 from turnwise.evaluation.metrics import (

@@ -1,4 +1,4 @@
-"""The configuration sections of evaluation: what is evaluated, and with ``turnwise eval`` also by whom."""
+"""Configuration sections of evaluations, within a run and for ``turnwise eval``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ EVAL_MAX_TOKENS_PER_TURN = 4096
 
 
 class EvalPlan(BaseModel):
-    """What is evaluated, and what counts as a success.
+    """Tasks, samples and success threshold of an evaluation.
 
     Attributes:
-        tasks: Where the tasks come from (``tasks.load_tasks``): a source, a section with its keys, or a list of
-            either; by default those that the environment names.
-        limit: Take only so many tasks, from the beginning; of several sources by their weights.
-        max_prompt_tokens: Leave tasks out whose prompt has more tokens; their number is printed. Counted are the task's
-            own prompt and the environment's tools, not what the environment adds when it resets.
-        samples: Episodes per task at ``rollout.temperature``; 0 leaves them out.
+        tasks: Task sources (``tasks.load_tasks``): a source, a section with its keys, or a list of either; by default
+            the environment's.
+        limit: Maximum number of tasks; divided by weight among several sources.
+        max_prompt_tokens: Drop tasks with longer prompts (their number is printed). Counts the task's prompt and the
+            tools, not what the environment adds at reset.
+        samples: Episodes per task at ``rollout.temperature``; 0 for none.
         greedy: Whether each task also gets one episode at temperature 0.
-        success_reward: The least reward of a success.
-        role: Whose reward is the episode's, where several agents act in it: the mean over the sessions of this role. By
-            default the sum over all sessions of the policy that is evaluated.
-        pass_k: Which pass@k to estimate; a k above ``samples`` is refused.
+        success_reward: Minimum reward of a success.
+        role: Multi-agent episodes: score the mean over this role's sessions. By default the sum over all sessions of
+            the evaluated policy.
+        pass_k: Values of k for pass@k; a k above ``samples`` is an error.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -59,22 +59,21 @@ class EvalPlan(BaseModel):
 
 
 class EvalConfig(EvalPlan):
-    """An evaluation of its own: ``turnwise eval``.
+    """Configuration of ``turnwise eval``.
 
     Attributes:
         model: Directory of a Hugging Face model. Without ``url`` it is served; with it only its tokenizer and chat
             template are read.
-        url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
-        hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: trajectories are recorded as text, and
-            agents decide how they sample (``session.chat`` names ``rollout.temperature`` and ``rollout.top_p``).
-        rollout: Environment, agent, sampling and limits; ``group_size`` is not read (see ``samples``).
-            ``max_tokens_per_turn`` is 4096 where it is not named, so that a model that never stops does not fill its
-            context in every turn; ``null`` leaves only the context. A hosted endpoint has its own limit instead.
-        renderer: How messages become ids.
+        url: A running server, or several (comma-separated); with ``hosted`` the base URL of the endpoint.
+        hosted: Whether ``url`` is a hosted endpoint without token ids: trajectories are recorded as text, and agents
+            set sampling parameters (``session.chat`` sends ``rollout.temperature`` and ``rollout.top_p``).
+        rollout: Environment, agent, sampling and limits; ``group_size`` is ignored (see ``samples``).
+            ``max_tokens_per_turn`` is 4096 by default, so that a model that never stops does not fill its context in
+            every turn; ``null`` leaves only the context limit. A hosted endpoint has its own limit instead.
+        renderer: Chat template and format.
         inference: How the model is served.
-        out: Directory that the trajectories, the ledger and the summary are written to; by default a new one in
-            ``runs/``.
-        custom: Handed to the extension (``rollout.agent_loop_manager_class``) as it is; nothing here reads it.
+        out: Output directory of trajectories, ledger and summary; by default a new one in ``runs/``.
+        custom: Passed to the extension (``rollout.agent_loop_manager_class``) unchanged; otherwise unused.
     """
 
     model: ConfigPath | None = Field(description="the directory of a Hugging Face model")
@@ -121,16 +120,12 @@ class EvalConfig(EvalPlan):
 
     @property
     def directory(self) -> Path:
-        """Where tokenizer and chat template lie.
-
-        Raises:
-            ConfigError: The endpoint is hosted.
-        """
+        """Directory of tokenizer and chat template; ConfigError for a hosted endpoint."""
         if self.model is None:
             raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
         return self.model
 
     @property
     def urls(self) -> list[str]:
-        """The servers to ask; empty where the model is served here."""
+        """Server URLs; empty if the model is served here."""
         return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]

@@ -1,4 +1,4 @@
-"""From trajectories to the figures of an evaluation. Pure functions, no files, no printing."""
+"""Evaluation metrics of trajectories: clustered means, pass@k, per-source and per-role figures."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and how far it may be off.
-
-    Attributes:
-        mean: The mean over all episodes.
-        stderr: Its standard error; None where one task alone cannot tell.
-        episodes: How many values went in.
-        tasks: How many tasks they came from.
-    """
+    """A mean over ``episodes`` values with its standard error, which is None for a single task (cluster)."""
 
     mean: float
     stderr: float | None
@@ -53,17 +46,17 @@ class EpisodeRow:
         task_id: The dataset row.
         group_id: The group it belongs to.
         episode_id: The episode.
-        reward: Sum of all reward events of the evaluated policy's sessions, or the mean over those of one role.
-        rewards: All reward events, summed by name.
+        reward: Sum of the reward events of the evaluated policy's sessions, or mean over those of one role.
+        rewards: Reward events, summed by name.
         success: Whether the reward reached the threshold.
         turns: Model calls.
-        tool_calls: Calls that the environment answered.
-        tool_errors: How many answers were errors, by kind; ``all`` holds their sum.
-        sampled_tokens: Ids that the model sampled.
+        tool_calls: Executed calls.
+        tool_errors: Error responses by kind; ``all`` is their sum.
+        sampled_tokens: Sampled ids.
         forks: Forks by reason.
-        stop_reason: Why the main session ended.
-        error: What ended it, where an infrastructure failure did.
-        source: Where its task is from, where tasks say so.
+        stop_reason: Stop reason of the main session.
+        error: The infrastructure failure that ended it, if any.
+        source: Its task's source, if named.
         roles: (Reward, turns) of each session by role, where the episode has several.
     """
 
@@ -93,13 +86,7 @@ _ROW_FIELDS = tuple(each.name for each in fields(EpisodeRow))
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """The figures of one role, over all its sessions.
-
-    Attributes:
-        success: Share of sessions whose reward reached the threshold.
-        reward: Mean reward of a session.
-        turns: Mean model calls of a session.
-    """
+    """Success rate, mean reward and mean turns (model calls) of one role, per session."""
 
     success: Estimate
     reward: Estimate
@@ -112,22 +99,22 @@ class RoleSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one evaluation.
+    """Metrics of one evaluation.
 
     Attributes:
-        success: Share of episodes that succeeded.
+        success: Success rate of episodes.
         reward: Mean reward.
         pass_at: pass@k by k, for each k that every task has enough episodes for.
         turns: Mean model calls per episode.
-        tool_calls: Calls that environments answered.
-        tool_errors: Answers that were errors, by kind.
-        stop_reasons: Episodes by the reason for which they ended.
+        tool_calls: Executed calls.
+        tool_errors: Error responses by kind.
+        stop_reasons: Episodes by stop reason.
         sampled_tokens: Mean sampled ids per episode.
         forks: Forks by reason.
-        failed: Episodes that an infrastructure failure ended: in none of the figures above.
-        tasks: How many tasks have at least one episode in the figures.
-        by_source: The figures of the tasks of one source, by its name, where tasks say which one they are from.
-        by_role: The figures of one role, where episodes have several; ``role@policy`` where a frozen policy played it.
+        failed: Episodes ended by an infrastructure failure, which are in no other metric.
+        tasks: Number of tasks with at least one counted episode.
+        by_source: Metrics per task source, where named.
+        by_role: Metrics per role in multi-agent episodes; ``role@policy`` for frozen policies.
     """
 
     success: Estimate
@@ -146,7 +133,7 @@ class Summary:
     by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures (not the rows) as JSON values."""
+        """Return the metrics (not the rows) as JSON values."""
         return {
             "success": self.success.to_json(),
             "reward": self.reward.to_json(),
@@ -165,16 +152,13 @@ class Summary:
 
 
 def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
-    """Return the mean over all values, with a standard error that respects clusters.
+    """Return the mean over all tasks' values with its cluster-robust standard error.
 
-    Values of one task are not independent of each other, so the plain standard error is too small. With N values
-    in C clusters, the cluster-robust estimate (Liang and Zeger 1986; Miller 2024, "Adding Error Bars to Evals",
-    equation for clustered errors; factor C / (C - 1) after Cameron and Miller 2015) is::
+    Values of one task are dependent, so the plain standard error is too small. With N values in C clusters (Liang and
+    Zeger 1986; Miller 2024, "Adding Error Bars to Evals", equation for clustered errors; factor C / (C - 1) after
+    Cameron and Miller 2015)::
 
         SE^2 = C / (C - 1) * sum_c (sum_{i in c} (x_i - mean))^2 / N^2
-
-    Args:
-        clusters: The values of each task. Tasks without a value do not count.
     """
     values = [list(cluster) for cluster in clusters if len(cluster)]
     count = sum(len(cluster) for cluster in values)
@@ -189,13 +173,10 @@ def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
 
 
 def pass_at_k(episodes: int, successes: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that at least one of ``k`` episodes succeeds.
+    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k), with c successes in n episodes.
 
-    1 - C(n - c, k) / C(n, k) with n episodes of which c succeeded (Chen et al. 2021, "Evaluating Large Language
-    Models Trained on Code", equation 1).
-
-    Raises:
-        ValueError: ``k`` is below 1 or above ``episodes``, or ``successes`` is not within 0 and ``episodes``.
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises ValueError unless 1 <= k <=
+    n and 0 <= c <= n.
     """
     if not 1 <= k <= episodes:
         raise ValueError(f"pass@{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
@@ -207,12 +188,12 @@ def pass_at_k(episodes: int, successes: int, k: int) -> float:
 def episode_rows(
     trajectories: Iterable[Trajectory], *, success_reward: float = 1.0, role: str | None = None
 ) -> list[EpisodeRow]:
-    """Return one row per episode, in the order in which they appear; an episode may have left several trajectories.
+    """Return one row per episode, which may have several trajectories, in order of appearance.
 
     Args:
-        trajectories: What sessions left.
-        success_reward: The least reward of a success (up to rounding).
-        role: Whose reward is the episode's; by default that of all sessions of the evaluated policy.
+        trajectories: Trajectories of all sessions.
+        success_reward: Minimum reward of a success (up to rounding).
+        role: Role whose reward counts; by default all sessions of the evaluated policy.
     """
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -258,7 +239,6 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None)
 
 
 def _reward(members: Sequence[Trajectory], role: str | None) -> float:
-    """Return what an episode was worth: to one role, or to the policy that is evaluated."""
     if role is not None:
         own = [member.reward for member in members if role_of(member.agent) == role]
         return math.fsum(own) / max(1, len(own))
@@ -272,14 +252,13 @@ def summarize(
     pass_k: Sequence[int] = (),
     role: str | None = None,
 ) -> Summary:
-    """Return the figures of finished groups.
+    """Return the metrics of finished groups.
 
     Args:
-        groups: One or more per task. Members that ended in an error count as failed, as do those that the
-            group dropped before.
-        success_reward: The least reward of a success.
-        pass_k: Which pass@k to estimate; a ``k`` above the episodes of some task is left out.
-        role: Whose reward is the episode's; by default that of all sessions of the evaluated policy.
+        groups: One or more per task. Members with errors count as failed, as do those dropped before.
+        success_reward: Minimum reward of a success.
+        pass_k: Values of k for pass@k; those above the episodes of some task are left out.
+        role: As in :func:`episode_rows`.
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
@@ -299,7 +278,6 @@ def summarize(
 
 
 def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
-    """Return the figures of each role: every session counts once, in the cluster of its task."""
     found: dict[str, RoleSummary] = {}
     for name in sorted({name for row in rows for name in row.roles}):
         by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -318,7 +296,7 @@ def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, Rol
 
 
 def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Sequence[int] = ()) -> Summary:
-    """Return the figures of episodes that ended without a failure of the infrastructure."""
+    """Return the metrics of episodes without infrastructure failures."""
     by_task: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
     for row in rows:
         by_task[row.task_id].append(row)
@@ -350,15 +328,13 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        sampled: Figures of the episodes at the configured temperature, or None.
-        greedy: Figures of the episodes at temperature 0, or None.
-        seconds: How long it took.
-        left_out: How many rows of the task sources were left out.
-        unfinished: How many episodes had not ended when the evaluation was interrupted; they are in no figure.
-        max_tokens_per_turn: Most tokens of one completion, where there was a limit.
+        sampled: Metrics of episodes at the configured temperature, or None.
+        greedy: Metrics of episodes at temperature 0, or None.
+        left_out: Dropped rows of the task sources.
+        unfinished: Episodes still running at an interrupt, which are in no metric.
     """
 
     sampled: Summary | None
@@ -370,7 +346,7 @@ class EvalResult:
 
     @property
     def parts(self) -> dict[str, Summary]:
-        """The figures that there are, by name."""
+        """The available summaries by name."""
         both = {"sampled": self.sampled, "greedy": self.greedy}
         return {name: summary for name, summary in both.items() if summary is not None}
 
@@ -384,7 +360,7 @@ class EvalResult:
         return {**figures, "seconds": self.seconds, **given}
 
     def left(self, unfinished: int) -> EvalResult:
-        """Return the result as that of an evaluation which so many episodes were missing from at its end."""
+        """Return the result with a number of unfinished episodes."""
         return replace(self, unfinished=unfinished)
 
     def write(self, folder: Path) -> None:
@@ -399,7 +375,7 @@ class EvalResult:
 
 
 def result_table(result: EvalResult, title: str = "") -> Table:
-    """Return the figures as a table with one column for each way of sampling."""
+    """Return the metrics as a table with a column per sampling mode."""
     table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in result.parts:

@@ -1,4 +1,4 @@
-"""Runs an environment's tasks against a model, with the code that training rolls out with."""
+"""The evaluation runner: rollouts of an environment's tasks, progress, and ``turnwise eval``."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ OnGroup = Callable[[TrajectoryGroup], None]
 
 
 def eval_requests(plan: EvalPlan, tasks: Sequence[Task], label: str = "") -> list[RolloutRequest]:
-    """Return what is to be rolled out: each task sampled, then each task greedily.
-
-    Args:
-        plan: How many samples, and whether greedily too.
-        tasks: The tasks.
-        label: Part of the ids of these episodes: different for each evaluation of one run (``step-20``).
-    """
+    """Return the requests, sampled then greedy; ``label`` makes episode ids unique per evaluation (``step-20``)."""
     prefix = f"{label}-" if label else ""
     requests = []
     if plan.samples:
@@ -69,18 +63,14 @@ async def evaluate(
     label: str = "",
     on_group: OnGroup | None = None,
 ) -> EvalResult:
-    """Roll out tasks and return the figures.
+    """Roll out tasks and return the metrics; ConfigError or TaskError if there are none, or ``plan.role`` is unknown.
 
     Args:
-        producer: Rolls out; its configuration names environment, agent, temperature and limits.
-        plan: What is evaluated.
-        tasks: The tasks, where they are loaded already.
-        label: Part of the episodes' ids: different for each evaluation that one run makes.
-        on_group: Called with each group when it ends.
-
-    Raises:
-        ConfigError: Nobody names any tasks, or ``plan.role`` is no role of the episodes.
-        TaskError: They cannot be loaded, or there are none.
+        producer: Rollout producer; its configuration names environment, agent, temperature and limits.
+        plan: The evaluation plan.
+        tasks: The tasks, if loaded already.
+        label: Part of the episode ids, unique per evaluation of a run.
+        on_group: Called with each finished group.
     """
     started = time.monotonic()
     if tasks is None:
@@ -91,7 +81,7 @@ async def evaluate(
 
 
 def eval_result(plan: EvalPlan, groups: Sequence[TrajectoryGroup], seconds: float) -> EvalResult:
-    """Return the figures of groups, which stand in the order of :func:`eval_requests`."""
+    """Return the metrics of groups in the order of :func:`eval_requests`."""
     split = len(groups) // (1 + plan.greedy) if plan.samples else 0
     return EvalResult(
         sampled=_summary(plan, groups[:split], plan.pass_k) if plan.samples else None,
@@ -101,17 +91,9 @@ def eval_result(plan: EvalPlan, groups: Sequence[TrajectoryGroup], seconds: floa
 
 
 async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Renderer) -> LoadedTasks:
-    """Return the plan's tasks, and what became of the rows of their sources.
+    """Load the plan's tasks (by default the environment's), with a report of each source.
 
-    Args:
-        plan: Names them, else the environment does.
-        rollout: Environment and agent.
-        renderer: Counts the tokens of their prompts, where the plan has a limit.
-
-    Raises:
-        ConfigError: Nobody names any, or the chat template does not show the tools of their environment.
-        RegistryError: There is no such environment or agent.
-        TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
+    ``renderer`` counts prompt tokens, for ``plan.max_prompt_tokens``. Raises ConfigError, RegistryError or TaskError.
     """
     return await load_checked(plan.tasks, rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens)
 
@@ -131,22 +113,11 @@ _LINE_EVERY_S = 30.0
 
 
 class EvalProgress:
-    """Counts the episodes of an evaluation as they end, shows that, and knows the figures of what has ended.
-
-    Attributes:
-        total: Episodes of the whole evaluation.
-    """
+    """Progress of an evaluation: counts, display, and metrics of finished episodes."""
 
     def __init__(
         self, plan: EvalPlan, requests: Sequence[RolloutRequest], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Count nothing yet.
-
-        Args:
-            plan: What is evaluated.
-            requests: What is rolled out, as :func:`~turnwise.evaluation.runner.eval_requests` returns it.
-            clock: Returns seconds.
-        """
         self.total = sum(request.group_size for request in requests)
         self._plan = plan
         self._requests = list(requests)
@@ -162,18 +133,18 @@ class EvalProgress:
 
     @property
     def ended(self) -> int:
-        """How many episodes have ended, those included that ended in an error after their last attempt."""
+        """Number of finished episodes, including those that failed their last attempt."""
         return min(self.total, len(self._success) + self._failed)
 
     @property
     def time_left(self) -> float | None:
-        """Seconds that the other episodes take if they go on as those that ended did; None before the first."""
+        """Estimated remaining seconds by the rate so far; None before the first episode."""
         if self.ended == 0:
             return None
         return (self._clock() - self._started) / self.ended * (self.total - self.ended)
 
     def wrote(self, trajectory: Trajectory) -> None:
-        """Count an episode by one of its trajectories, each of which is given here when it is written."""
+        """Count the episode of a written trajectory."""
         number = self._by_key.get(trajectory.group_id.partition("-")[2])
         if number is None or number in self._groups:
             return
@@ -181,7 +152,7 @@ class EvalProgress:
         self._count(self._ended(number))
 
     def arrived(self, group: TrajectoryGroup) -> None:
-        """Count a group all of whose episodes have ended."""
+        """Count a finished group."""
         number = self._by_key.get(group.id.partition("-")[2])
         if number is None:
             # A rollout manager of the user's may name its groups as it likes: it answers the samples first.
@@ -196,7 +167,7 @@ class EvalProgress:
         self._count(group.trajectories)
 
     def partial(self) -> EvalResult:
-        """Return the figures of the episodes that have ended, and how many have not."""
+        """Return the metrics of finished episodes, with the number of unfinished ones."""
         groups: list[TrajectoryGroup] = []
         for number, request in enumerate(self._requests):
             group = self._groups.get(number)
@@ -209,7 +180,7 @@ class EvalProgress:
 
     @contextlib.contextmanager
     def shown(self, console: Console) -> Iterator[None]:
-        """Show a line that follows the count: one that moves on a terminal, else a new one every half minute."""
+        """Show progress: a live line on a terminal, else a new line every half minute."""
         if not console.is_terminal:
             last = self._started
 
@@ -245,7 +216,7 @@ class EvalProgress:
         return f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
 
     def _ended(self, number: int) -> list[Trajectory]:
-        """Return what the episodes of an open group left that have ended: not their failed attempts."""
+        """Return the trajectories of finished episodes of a group, without failed attempts."""
         attempts: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
         for each in self._open[number]:
             attempts[each.episode_id, each.attempt].append(each)
@@ -264,14 +235,11 @@ class EvalProgress:
 
 
 class _TimeLeft(ProgressColumn):
-    """The estimate of the time left, which moves between two episodes too."""
-
     def __init__(self, progress: EvalProgress) -> None:
         super().__init__()
         self._progress = progress
 
     def render(self, task: ProgressTask) -> Text:
-        """Return the text of the column."""
         del task
         left = self._progress.time_left
         return Text("-:--:-- left" if left is None else f"{_clock_time(left)} left", style="progress.remaining")
@@ -284,27 +252,24 @@ def _clock_time(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Who samples, and what to do when it fails."""
-
     client: LLMClient
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
 
 
 def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResult:
-    """Evaluate a model on an environment, print the figures and write everything down.
+    """Evaluate a model on an environment, print the metrics and write the results.
 
-    The directory of the evaluation then holds ``config.yaml``, ``trajectories.jsonl``, ``ledger.jsonl`` (so that it
-    can be viewed and audited), ``episodes.jsonl`` and ``summary.json``. An interrupt (Ctrl-C) keeps and summarises what
-    has ended by then.
+    The directory then holds ``config.yaml``, ``trajectories.jsonl`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
+    ``episodes.jsonl`` and ``summary.json``. On Ctrl-C finished episodes are still summarised.
 
     Args:
-        config: What is evaluated, by whom and with what.
-        console: Where to print; by default the terminal.
+        config: The evaluation's configuration.
+        console: Output; by default the terminal.
 
     Raises:
-        ConfigError: Something of the configuration cannot be used; nothing was started.
-        TurnwiseError: What went wrong; also where no episode at all ended without an error.
-        KeyboardInterrupt: The evaluation was interrupted; the summary says how many episodes it lacks.
+        ConfigError: The configuration is unusable; nothing was started.
+        TurnwiseError: The evaluation failed, or no episode ended without an error.
+        KeyboardInterrupt: It was interrupted; the summary counts the unfinished episodes.
     """
     console = console or Console()
     folder = _folder(config)
@@ -329,7 +294,6 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
 
 
 def _folder(config: EvalConfig) -> Path:
-    """Return the directory to write to. It holds no evaluation yet: two in one file could not be told apart."""
     if config.out is None:
         name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
         folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -345,7 +309,6 @@ def _folder(config: EvalConfig) -> Path:
 
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
-    """Evaluate and return the figures; ``errors`` gets what ended episodes."""
     check_manager(config.rollout, config.custom)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
@@ -404,7 +367,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 async def _watched(
     producer: Rollouts, config: EvalConfig, tasks: list[Task], progress: EvalProgress, console: Console
 ) -> EvalResult:
-    """Evaluate, and return the figures; where that is interrupted, those of the episodes that have ended."""
+    """Evaluate with progress; on an interrupt return the metrics of finished episodes."""
     with progress.shown(console):
         try:
             result = await evaluate(producer, config, tasks=tasks, on_group=progress.arrived)

@@ -1,4 +1,4 @@
-"""Trajectories for human eyes: what was said, what was sampled, what was rewarded and why it ended."""
+"""Rendering of trajectories for a terminal: messages, sampled tokens, rewards, stop reasons."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which trajectories to show.
-
-    Attributes:
-        task: Only those of this task.
-        trajectory: Only the one with this id.
-        partition: Only ``train`` or only ``val``.
-        number: The newest so many of them.
-    """
+    """A filter of trajectories by task, id and partition, limited to the newest ``number``."""
 
     task: str | None = None
     trajectory: str | None = None
@@ -42,7 +35,7 @@ class Selection:
     number: int = 3
 
     def holds(self, trajectory: Trajectory) -> bool:
-        """Whether a trajectory is wanted."""
+        """Whether a trajectory matches."""
         return (
             (self.task is None or trajectory.task_id == self.task)
             and (self.trajectory is None or trajectory.id == self.trajectory)
@@ -55,19 +48,9 @@ class Selection:
 
 
 def show(source: Path, selection: Selection, *, tokens: bool = False, console: Console | None = None) -> int:
-    """Print the newest trajectories that were selected, and say how many there are.
+    """Print the newest matching trajectories of a run directory or file; return their number. Raises FormatError.
 
-    Args:
-        source: A run directory or a file of trajectories.
-        selection: Which ones.
-        tokens: Whether to show ids, logprobs and weight versions too.
-        console: Where to; by default the terminal.
-
-    Returns:
-        How many were shown.
-
-    Raises:
-        FormatError: There is no such file, a line cannot be read, or nothing fits the selection.
+    With ``tokens`` also their ids, logprobs and weight versions.
     """
     console = console or Console()
     file = source / _FILE if source.is_dir() else source
@@ -90,7 +73,7 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
 
 
 def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
-    """Return a trajectory laid out for a terminal; branches that share segments show them once."""
+    """Return a trajectory laid out for a terminal; shared segments of branches are shown once."""
     parts: list[RenderableType] = [_head(trajectory)]
     shown: set[int] = set()
     leaves = trajectory.leaves()

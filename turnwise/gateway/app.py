@@ -1,9 +1,9 @@
 """The gateway as an ASGI application.
 
-Routes of agents, below ``/s/TOKEN``: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/messages``,
-``/v1/messages/count_tokens``; ``GET /v1/models``; ``HEAD /``. Of controllers, with the admin key: ``POST /sessions``,
-``GET /sessions/ID``, ``POST /sessions/ID/finalize``, ``/sessions/ID/abort``. Of rewarders, with a session's reward key:
-``POST /sessions/ID/rewards``. Of everybody: ``GET /health``.
+Agents, below ``/s/TOKEN``: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/messages``,
+``/v1/messages/count_tokens``; ``GET /v1/models``; ``HEAD /``. Controllers, with the admin key: ``POST /sessions``,
+``GET /sessions/ID``, ``POST /sessions/ID/finalize``, ``/sessions/ID/abort``. Rewarders, with a session's reward key:
+``POST /sessions/ID/rewards``. Public: ``GET /health``.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ class GatewayApp:
 
     Args:
         sessions: All sessions.
-        admin_key: What controllers send as ``Authorization: Bearer KEY``.
-        model: The name that ``/v1/models`` lists; agents may ask for any.
-        context_length: Most tokens of prompt and completion.
-        abilities: What the model can be asked for.
-        fixed: Sampling parameters that no request may change.
+        admin_key: Controllers' ``Authorization: Bearer KEY``.
+        model: Name that ``/v1/models`` lists; agents may ask for any.
+        context_length: Maximum tokens of prompt plus completion.
+        abilities: Capabilities of the model.
+        fixed: Sampling parameters that requests cannot change.
 
     Attributes:
-        sessions: As above.
-        answering: How many requests of agents are being answered.
-        when_idle: Called once there is none, when the last answer was handed to the system.
+        answering: Number of agent requests in flight.
+        when_idle: Called when the last of them was answered.
     """
 
     exchange: ClassVar[type[Exchange]] = Exchange
@@ -88,7 +87,7 @@ class GatewayApp:
         self.when_idle: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         exchange = self.exchange(scope, receive, send, self.sessions.limits)
@@ -279,11 +278,7 @@ class GatewayApp:
 
 
 def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
-    """Return a request with what it gives the chat template.
-
-    Raises:
-        ApiError: The template does not take it.
-    """
+    """Return a request with its template arguments. Raises ApiError if the template does not take them."""
     if request.wishes is NO_TEMPLATE_OPTIONS:
         return request
     return replace(request, template_args=template_args(request.wishes, reader))
@@ -298,11 +293,7 @@ def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
 
 
 def read_json(raw: bytes) -> Mapping[str, Any]:
-    """Return the object that a body holds.
-
-    Raises:
-        ApiError: It is none.
-    """
+    """Return the JSON object of a body. Raises ApiError."""
     try:
         body = orjson.loads(raw)
     except ValueError:
@@ -319,7 +310,7 @@ def read_json(raw: bytes) -> Mapping[str, Any]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return what JSON held without half surrogate pairs: nothing that is written here could hold them."""
+    """Return JSON without lone surrogates, which no file could hold."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

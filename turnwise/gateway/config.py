@@ -1,4 +1,4 @@
-"""How the gateway runs: what agents may use of it, and the ``turnwise gateway`` command's configuration."""
+"""Configuration of the gateway: limits for agents, and the ``turnwise gateway`` command."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ def _no_secrets(headers: dict[str, str]) -> dict[str, str]:
 
 
 class HostedConfig(BaseModel):
-    """A hosted endpoint, to which requests are passed on as they came; what it answers is recorded as text.
+    """A hosted endpoint, to which requests are forwarded unchanged; its answers are recorded as text.
 
     Attributes:
-        key_env: Name of the environment variable that holds the endpoint's key. None sends no key.
-        key_header: Header that carries the key; by default the one of a request's own API: ``x-api-key`` for Anthropic
-            Messages, else ``authorization``.
-        model: Model that requests are sent with, whatever they name; by default what they name.
-        headers: Further headers of all requests. They stand in ``config.yaml``.
+        key_env: Environment variable that holds the endpoint's key. None sends no key.
+        key_header: Header of the key; default by API: ``x-api-key`` for Anthropic Messages, else ``authorization``.
+        model: Model to request, whatever the agent names; default: the agent's.
+        headers: Further headers of all requests, stored in ``config.yaml``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,11 +53,7 @@ class HostedConfig(BaseModel):
     headers: Annotated[dict[str, str], AfterValidator(_no_secrets)] = {}
 
     def key(self) -> str:
-        """Return the endpoint's key; empty where none is sent.
-
-        Raises:
-            ConfigError: The environment does not hold it. What it holds is not told.
-        """
+        """Return the endpoint's key, or ``""``. Raises ConfigError if the environment lacks it."""
         if self.key_env is None:
             return ""
         key = os.environ.get(self.key_env, "").strip()
@@ -69,15 +64,14 @@ class HostedConfig(BaseModel):
 
 
 def without_model(data: Any) -> Any:
-    """Return what a configuration says, with no model where its endpoint is hosted; elsewhere the model is required."""
+    """Return a config with an empty model if its endpoint is hosted; otherwise the model is required."""
     return {"model": None, **data} if isinstance(data, dict) and data.get("hosted") is not None else data
 
 
 def base_url(url: str | None) -> str:
-    """Return what stands before ``/chat/completions``, ``/responses`` and ``/messages``; without a path it is ``/v1``.
+    """Return the URL before ``/chat/completions``, ``/responses`` and ``/messages``; the default path is ``/v1``.
 
-    Raises:
-        ValueError: It is no URL of one endpoint, or it holds a secret.
+    Raises ValueError if it is no URL of one endpoint, or holds a secret.
     """
     wanted = "url of one endpoint for hosted, such as https://api.openai.com/v1 or https://api.anthropic.com"
     try:
@@ -101,23 +95,23 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class GatewayLimits(BaseModel):
-    """What agents may use of a gateway.
+    """Resource limits for the agents of a gateway.
 
     Attributes:
-        sessions: Most sessions that are open at the same time.
-        requests: Most requests of one session that are answered at the same time.
-        connections: Most connections. One more takes the place of one that has no request open, else is answered 503.
-        head_bytes: Most bytes of the head of a request.
-        head_seconds: Seconds in which the head of a request must have arrived, and the first one of a connection begun.
-        body_bytes: Most bytes of a request's body.
-        body_seconds: Seconds in which a body must have arrived.
-        request_seconds: Seconds in which a request must be answered, waiting for the engine included.
-        write_seconds: Seconds that a client may take to accept a piece of an answer.
-        session_seconds: Seconds after which a session is ended that nobody ended.
-        idle_seconds: Seconds without a request after which a session is ended that nobody ended.
+        sessions: Maximum open sessions.
+        requests: Maximum concurrent requests of one session.
+        connections: Maximum connections. One more replaces an idle one, else is answered 503.
+        head_bytes: Maximum bytes of a request's head.
+        head_seconds: Seconds for the head of a request to arrive, and for the first one of a connection to begin.
+        body_bytes: Maximum bytes of a request's body.
+        body_seconds: Seconds for a body to arrive.
+        request_seconds: Seconds for a response, waiting for the engine included.
+        write_seconds: Seconds for a client to accept a piece of a response.
+        session_seconds: Seconds after which an open session ends.
+        idle_seconds: Seconds without a request after which an open session ends.
         sweep_seconds: Seconds between two searches for such sessions.
-        alive_seconds: After how many seconds of silence a stream shows a sign of life.
-        first_seconds: How long an answer may fail with a status of its own before its stream is opened.
+        alive_seconds: Seconds of silence before a stream sends a keep-alive.
+        first_seconds: Seconds in which a failure still gets its own status, before the stream is opened.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -139,38 +133,38 @@ class GatewayLimits(BaseModel):
 
 
 class GatewayConfig(BaseModel):
-    """A gateway of its own: ``turnwise gateway``.
+    """A standalone gateway: ``turnwise gateway``.
 
     Attributes:
-        model: Directory of a Hugging Face model. Without ``url`` it is served; with it only its tokenizer and chat
-            template are read. With ``hosted`` there is none.
-        url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
-        hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: requests are passed on as they came,
-            and recorded as text.
-        name: The name that ``/v1/models`` lists; agents may ask for any. By default the directory's.
-        out: Directory of the finished trajectories, the ledger, the admin key and the logs. A gateway that starts again
-            on it knows which sessions it has finished, and keeps its key.
+        model: Directory of a Hugging Face model, served unless ``url`` is set (then only tokenizer and chat template
+            are read). None with ``hosted``.
+        url: A running server, or several (comma-separated); with ``hosted`` the base URL of the endpoint.
+        hosted: Makes ``url`` a hosted endpoint without token ids: requests are forwarded unchanged and recorded as
+            text.
+        name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
+        out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its finished sessions
+            and key.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
-        port: Port that the gateway binds; 0 takes a free one.
+        port: Port that the gateway binds; 0 for a free one.
         log_level: Of the gateway's log.
-        temperature: Sampling temperature of requests that name none.
-        top_p: Nucleus mass in (0, 1] of requests that name none.
-        top_k: Keep the k likeliest tokens, for requests that name no other number; 0 keeps all.
-        min_p: Least share of the likeliest token's probability.
-        fixed_sampling: Whether requests sample as configured here, whatever they name themselves: what is trained is
-            sampled at one temperature, and many agents ask for one of their own.
-        seed: Of the sampling; each session draws from it and its name. None samples differently each time.
-        context_length: Most tokens of prompt and completion; by default what the server reports.
-        max_turns: Most model calls of a session.
-        max_tokens_per_turn: Most tokens of one completion.
-        max_total_tokens: Most tokens of one session over all its branches, prompts included.
-        reasoning: What becomes of the reasoning of earlier turns: ``keep``, it stays in the prompt; ``template``, what
-            the chat template drops from a history is dropped, which begins a branch.
-        echo: What becomes of an assistant message that comes back rewritten with the ids of its calls: ``same``, it is
-            the turn that was sampled; ``strict``, it was edited and begins a branch.
-        limits: What agents may use of the gateway itself.
-        renderer: How messages become ids.
-        inference: How the model is served.
+        temperature: Default sampling temperature of requests.
+        top_p: Default nucleus mass in (0, 1].
+        top_k: Default number of likeliest tokens to keep; 0 keeps all.
+        min_p: Minimum probability relative to the likeliest token.
+        fixed_sampling: Whether requests cannot change these values: training needs one temperature, but many agents ask
+            for their own.
+        seed: Sampling seed, combined with the session id. None samples differently each time.
+        context_length: Maximum tokens of prompt plus completion; default: the server's.
+        max_turns: Maximum model calls of a session.
+        max_tokens_per_turn: Maximum tokens of one completion.
+        max_total_tokens: Maximum tokens of one session over all branches, prompts included.
+        reasoning: Reasoning of earlier turns: ``keep`` it in the prompt, or drop what the chat ``template`` drops,
+            which forks.
+        echo: An assistant message rewritten under its call ids: ``same`` takes it as the sampled turn, ``strict``
+            forks.
+        limits: Resource limits for agents.
+        renderer: Chat template and format.
+        inference: Settings of the inference server.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -220,33 +214,29 @@ class GatewayConfig(BaseModel):
 
     @property
     def directory(self) -> Path:
-        """Where tokenizer and chat template lie.
-
-        Raises:
-            ConfigError: The endpoint is hosted.
-        """
+        """Directory of tokenizer and chat template. Raises ConfigError for a hosted endpoint."""
         if self.model is None:
             raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
         return self.model
 
     @property
     def urls(self) -> list[str]:
-        """The servers to ask; empty where the model is served by the gateway."""
+        """Server URLs; empty if the gateway serves the model."""
         return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
 
 
 class FrozenConfig(BaseModel):
-    """Who samples for a policy that is not trained: another model, the one that a run begins with, or an endpoint.
+    """A policy that is not trained.
 
     Attributes:
-        model: Directory of a Hugging Face model. Without ``url`` it is served; with it only its tokenizer and chat
-            template are read.
-        start: Says that it is the model that the run begins with, as it is then: served on its own, never synced.
-        url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
-        hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: its trajectories are recorded as text.
-        temperature: At which it samples; by default as the trained policy does, which greedy evaluation sets to 0.
-        renderer: How messages become ids; by default with ``start`` as the run's own ``renderer`` says.
-        inference: How the model is served.
+        model: Directory of a Hugging Face model, served unless ``url`` is set (then only tokenizer and chat template
+            are read).
+        start: Use the run's start model, served separately and never synced.
+        url: A running server, or several (comma-separated); with ``hosted`` the base URL of the endpoint.
+        hosted: Makes ``url`` a hosted endpoint without token ids: its trajectories are recorded as text.
+        temperature: Sampling temperature; default: the trained policy's, which greedy evaluation sets to 0.
+        renderer: Chat template and format; default with ``start``: the run's ``renderer``.
+        inference: Settings of the inference server.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -275,18 +265,13 @@ class FrozenConfig(BaseModel):
 
     @property
     def urls(self) -> list[str]:
-        """The servers to ask; empty where the model is served here."""
+        """Server URLs; empty if the model is served here."""
         return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
 
     def directory(self, name: str, start: Path | None) -> Path:
-        """Return where tokenizer and chat template lie, and the weights where they are served here.
+        """Return the directory of tokenizer, chat template and, if served here, weights.
 
-        Args:
-            name: The policy's name, for messages.
-            start: The model that the run begins with.
-
-        Raises:
-            ConfigError: There is no such folder, or none that the run begins with.
+        Raises ConfigError if it does not exist, or there is no start model.
         """
         found = start if self.start else self.model
         where = f"rollout.frozen.{name}"
@@ -306,21 +291,21 @@ _LIMITS = ("context_length", "max_tokens_per_turn", "max_total_tokens", "max_tur
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What one session does in a way of its own; None is the gateway's way.
+    """Settings of one session; None takes the gateway's.
 
     Attributes:
-        seed: Of its sampling, as it is: the session's id does not enter into it.
-        temperature: Sampling temperature of requests that name none.
-        top_p: Nucleus mass in (0, 1] of such requests.
-        top_k: Keep the k likeliest tokens, for such requests; 0 keeps all.
-        min_p: Least share of the likeliest token's probability, for such requests.
-        fixed_sampling: Whether requests sample as set here, whatever they name themselves.
-        context_length: Most tokens of prompt and completion.
-        max_tokens_per_turn: Most tokens of one completion.
-        max_total_tokens: Most tokens over all branches, prompts included.
-        max_turns: Most model calls.
-        reasoning: What becomes of the reasoning of earlier turns.
-        echo: What becomes of turns that come back rewritten.
+        seed: Sampling seed, not combined with the session id.
+        temperature: Default sampling temperature of requests.
+        top_p: Default nucleus mass in (0, 1].
+        top_k: Default number of likeliest tokens to keep; 0 keeps all.
+        min_p: Default minimum probability relative to the likeliest token.
+        fixed_sampling: Whether requests cannot change these values.
+        context_length: Maximum tokens of prompt plus completion.
+        max_tokens_per_turn: Maximum tokens of one completion.
+        max_total_tokens: Maximum tokens over all branches, prompts included.
+        max_turns: Maximum model calls.
+        reasoning: Policy for the reasoning of earlier turns.
+        echo: Policy for turns that come back rewritten.
     """
 
     seed: int | None = None
@@ -337,18 +322,16 @@ class SessionSettings:
     echo: EchoPolicy | None = None
 
     def params(self, own: SamplingParams) -> SamplingParams:
-        """Return how the session samples, given how the gateway does."""
+        """Return the sampling parameters, given the gateway's."""
         return replace(own, **self._set(_SAMPLING))
 
     def limits(self, own: SessionLimits) -> SessionLimits:
-        """Return what the session may use, given what the gateway allows; its context cannot be larger."""
+        """Return the limits, given the gateway's; the context cannot be larger."""
         mine = replace(own, **self._set(_LIMITS))
         return replace(mine, context_length=min(mine.context_length, own.context_length))
 
     def noted(self) -> dict[str, float]:
-        """Return those settings that a trajectory says as numbers: how it was sampled. Its temperature is that of the
-        requests, and a seed that such a number cannot hold exactly is not said.
-        """
+        """Return the sampling settings as metrics, without the temperature, which requests set, and inexact seeds."""
         given = self._set(("seed", "top_p", "top_k", "min_p"))
         return {name: float(value) for name, value in given.items() if float(value) == value}
 

@@ -1,4 +1,4 @@
-"""What the addresses of sessions look like from outside, and how a request finds its session again."""
+"""Session URLs: their template, their base URLs, and the routing of requests back to their session."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ _OWN_ROUTES = frozenset(("s", "v1", "health", "sessions"))
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whose address it is.
-
-    Attributes:
-        rollout_id: The episode, whatever attempt at it this is.
-        attempt_id: Which attempt.
-        session: The session's name within the episode.
-        base: The base URL that was chosen for the episode, or None for the gateway's own.
-    """
+    """The owner of a session URL: episode, attempt, session name, and the base URL chosen for the episode."""
 
     rollout_id: str
     attempt_id: str
@@ -37,12 +30,12 @@ class Place:
 
 @dataclass(slots=True)
 class EndpointTemplate:
-    """How addresses are made.
+    """Template of session URLs.
 
     Attributes:
         template: The URL, with fields of :data:`FIELDS` in braces.
-        bases: Base URLs of what stands in front of the gateway. Each episode is given the one that the fewest have.
-        open: How many episodes have each.
+        bases: Base URLs of proxies in front of the gateway; each episode gets the least used one.
+        open: Number of open episodes per base.
     """
 
     template: str = DEFAULT_FORM
@@ -58,7 +51,7 @@ class EndpointTemplate:
             raise ConfigError(f"an address {self.template!r} has no {{base}}, so that base URLs for it are never used")
 
     def take(self) -> str | None:
-        """Return the base URL of one more episode, or None for the gateway's own."""
+        """Assign a base URL to an episode; None for the gateway's own."""
         if not self.bases:
             return None
         chosen = min(self.bases, key=lambda base: self.open[base])
@@ -66,18 +59,18 @@ class EndpointTemplate:
         return chosen
 
     def give_back(self, base: str | None) -> None:
-        """Say that an episode that had a base URL has ended."""
+        """Release an episode's base URL."""
         if base is not None:
             self.open[base] -= 1
 
     def url(self, place: Place, token: str, *, host: str, port: int) -> str:
-        """Return the address of a session.
+        """Return the URL of a session.
 
         Args:
-            place: Whose it is.
-            token: What opens it.
-            host: Where the gateway listens, as a URL writes it.
-            port: Where it listens.
+            place: Owner of the URL.
+            token: The session's token.
+            host: Host of the gateway, in URL form.
+            port: Port of the gateway.
         """
         values = {
             "base": place.base or f"http://{host}:{port}",
@@ -88,7 +81,7 @@ class EndpointTemplate:
         return _FIELD.sub(lambda found: values[found.group(1)], self.template)
 
     def before(self, place: Place, token: str) -> tuple[str, ...]:
-        """Return the segments of a path that stand before the token, decoded as an application sees them."""
+        """Return the path segments before the token, percent-decoded."""
         path = unquote(urlsplit(self.url(place, token, host="host", port=1)).path)
         parts = [part for part in path.split("/") if part]
         return tuple(parts[: parts.index(token)])
@@ -104,11 +97,7 @@ def _parts(place: Place, token: str) -> dict[str, str]:
 
 
 def check_template(template: str) -> None:
-    """See that a URL template can be an address.
-
-    Raises:
-        ConfigError: It has an unknown field, no token, or is no URL.
-    """
+    """Validate a URL template. Raises ConfigError for unknown fields, a missing token or an invalid URL."""
     for name in _FIELD.findall(template):
         if name not in FIELDS:
             raise ConfigError(f"{{{name}}} in {template!r} is no field of an address; there are {', '.join(FIELDS)}")
@@ -125,11 +114,7 @@ def check_template(template: str) -> None:
 
 
 def check_base(base: str) -> None:
-    """See that a URL can stand before the path of an address.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Validate a base URL. Raises ConfigError."""
     try:
         parts = urlsplit(base)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -140,16 +125,10 @@ def check_base(base: str) -> None:
 
 
 class EndpointRouter:
-    """Turns the paths of addresses into those that the gateway's application knows.
+    """ASGI middleware that maps session URLs to the application's own paths.
 
-    A proxy may have taken parts away from the front of a path. What is left before the token must be of the session
-    that the token opens: an address that was put together from two is refused.
-
-    Args:
-        app: The application.
-
-    Attributes:
-        before: By the token of each session, what stands before it in the path of its address.
+    A proxy may have stripped a prefix of the path. What remains before the token must match the token's session
+    (``before``, by token): mixed URLs are refused.
     """
 
     def __init__(self, app: Application) -> None:
@@ -157,7 +136,7 @@ class EndpointRouter:
         self.before: dict[str, tuple[str, ...]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "http":
             scope = self._placed(scope)
         await self._app(scope, receive, send)
@@ -177,7 +156,7 @@ class EndpointRouter:
 
 
 def _route(parts: Sequence[str]) -> Sequence[str]:
-    """Return the part of a path that says what is asked for, as well as it can be told."""
+    """Return the most likely route of a path."""
     start = next((index for index, part in enumerate(parts) if part in ("v1", "chat", "messages", "responses")), None)
     return () if start is None else parts[start:]
 

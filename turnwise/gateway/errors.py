@@ -1,4 +1,4 @@
-"""Errors of the gateway: one class, and which of the package's own errors is answered how."""
+"""Errors of the gateway's wire APIs, and the mapping of the package's own errors to them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Attributes:
-        status: The HTTP status.
-        message: What is wrong and what to do.
-        param: The field of the body that is wrong, or None.
-        code: A word that programs compare, such as ``context_length_exceeded``, or None.
+        status: HTTP status.
+        message: What is wrong, and the remedy.
+        param: The offending field of the body, or None.
+        code: Machine-readable code, such as ``context_length_exceeded``, or None.
         retry_after: Seconds after which the same request may succeed, or None.
     """
 
@@ -51,27 +51,22 @@ CONTEXT = "context_length_exceeded"
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """Return the error of a field that is wrong."""
+    """Return the error of an invalid field."""
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """Return the error of a field that asks for what cannot be done here."""
+    """Return the error of an unsupported field."""
     return ApiError(400, f"{param} is not supported here: {message}", param=param, code="unsupported_parameter")
 
 
 def too_deep() -> ApiError:
-    """Return the error of a body that holds lists or objects in too many of their kind."""
+    """Return the error of a body that is nested too deep."""
     return ApiError(400, "the body is nested too deep: write it flatter", code="invalid_json")
 
 
 def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
-    """Return how a request that raised an error of this package is answered.
-
-    Args:
-        error: What was raised.
-        guide_field: The field of the request that its answer is held to something by.
-    """
+    """Map an error of this package; ``guide_field`` is the request's field for structured output."""
     if isinstance(error, StructuredOutputError):
         field = guide_field or "body"
         return unsupported(field, _without_address(error))
@@ -88,18 +83,14 @@ def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
 
 
 def _without_address(error: TurnwiseError) -> str:
-    """Return what an error says without the address of the server: nobody is asked for a key there."""
+    """Return the message without the server's address, which has no authentication."""
     told = str(error)
     found = _ADDRESS.match(told)
     return told.replace(found[0], _SERVER).replace(found["host"], _SERVER) if found else told
 
 
 def _spent(error: BudgetExceeded) -> str:
-    """Return what agents are told when nothing is left.
-
-    A prompt that fills the context is told in the words by which they know that a shorter history helps, with the
-    numbers that they read from them. Against every other budget it does not help, and they are not told that it does.
-    """
+    """Return the message for an exhausted budget, a full context in the words by which agents know to compact."""
     if error.stop_reason != StopReason.CONTEXT_OVERFLOW or error.used is None or error.limit is None:
         return str(error)
     # At least one token must be left to sample.

@@ -1,4 +1,4 @@
-"""One HTTP exchange: its head, its body within limits, and its answer, whole or as events."""
+"""One HTTP exchange: head, body within limits, and response as JSON or events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAIL = 64
 
 
 class Recorder(Protocol):
-    """What is used of a :class:`~turnwise.recorder.session.Session`."""
+    """The part of :class:`~turnwise.recorder.session.Session` used here."""
 
     params: SamplingParams
 
@@ -51,15 +51,11 @@ class Recorder(Protocol):
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
-        """Record a turn and show it meanwhile."""
+        """Record a turn and stream it."""
 
 
 def reader_of(reader: Reader, request: ChatRequest) -> Reader:
-    """Return what reads the answer to a request: with other arguments the template opens it in another way.
-
-    Raises:
-        RenderError: The template cannot be given these.
-    """
+    """Return the reader for a request's template arguments. Raises RenderError if the template does not take them."""
     if not request.template_args:
         return reader
     other = reader.under(template_arguments(request.template_args))
@@ -70,16 +66,13 @@ def reader_of(reader: Reader, request: ChatRequest) -> Reader:
 async def follow(
     recorder: Recorder, reader: Reader, request: ChatRequest, params: SamplingParams
 ) -> AsyncGenerator[PromptPlacement | StreamedTurn | Answer, None]:
-    """Record one turn and yield how it was placed, what it says as far as that is certain, and last the whole.
+    """Record one turn; yield its placement, the certain pieces, and last the answer. Errors are the session's.
 
     Args:
-        recorder: Records it.
-        reader: Reads it.
-        request: What is asked.
-        params: How it is sampled.
-
-    Raises:
-        TurnwiseError: As the session's.
+        recorder: The session.
+        reader: Its reader.
+        request: The request.
+        params: Sampling parameters.
     """
     turn: LiveTurn | None = None
     opened: PromptPlacement | None = None
@@ -102,11 +95,7 @@ async def follow(
 
 
 async def ask(recorder: Recorder, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
-    """Record one turn and return it.
-
-    Raises:
-        TurnwiseError: As the session's.
-    """
+    """Record one turn and return it; errors are the session's."""
     done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
     return _answer(reader, request, params, done.opened, [done.completion], done.message)
 
@@ -158,11 +147,7 @@ _T = TypeVar("_T")
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await a coroutine, at most so many seconds from where it first waits for something.
-
-    Raises:
-        TimeoutError: It took longer, and was cancelled.
-    """
+    """Await a coroutine with a timeout, which starts when it first suspends. Raises TimeoutError."""
     try:
         awaited = work.send(None)
     except StopIteration as done:
@@ -173,12 +158,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class Deadline:
-    """Cancels a task when its time is over, until closed.
-
-    Args:
-        task: The task.
-        seconds: From now on.
-    """
+    """Cancels a task after some seconds unless closed."""
 
     __slots__ = ("_passed", "_task", "_timer")
 
@@ -188,11 +168,11 @@ class Deadline:
         self._timer = task.get_loop().call_later(seconds, self._pass)
 
     def close(self) -> None:
-        """Cancel nothing any more."""
+        """Stop the timer."""
         self._timer.cancel()
 
     def ended(self) -> bool:
-        """Return whether this, and nobody else, cancelled the task, which then goes on as if nobody had."""
+        """Return whether the deadline alone cancelled the task, and clear that cancellation."""
         passed, self._passed = self._passed, False
         return passed and self._task.uncancel() == 0
 
@@ -203,7 +183,7 @@ class Deadline:
 
 @types.coroutine
 def _rest(work: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T]:
-    """Go on with a coroutine that has begun, and waits for something."""
+    """Resume a coroutine that has begun and awaits ``awaited``."""
     while True:
         failed: BaseException | None = None
         sent = None
@@ -226,18 +206,7 @@ _Event = tuple[int, StreamedTurn | Answer | ApiError | None]
 
 
 class Exchange:
-    """A request and the way its answer is sent.
-
-    Args:
-        scope: Of ASGI.
-        receive: Of ASGI.
-        send: Of ASGI.
-        limits: What clients may use.
-
-    Attributes:
-        method: Of HTTP.
-        task: Answers the request.
-    """
+    """A request and its response (ASGI), within the limits for clients; ``task`` handles the request."""
 
     __slots__ = ("_headers", "_limits", "_receive", "_send", "_started", "_writer", "method", "task")
 
@@ -261,24 +230,20 @@ class Exchange:
 
     @property
     def is_codex(self) -> bool:
-        """Whether the client is Codex, which gives up at a response that is called incomplete."""
+        """Whether the client is Codex, which gives up on incomplete responses."""
         return self._headers.get(b"originator", b"").startswith(b"codex") or self._headers.get(
             b"user-agent", b""
         ).startswith(b"codex")
 
     def key(self) -> str:
-        """Return the key that the client sent, empty where it sent none."""
+        """Return the client's key, or ``""``."""
         key = self._headers.get(b"x-api-key")
         if key is None:
             key = self._headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         return key.decode("latin-1").strip()
 
     async def body(self) -> bytes:
-        """Return the body.
-
-        Raises:
-            ApiError: It is too large, too slow, or its end never came.
-        """
+        """Return the body. Raises ApiError if it is too large, too slow or truncated."""
         most = self._limits.body_bytes
         told = self._headers.get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
@@ -304,7 +269,7 @@ class Exchange:
                 return part if len(parts) == 1 else b"".join(parts)
 
     async def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
-        """Answer with JSON."""
+        """Send a JSON response."""
         encoded = sse.encoded(body)
         self._started = True
         if retry_after is None:
@@ -320,7 +285,7 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": encoded})
 
     async def refuse(self, dialect: Dialect, error: ApiError) -> None:
-        """Answer with an error; a stream that has begun ends with it."""
+        """Send an error; an open stream ends with it."""
         if self._writer is not None:
             await self._more(self._writer.fail(error), last=True)
         elif not self._started and error.status != 499:
@@ -329,11 +294,9 @@ class Exchange:
     async def converse(
         self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
     ) -> None:
-        """Record what was asked and answer it; a client that goes away ends it, and nothing is recorded.
+        """Record a request and answer it; a client that disconnects cancels it, and nothing is recorded.
 
-        Raises:
-            ApiError: Nothing was answered, with this reason.
-            TurnwiseError: As the session's.
+        Raises ApiError or the session's TurnwiseError if nothing was answered.
         """
         departure = _Departure(self._receive, self.task)
         try:
@@ -382,11 +345,7 @@ class Exchange:
         await self._more(writer.end(), last=True)
 
     async def _first(self, queue: asyncio.Queue[_Event]) -> list[_Event]:
-        """Wait a moment for the first sign of an answer: an error is then answered with a status of its own.
-
-        Raises:
-            ApiError: The answer failed at once.
-        """
+        """Wait briefly for the first event, so that an early error gets its own status. Raises ApiError."""
         waiting: list[_Event] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.first_seconds):
@@ -400,7 +359,7 @@ class Exchange:
     async def _batches(
         self, queue: asyncio.Queue[_Event], waiting: list[_Event], count: int
     ) -> AsyncIterator[list[_Event]]:
-        """Yield what there is to write, as much at once as there is; an empty list after a silence."""
+        """Yield all events available at a time; an empty list after a silence."""
         left = count
         while True:
             events = waiting
@@ -469,22 +428,14 @@ async def _produce(
 
 
 def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Return the parameters of each of several answers: the same seed would give the same answer."""
+    """Return the parameters of each answer: equal seeds would give equal answers."""
     if params.seed is None or count == 1:
         return [params] * count
     return [replace(params, seed=params.seed + index) for index in range(count)]
 
 
 class _Departure:
-    """Cancels a task when its client goes away.
-
-    Args:
-        receive: Of ASGI; the request's body was received.
-        task: Answers the request.
-
-    Attributes:
-        seen: Whether the client went away, and the task was cancelled for it.
-    """
+    """Cancels a task when its client disconnects (``seen``); the request body must have been received."""
 
     __slots__ = ("_receive", "_task", "_timer", "_watch", "seen")
 
@@ -497,7 +448,6 @@ class _Departure:
         self._timer = task.get_loop().call_later(_WATCH_AFTER, self._begin)
 
     def close(self) -> None:
-        """Watch no longer."""
         self._timer.cancel()
         # A cancelled task keeps its frames, and those this object: without this it would be a cycle.
         watch, self._watch = self._watch, None
@@ -515,7 +465,7 @@ class _Departure:
 
 
 class _Group:
-    """Tasks that do not outlive the block that started them."""
+    """Tasks that end with the block that started them."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -529,7 +479,6 @@ class _Group:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a task."""
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task

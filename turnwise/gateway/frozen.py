@@ -1,4 +1,4 @@
-"""Policies that sample beside the trained one, and are never trained."""
+"""Frozen policies, which sample beside the trained one: other models, the start model, or hosted endpoints."""
 
 from __future__ import annotations
 
@@ -43,47 +43,35 @@ def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: Rend
 
 
 def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: RendererConfig) -> dict[str, Renderer]:
-    """Return the renderer of each policy: everything that can be wrong with them before a server starts.
+    """Return the renderer of each policy, which validates all of them before a server starts.
 
     Args:
         frozen: The policies.
-        start: The model that the run begins with.
-        own: How messages become ids for it.
+        start: The run's start model.
+        own: Renderer settings of the run's own model.
 
     Raises:
-        ConfigError: A model is not there, its tokenizer or template cannot be used, or a key is not set.
+        ConfigError: Model, tokenizer, template or API key is missing or unusable.
     """
     return {name: load_renderer(name, config, start, own) for name, config in frozen.items()}
 
 
 class FrozenPolicies:
-    """The policies of a run, by name, while they are open.
-
-    Attributes:
-        policies: All of them.
-    """
+    """The open frozen policies of a run, by name."""
 
     def __init__(self) -> None:
         self.policies: dict[str, FrozenPolicy] = {}
         self._fleets: list[ReplicaSet] = []
 
     async def recover(self, error: InferenceError) -> None:
-        """Wait until all servers that were started here run, after a request failed.
-
-        Raises:
-            InferenceError: One died too often, or could not be started again.
-        """
+        """Wait until all servers started here run, after a request failed. Raises InferenceError."""
         for fleet in self._fleets:
             await fleet.recover(error)
 
     async def open(
         self, name: str, config: FrozenConfig, renderer: Renderer, start: Path | None, logs: Path, book: Book | None
     ) -> contextlib.AsyncExitStack:
-        """Open one; what is returned closes it.
-
-        Raises:
-            InferenceError: Its server does not start, or does not answer.
-        """
+        """Open one policy; return the stack that closes it. Raises InferenceError if its server fails."""
         async with contextlib.AsyncExitStack() as stack:
             client: LLMClient
             if config.hosted is not None:
@@ -118,18 +106,18 @@ async def open_frozen(
     logs: Path,
     book: Book | None,
 ) -> FrozenPolicies:
-    """Start or find whoever samples for the policies, all at once; ``stack`` ends what was started.
+    """Start or connect to the servers of all policies concurrently.
 
     Args:
         frozen: The policies.
-        renderers: What :func:`load_renderers` returned for them.
-        stack: Closes them.
-        start: The model that the run begins with.
-        logs: Directory of their servers' logs.
-        book: Where every call is written down.
+        renderers: Result of :func:`load_renderers`.
+        stack: Closes what was started.
+        start: The run's start model.
+        logs: Directory of the server logs.
+        book: Ledger of all calls.
 
     Raises:
-        InferenceError: One does not start, or does not answer.
+        InferenceError: A server does not start or respond.
     """
     found = FrozenPolicies()
     opening = [

@@ -1,9 +1,7 @@
-"""What connections may cost a server before they have asked for anything.
+"""Connection limits of an HTTP server: silent clients, incomplete heads, slow readers.
 
-A connection that says nothing, or half a head, is closed after a while, and so is one whose client takes nothing of
-what it is told. One connection more than there may be takes the
-place of the one that has waited longest for its client to ask for anything; that of an open request is never taken. A
-request whose head arrives at once costs a few comparisons and look-ups more.
+A connection beyond the limit replaces the longest idle one, never one with an open request. A request whose head
+arrives at once costs only a few comparisons.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ _TOO_MANY = (503, "Service Unavailable", "{most} connections are open, which is 
 def guarded(
     connections: int, head_bytes: int, head_seconds: float, write_seconds: float = 60.0
 ) -> type[asyncio.Protocol]:
-    """Return a protocol class for ``uvicorn.Config(http=...)``; one class limits the connections of one server.
+    """Return a protocol class for ``uvicorn.Config(http=...)``, for the connections of one server.
 
     Args:
-        connections: Most connections; there are fewer where the process may not open as many files.
-        head_bytes: Most bytes of the head of a request.
-        head_seconds: Seconds in which a head must have arrived, from its first byte on; the first one of a connection,
-            from its opening.
-        write_seconds: Seconds that a client may take to accept what waits for it.
+        connections: Maximum connections; fewer if the process may not open as many files.
+        head_bytes: Maximum bytes of a request's head.
+        head_seconds: Seconds for a head to arrive, from its first byte; for the first one, from the connection's
+            opening.
+        write_seconds: Seconds for a client to accept buffered data.
     """
     shared = {
         "seconds": head_seconds,
@@ -47,11 +45,11 @@ def guarded(
 
 
 class _Refused(Exception):
-    """Ends the parser's work on a head."""
+    """Stops parsing a head."""
 
 
 class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
-    """One connection. What is shared by those of a server stands in the class that :func:`guarded` makes."""
+    """One connection; state shared by a server's connections is on the class that :func:`guarded` makes."""
 
     seconds: ClassVar[float]
     write_seconds: ClassVar[float]
@@ -103,7 +101,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             self._unstall()
 
     def leave(self) -> None:
-        """Close, for the sake of another connection."""
+        """Close in favour of another connection."""
         self._forget()
         self.connections.discard(self)
         self.transport.abort()
@@ -149,14 +147,13 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             self.idle[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser refused."""
         if self._refusal is not None:
             self._refuse(self._refusal)
         elif not self.transport.is_closing():
             super().send_400_response(msg)
 
     def _wait_for_head(self) -> None:
-        """See to what came and is not all of a head."""
+        """Start or continue waiting for an incomplete head."""
         if self._in_head and self._fed > self.most_bytes:
             self._refuse(_TOO_LARGE)
         elif self._late is None:
@@ -190,7 +187,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
         self._close()
 
     def _close(self) -> None:
-        """Close once the client has taken what it was told, which it must do in time."""
+        """Close once the client has accepted buffered data, within the time limit."""
         self.transport.close()
         self._stall()
 
@@ -212,7 +209,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
 
 def _room(connections: int) -> int:
-    """Return how many connections this process can hold of those wanted, once it may open as many files as allowed."""
+    """Return the number of connections possible under the limit of open files, which is raised if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # To each connection belongs at most one to a server of models.
     wanted = 2 * connections + _FILES_KEPT

@@ -1,7 +1,7 @@
-"""A gateway inside this process: addresses of sessions that somebody here records.
+"""An in-process gateway, which gives external agents a URL for a session recorded here.
 
-It is meant for those who must not reach more than their own session, such as a program in a sandbox: routes of other
-sessions, of controllers and of rewarders are not there, whatever tokens and keys a request holds.
+Agents, such as programs in a sandbox, reach their own session only: routes of other sessions, controllers and rewarders
+do not exist here, whatever key a request holds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _CONNECTIONS: Final = 32
 
 
 def server_options(app: Application, limits: GatewayLimits, connections: int) -> Any:
-    """Return a ``uvicorn.Config`` for an application in this process.
-
-    Raises:
-        MissingExtraError: A package of the extra ``serve`` is missing.
-    """
+    """Return an in-process application's ``uvicorn.Config``. Raises MissingExtraError without the extra ``serve``."""
     try:
         import uvicorn
     except ImportError as error:
@@ -57,11 +53,7 @@ def server_options(app: Application, limits: GatewayLimits, connections: int) ->
 
 
 class SessionSocket:
-    """Serves one session at a listening socket; made by :meth:`open`.
-
-    Attributes:
-        url: The base URL of the session for who connects there.
-    """
+    """Serves one session on a listening socket; ``url`` is its base URL for clients of the socket."""
 
     def __init__(self, url: str, options: Any) -> None:
         from uvicorn.server import ServerState
@@ -77,9 +69,9 @@ class SessionSocket:
 
         Args:
             app: The gateway's application.
-            token: What opens the session there.
-            listener: The socket, which is closed with the hatch.
-            limits: What agents may use.
+            token: The session's token.
+            listener: A listening socket, closed with this object.
+            limits: Limits for agents.
         """
         host, port = listener.getsockname()[:2]
         options = server_options(_only(app, token), limits, min(limits.connections, _CONNECTIONS))
@@ -91,7 +83,7 @@ class SessionSocket:
         return hatch
 
     def close(self) -> None:
-        """Stop listening and end all connections. Closing twice is no error."""
+        """Stop listening and close all connections; idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -106,7 +98,7 @@ class SessionSocket:
 
 
 def _only(app: Application, token: str) -> Application:
-    """Return an application that knows the routes below one token."""
+    """Restrict an application to the routes below one token."""
 
     async def one(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -121,13 +113,13 @@ def _only(app: Application, token: str) -> Application:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The address of a session.
+    """The URL of a session.
 
     Attributes:
-        url: Its base URL, which holds a token that cannot be guessed: ``ANTHROPIC_BASE_URL``, and with ``/v1`` behind
-            it ``OPENAI_BASE_URL``. Any API key will do.
-        entry: What the gateway holds of it.
-        gateway: Who serves it; None where that is another process.
+        url: Base URL with an unguessable token: ``ANTHROPIC_BASE_URL``, or with ``/v1`` appended ``OPENAI_BASE_URL``.
+            Any API key will do.
+        entry: The gateway's session.
+        gateway: The gateway; None if it is another process.
     """
 
     url: str
@@ -136,22 +128,14 @@ class Door:
 
     @property
     def failure(self) -> TurnwiseError | None:
-        """Why the last request through this door was refused: nothing is left, nothing can be rendered, the server
-        failed. None once another one succeeds.
-        """
+        """Error of the last request (budget, rendering, server); None after a success."""
         return self.entry.spent or self.entry.unrendered or self.entry.session.failure
 
     async def answer_at(self, listener: socket.socket) -> str:
-        """Answer at another socket, too, until the door is shut: this session alone can be reached there.
+        """Serve the session on another listening socket, too, and return its base URL there.
 
-        Args:
-            listener: A socket that listens, such as one inside a sandbox; it is closed with the door.
-
-        Returns:
-            The session's base URL for who connects there.
-
-        Raises:
-            InferenceError: The session is recorded by another process.
+        The socket, such as one inside a sandbox, is closed with the door. Raises InferenceError if another process
+        records the session.
         """
         if self.gateway is None:
             listener.close()
@@ -159,15 +143,15 @@ class Door:
         return await self.gateway.answer_at(self, listener)
 
     async def settled(self) -> None:
-        """Wait until what became of the requests through this door is known here; where they are recorded, it is."""
+        """Wait until the outcome of all requests through this door is known in this process."""
 
     async def wait_exhausted(self) -> None:
-        """Wait until a request is refused because all turns or tokens are used: who asks again is told the same."""
+        """Wait until a request is refused because turns or tokens are exhausted for good."""
         await self.entry.exhausted.wait()
 
 
 class LocalGateway:
-    """Serves sessions of this process to agents that speak a wire API. It listens once the first door is opened."""
+    """Serves sessions of this process over the wire APIs; listens from the first open door on."""
 
     def __init__(
         self,
@@ -182,18 +166,18 @@ class LocalGateway:
         endpoint: Endpoint | None = None,
         guides: bool = False,
     ) -> None:
-        """Describe a gateway; nothing is started.
+        """Configure a gateway; nothing is started.
 
         Args:
-            renderer: Reads the turns of all sessions.
-            context_length: Most tokens of prompt and completion, as ``/v1/models`` says it.
-            model: The model's name there; agents may ask for any.
+            renderer: Renderer of all sessions.
+            context_length: Maximum tokens of prompt plus completion, for ``/v1/models``.
+            model: Model name there; agents may ask for any.
             host: Address to bind.
-            port: Port to bind; 0 takes a free one.
-            form: What addresses look like.
-            limits: What agents may use.
-            endpoint: The hosted endpoint that requests are passed on to; the sessions are then recorded as text.
-            guides: Whether the engine behind the sessions holds completions to grammars.
+            port: Port to bind; 0 for a free one.
+            form: Template of session URLs.
+            limits: Limits for agents.
+            endpoint: Hosted endpoint to forward requests to; sessions are then recorded as text.
+            guides: Whether the engine supports structured output.
         """
         self._renderer = renderer
         self._host = host
@@ -227,40 +211,28 @@ class LocalGateway:
 
     @property
     def port(self) -> int:
-        """The port that is listened on; 0 while none is."""
+        """The listening port; 0 while not listening."""
         return self._port
 
     @property
     def url(self) -> str:
-        """The base URL of what is listened on."""
+        """Base URL of the listening socket."""
         return f"http://{self._reached_at}:{self._port}"
 
     def mount(self, prefix: str, app: Application) -> None:
-        """Let another application answer what is below ``/prefix``, on the same port."""
+        """Serve another application below ``/prefix`` on the same port."""
         self._others[prefix] = app
 
     async def start(self) -> None:
-        """Listen, unless it does already.
-
-        Raises:
-            InferenceError: The port cannot be bound.
-            MissingExtraError: A package of the extra ``serve`` is missing.
-        """
+        """Start listening; idempotent. Raises InferenceError, or MissingExtraError without the extra ``serve``."""
         async with self._starting:
             if self._serving is None:
                 self._start()
 
     async def open(self, session: Session, place: Place | None = None) -> Door:
-        """Open the door of a session.
+        """Open a door to a session; ``place`` fills the URL's fields. Errors as :meth:`start`.
 
-        Args:
-            session: The session.
-            place: Whose it is, for what its address says besides the token.
-
-        Raises:
-            ConfigError: The renderer cannot read turns while they are sampled.
-            InferenceError: No port can be bound, or the session has a door.
-            MissingExtraError: A package of the extra ``serve`` is missing.
+        Raises ConfigError if the renderer does not support streaming, InferenceError if the session has a door.
         """
         if not isinstance(self._renderer, Reader):
             kind = type(self._renderer).__qualname__
@@ -275,7 +247,7 @@ class LocalGateway:
         return Door(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry, self)
 
     async def answer_at(self, door: Door, listener: socket.socket) -> str:
-        """Answer an open door's session at another socket, too; see :meth:`Door.answer_at`."""
+        """Serve an open door's session on another socket, too; see :meth:`Door.answer_at`."""
         try:
             hatch = await SessionSocket.open(self._plain, door.entry.token, listener, self._sessions.limits)
         except BaseException:  # also a cancellation: the socket is closed
@@ -285,7 +257,7 @@ class LocalGateway:
         return hatch.url
 
     async def shut(self, door: Door) -> None:
-        """Shut a door: what is being sampled for who stands in it is cancelled when this returns."""
+        """Close a door, cancelling its requests in flight."""
         self._app.before.pop(door.entry.token, None)
         await self._sessions.release(door.entry)
         for hatch in self._hatches.pop(door.entry.token, ()):
@@ -293,12 +265,12 @@ class LocalGateway:
 
     @property
     def _reached_at(self) -> str:
-        """The host as a URL of this machine writes it; one that stands for all addresses is reached at its own."""
+        """Host in URL form; for a wildcard address that of this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"[{host}]" if ":" in host else host
 
     async def close(self) -> None:
-        """Stop listening. Closing twice is no error."""
+        """Stop listening; idempotent."""
         serving, self._serving = self._serving, None
         if serving is not None:
             self._stop()

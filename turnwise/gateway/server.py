@@ -1,9 +1,7 @@
-"""The process of the gateway: ``python -m turnwise.gateway.server``.
+"""The gateway process (``python -m turnwise.gateway.server``), its garbage collector and its handle.
 
-Requests and sessions leave nothing in cycles, and what sessions hold lives long. Python looks for cycles whenever some
-thousand objects were made, which with a thousand requests in flight is all the time, and finds next to nothing each
-time. Connections do leave some objects in cycles, and foreign code (a chat template, a library) may leave others: they
-are looked for when nobody waits for an answer, or when there may be many.
+Requests and sessions leave no reference cycles, so Python's collector would run in vain under load; the few cycles of
+connections and foreign code are collected when idle, or when there may be many.
 """
 
 from __future__ import annotations
@@ -49,12 +47,7 @@ _LEAST = 200_000
 
 
 class GarbageCollector:
-    """Collects in place of Python, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        busy: Whether somebody waits for an answer.
-        least: So many objects at least must have come since the last look.
-    """
+    """Replaces Python's automatic collection while started; at least ``least`` new objects between collections."""
 
     def __init__(self, busy: Callable[[], bool], *, least: int = _LEAST) -> None:
         self._busy = busy
@@ -62,28 +55,27 @@ class GarbageCollector:
         self._left = 0
 
     def start(self) -> None:
-        """Take over. What is there now is code and settings, and never looked at again."""
+        """Take over; existing objects (code and settings) are frozen."""
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
-        """Leave it to Python again."""
+        """Restore automatic collection."""
         gc.unfreeze()
         gc.enable()
 
     async def run(self) -> None:
-        """Look every second, until cancelled: there may always be somebody who waits."""
+        """Look every second, until cancelled, in case the gateway is never idle."""
         while True:
             await asyncio.sleep(_SECONDS)
             self.look()
 
     def look(self) -> None:
-        """Look for garbage if it is time. To be called whenever nobody waits any more.
+        """Collect if due; also called whenever the gateway becomes idle.
 
-        A look takes about a microsecond for each object that is there. It is time once as many have come as the last
-        look left, so that an object is looked at once or twice, however many there are; while somebody waits, once four
-        times as many have.
+        Due once the objects have doubled since the last collection (about 1 microsecond each), while busy once they
+        have grown fivefold.
         """
         come = gc.get_count()[0]
         due = max(self._left, self._least)
@@ -98,12 +90,12 @@ _LEAST_KEY = 16
 
 
 class GatewaySpec(BaseModel):
-    """What a gateway's process is told.
+    """Arguments of a gateway process.
 
     Attributes:
-        config: How to run.
-        report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
-        lifeline_fd: Inherited descriptor whose end of file ends this process.
+        config: Gateway settings.
+        report_fd: Inherited descriptor for one JSON line once requests are accepted.
+        lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -114,12 +106,12 @@ class GatewaySpec(BaseModel):
 
 
 async def serve_gateway(spec: GatewaySpec) -> int:
-    """Serve until SIGTERM or SIGINT, which is returned; sessions that are open then end with ``cancelled``.
+    """Serve until SIGTERM or SIGINT and return the signal; open sessions end with ``cancelled``.
 
     Raises:
-        ConfigError: Something of the configuration cannot be used.
-        RenderError: The model's directory has no usable tokenizer or chat template.
-        InferenceError: The server does not answer or start, or the port cannot be bound.
+        ConfigError: The configuration cannot be used.
+        RenderError: The model directory has no usable tokenizer or chat template.
+        InferenceError: The server does not start or respond, or the port cannot be bound.
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
     config = spec.config
@@ -145,7 +137,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
 
 
 async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
-    """Return the application in front of a model that tells its tokens, and what is reported of it."""
+    """Return the application in front of an inference server, and its report."""
     renderer = config.renderer.load(config.directory)
     key = _prepare(config)
     client = await stack.enter_async_context(_model(config))
@@ -165,7 +157,7 @@ async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
 
 
 async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
-    """Return the application in front of a hosted endpoint, and what is reported of it."""
+    """Return the application in front of a hosted endpoint, and its report."""
     assert config.hosted is not None
     endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
     stack.push_async_callback(endpoint.close)
@@ -177,7 +169,7 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
 
 
 def _prepare(config: GatewayConfig) -> str:
-    """Make the directory of the gateway and return its admin key."""
+    """Create the gateway's directory and return its admin key."""
     config.out.mkdir(parents=True, exist_ok=True)
     key = admin_key(config.out / "admin.key")
     (config.out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -185,11 +177,7 @@ def _prepare(config: GatewayConfig) -> str:
 
 
 def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, context: int) -> Sessions:
-    """Return the sessions of a gateway, as it is configured.
-
-    Raises:
-        ConfigError: The renderer cannot read turns while they are sampled.
-    """
+    """Return the configured sessions. Raises ConfigError if the renderer does not support streaming."""
     if not isinstance(renderer, Reader):
         raise ConfigError(f"a gateway needs a renderer with 'live' and 'decode', not {type(renderer).__qualname__}")
     reader: Reader = renderer
@@ -222,11 +210,7 @@ def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, 
 
 
 def admin_key(file: Path) -> str:
-    """Return the key of a file that only its owner may read; one is made where there is none.
-
-    Raises:
-        ConfigError: Others may read the file, or what it holds is too short for a key.
-    """
+    """Return the key of an owner-only file, created if missing. Raises ConfigError for an unsafe file or key."""
     with contextlib.suppress(FileExistsError):
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(handle, "w", encoding="ascii") as fresh:
@@ -241,7 +225,7 @@ def admin_key(file: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
-    """Yield who samples, with what it says written down."""
+    """Yield the client, with a ledger."""
     ledger = config.out / "ledger.jsonl"
     if config.urls:
         settings = config.inference
@@ -271,11 +255,7 @@ async def _sweep(sessions: Sessions) -> None:
 
 
 def run_gateway(spec: GatewaySpec) -> int:
-    """Run :func:`serve_gateway` on a loop of its own. Returns the number of the signal that ended it.
-
-    Raises:
-        TurnwiseError: As :func:`serve_gateway`.
-    """
+    """Run :func:`serve_gateway` on a new event loop; errors and result are the same."""
     try:
         import uvloop
     except ImportError as error:
@@ -307,15 +287,10 @@ if __name__ == "__main__":
 
 
 class GatewayProcess:
-    """A gateway in a process of its own, which ends with this one."""
+    """A gateway in its own process, which ends with this one."""
 
     def __init__(self, config: GatewayConfig, *, log_file: str | Path | None = None) -> None:
-        """Describe a gateway; :meth:`launch` starts it.
-
-        Args:
-            config: How it runs.
-            log_file: Where it writes its log; by default ``logs/gateway.log`` in ``config.out``.
-        """
+        """Configure a gateway; :meth:`launch` starts it. Default ``log_file``: ``config.out``/``logs/gateway.log``."""
         self._config = config
         self._port = config.port
         self.admin_key = ""
@@ -335,29 +310,25 @@ class GatewayProcess:
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """What the routes of controllers want; valid after :meth:`launch`."""
+        """Headers of the controllers' routes; valid after :meth:`launch`."""
         return {"authorization": f"Bearer {self.admin_key}"}
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """Process id while it runs."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it was launched and has not ended."""
+        """Whether the process is running."""
         return self._process.running
 
     async def wait_died(self) -> EngineDied:
-        """Wait until it ends although nobody closed it; return what can be said of it."""
+        """Wait until it ends unexpectedly; return the error that describes it."""
         return await self._process.wait_died()
 
     async def launch(self) -> None:
-        """Start it and wait until it answers.
-
-        Raises:
-            InferenceError: It ended or did not answer in time; the message holds the end of its log.
-        """
+        """Start it and wait until it is ready. Raises InferenceError with the end of its log."""
 
         def command(report: int, lifeline: int) -> list[str]:
 
@@ -370,5 +341,5 @@ class GatewayProcess:
         self.admin_key = str(reported["admin_key"])
 
     async def close(self) -> None:
-        """End it and wait for its process: sessions that are open end with ``cancelled``. Closing twice is no error."""
+        """Stop it and wait for its process; open sessions end with ``cancelled``. Idempotent."""
         await self._process.end()

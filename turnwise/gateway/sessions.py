@@ -1,8 +1,7 @@
-"""The sessions that a gateway holds: who may use which, how long, and what is left of them.
+"""The sessions of a gateway: access, settings, lifetime, rewards and finished trajectories.
 
-Three keys, none of which can be made from another: a session's *token* is all that an agent needs to talk to the model,
-and all that it can do; its *reward key* notes rewards on this session only; the gateway's *admin key* makes and ends
-sessions.
+Three independent keys: a session's *token* lets an agent call the model and nothing else; its *reward key* adds rewards
+to this session only; the gateway's *admin key* creates and ends sessions.
 """
 
 from __future__ import annotations
@@ -36,14 +35,9 @@ _MOST = 2**31 - 1
 
 
 def read_settings(body: Fields, context_length: int) -> SessionSettings:
-    """Return the settings of a body. Each has the meaning of the gateway's configuration key of its name.
+    """Return the settings of a body, named like the gateway's configuration keys; ``context_length`` is an upper bound.
 
-    Args:
-        body: What a controller sent.
-        context_length: The gateway's own, which a session's cannot exceed.
-
-    Raises:
-        ApiError: One is wrong; it is named.
+    Raises ApiError for an invalid one.
     """
     top_p = body.number("top_p", 0, 1)
     if top_p == 0:
@@ -66,11 +60,7 @@ def read_settings(body: Fields, context_length: int) -> SessionSettings:
 
 
 def check_known(body: Fields, known: Set[str]) -> None:
-    """Raise where a body has a field that nobody reads: what a controller misspelt must not go unnoticed.
-
-    Raises:
-        ApiError: It names all of them.
-    """
+    """Raise ApiError if a body has unknown fields, so that misspellings do not go unnoticed."""
     unknown = sorted(key for key in body if key not in known)
     if unknown:
         raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; there are {', '.join(sorted(known))}")
@@ -91,28 +81,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GatewaySession:
-    """One session and who may use it.
+    """A session with its keys and state.
 
     Attributes:
         id: Names its trajectory.
-        token: What an agent's URL holds.
-        reward_key: What notes rewards.
+        token: Token of the agent's URL.
+        reward_key: Key for adding rewards.
         session: The recorder.
-        reader: The renderer that reads its turns.
-        conversations: Of its Responses.
-        trajectory: What its trajectory says besides tokens (group, task, partition ...).
-        rewards: As they arrived.
-        running: Requests that are being answered.
-        expires: When it is ended, on the clock of ``time.monotonic``.
-        used: When its last request came or ended, on that clock.
-        closed: Whether it takes no further request.
-        temperatures: At which its requests were sampled.
-        spent: The budget that its last request ran into, or None.
-        exhausted: Set while ``spent`` is a budget that no shorter history brings back.
-        unrendered: Why its last request could not be rendered, or None.
-        turn_metrics: What is counted of single turns, by turn id.
-        fixed_sampling: Whether no request may change how it is sampled; None leaves it to the gateway.
-        noted: What its trajectory says among its metrics of how it was made.
+        reader: Renderer that parses its turns.
+        conversations: Stored Responses conversations.
+        trajectory: Fields of its trajectory besides tokens (group, task, partition ...).
+        rewards: In order of arrival.
+        running: Requests in flight.
+        expires: End of its lifetime (``time.monotonic``).
+        used: When its last request came or ended (``time.monotonic``).
+        closed: Whether further requests are refused.
+        temperatures: Temperatures of its requests.
+        spent: Budget error of its last request, or None.
+        exhausted: Set while ``spent`` is a budget that compaction cannot restore.
+        unrendered: Rendering error of its last request, or None.
+        turn_metrics: Metrics by turn id.
+        fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
+        noted: Sampling settings for the trajectory's metrics.
     """
 
     id: str
@@ -136,7 +126,7 @@ class GatewaySession:
     noted: dict[str, float] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
-        """Return what a controller is told."""
+        """Return the state for controllers."""
         return {
             "id": self.id,
             "running": len(self.running),
@@ -147,11 +137,7 @@ class GatewaySession:
         }
 
     def note_reward(self, turn_id: str | None, name: str, value: float) -> None:
-        """Note a reward.
-
-        Raises:
-            ApiError: It is not finite, it names a turn that is none of this session's, or there are too many.
-        """
+        """Add a reward. Raises ApiError if it is not finite, names an unknown turn, or exceeds the maximum number."""
         if turn_id is not None and turn_id not in self._turn_ids():
             raise invalid("turn_id", f"is {shown(turn_id)}, which is no turn of session {self.id}")
         if not math.isfinite(value):
@@ -161,7 +147,7 @@ class GatewaySession:
         self.rewards.append((turn_id, name, value))
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
-        """Note how a request ended; what is left of an earlier one's failure is forgotten when one succeeds."""
+        """Record the outcome of a request; a success clears an earlier failure."""
         self.spent = error if isinstance(error, BudgetExceeded) else None
         self.unrendered = error if isinstance(error, RenderError) else None
         if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:
@@ -170,11 +156,7 @@ class GatewaySession:
             self.exhausted.clear()
 
     def finished(self, stop_reason: StopReason, error: str | None) -> Trajectory:
-        """Return what it leaves.
-
-        A session that is called completed, but whose last request failed, ended with that: an agent that the model
-        could not answer has not failed its task.
-        """
+        """Return the trajectory; completed sessions whose last request failed take the stop reason of that failure."""
         if stop_reason is StopReason.COMPLETED and error is None:
             failure = self.session.failure or self.unrendered
             if failure is not None:
@@ -199,7 +181,7 @@ class GatewaySession:
         )
 
     def _sampled_at(self) -> dict[str, float]:
-        """Return what the logits of its turns were divided by, or how many such numbers there are."""
+        """Return the temperature of its turns, or the number of different ones."""
         if len(self.temperatures) == 1:
             return {"temperature": next(iter(self.temperatures))}
         return {"temperatures": float(len(self.temperatures))} if self.temperatures else {}
@@ -216,10 +198,10 @@ class Sessions:
     """All sessions of a gateway.
 
     Args:
-        open_session: Makes one.
-        limits: What agents may use.
-        finished: A file of finished trajectories, one a line. A session has ended when its line is there; a gateway
-            that starts again on the same file answers for them. None keeps nothing.
+        open_session: Creates a session.
+        limits: Limits for agents.
+        finished: File of finished trajectories, one a line; a session has ended once its line is written. A restarted
+            gateway reuses the file; None keeps nothing.
     """
 
     def __init__(self, open_session: Open, limits: GatewayLimits, finished: Path | None = None) -> None:
@@ -239,16 +221,13 @@ class Sessions:
         seconds: float | None = None,
         settings: SessionSettings | None = None,
     ) -> GatewaySession:
-        """Open a session.
+        """Open a session. Raises ApiError if there are too many or the id is taken.
 
         Args:
-            session_id: Its name; one is made where it is None.
-            about: What its trajectory says besides tokens.
-            seconds: After which it ends by itself; by default, and at most, the gateway's own limit.
-            settings: What it does in a way of its own, if anything.
-
-        Raises:
-            ApiError: There are too many, or the id is taken.
+            session_id: Its id; None for a new one.
+            about: Fields of its trajectory besides tokens.
+            seconds: Lifetime; at most, and by default, the gateway's limit.
+            settings: Its own settings.
         """
         if len(self._by_id) >= self.limits.sessions:
             raise ApiError(429, f"{len(self._by_id)} sessions are open, which is the limit", retry_after=1)
@@ -264,17 +243,13 @@ class Sessions:
         return entry
 
     def adopt(self, session: Session, reader: Reader) -> GatewaySession:
-        """Give a session that somebody else records and ends an address, until :meth:`release`.
-
-        Raises:
-            ApiError: It has one.
-        """
+        """Give an externally owned session a token, until :meth:`release`. Raises ApiError if it has one."""
         if session.id in self._by_id:
             raise ApiError(409, f"session {session.id!r} has an address already", param="id")
         return self._enter(session, reader, {}, math.inf)
 
     async def release(self, entry: GatewaySession) -> None:
-        """Take an address away: what is being sampled through it is cancelled when this returns."""
+        """Revoke the token of an adopted session, cancelling its requests in flight."""
         await self._stop(entry)
         self._forget(entry)
 
@@ -292,11 +267,7 @@ class Sessions:
         return entry
 
     def of_token(self, token: str) -> GatewaySession:
-        """Return the session that an agent's token opens.
-
-        Raises:
-            ApiError: There is none. Nothing tells a session that ended from one that never was.
-        """
+        """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
         # A dictionary's look-up says nothing of a token of 256 random bits.
         entry = self._by_token.get(token)
         if entry is None or entry.closed or entry.expires < time.monotonic():
@@ -304,11 +275,7 @@ class Sessions:
         return entry
 
     def of_id(self, session_id: str) -> GatewaySession:
-        """Return an open session by its id. Only for those who hold a key.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """Return an open session by id, for holders of a key. Raises ApiError."""
         entry = self._by_id.get(session_id)
         if entry is None:
             ended = " any more: it ended" if session_id in self._done else ""
@@ -316,11 +283,9 @@ class Sessions:
         return entry
 
     def rewarded_by(self, session_id: str, key: str) -> GatewaySession:
-        """Return the session whose rewards a key may note.
+        """Return the session that a reward key belongs to.
 
-        Raises:
-            ApiError: It is not this session's key, and an unknown session is answered the same way; or the session is
-                being ended, and its trajectory would not hold what is noted now.
+        Raises ApiError for a wrong key or unknown session, indistinguishably, and for a session that is being ended.
         """
         entry = self._by_id.get(session_id)
         wanted = entry.reward_key if entry is not None else secrets.token_urlsafe(32)
@@ -333,11 +298,7 @@ class Sessions:
     async def end(
         self, session_id: str, stop_reason: StopReason = StopReason.COMPLETED, error: str | None = None
     ) -> Trajectory:
-        """End a session: what is being sampled for it is cancelled, what it leaves is on disk when this returns.
-
-        Raises:
-            ApiError: No such session is open, or the disk takes nothing more: the session can then be ended again.
-        """
+        """End a session: cancel its requests and write its trajectory. Raises ApiError, also if the disk fails."""
         entry = self.of_id(session_id)
         if entry.closed:
             raise ApiError(409, f"session {session_id!r} is being ended", retry_after=1)
@@ -366,10 +327,7 @@ class Sessions:
             entry.closed = entry.id in self._done
 
     async def sweep(self) -> int:
-        """End the sessions whose time is over, or that nobody has used for too long. Returns how many there were.
-
-        They end with ``timeout``: what was sampled in them is on record.
-        """
+        """End expired and idle sessions with ``timeout``, keeping their trajectories; return their number."""
         now = time.monotonic()
         idle = now - self.limits.idle_seconds
         late = [
@@ -391,7 +349,7 @@ class Sessions:
         return ended
 
     async def close(self) -> None:
-        """End every session, with ``cancelled``, and close the file. What the disk refuses is logged, and lost."""
+        """End all sessions with ``cancelled`` and close the file; trajectories that cannot be written are logged."""
         # What is being ended is waited for; where that fails, it is tried once more.
         await asyncio.gather(*self._ending.values(), return_exceptions=True)
         for entry in list(self._by_id.values()):
@@ -418,7 +376,7 @@ class Sessions:
 
 
 def _read_ids(path: Path) -> set[str]:
-    """Return the ids of the trajectories of a file. A line that a killed process left half is none."""
+    """Return the ids of a file's trajectories, skipping truncated lines."""
     found: set[str] = set()
     if not path.exists():
         return found

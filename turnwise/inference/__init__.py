@@ -1,4 +1,4 @@
-"""Inference: messages to tokens and back, the recorder, clients and the built-in server.
+"""Inference clients and replicas: HTTP client, built-in and vLLM servers, scripted model.
 
-Nothing is imported here: a part is imported from its own file, so that using the recorder costs no torch.
+Imports nothing, so that using the client costs no torch.
 """

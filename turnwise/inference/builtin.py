@@ -1,4 +1,4 @@
-"""The built-in server as a replica: launched, steered, watched and ended."""
+"""Replicas of the built-in servers: the inference server and the reward model's server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from turnwise.model.core import Replica, WeightManifest
 
 
 class BuiltinReplica(Replica):
-    """A built-in server in a process of its own.
-
-    The process ends with its parent, however that ends: it holds the other end of a pipe.
-    """
+    """A built-in inference server in its own process, which ends with its parent (lifeline pipe)."""
 
     def __init__(
         self,
@@ -34,14 +31,14 @@ class BuiltinReplica(Replica):
         weight_version: int = 0,
         log_file: str | Path,
     ) -> None:
-        """Describe a server; :meth:`launch` starts it.
+        """Configure a replica; :meth:`launch` starts it.
 
         Args:
-            model: Directory of the checkpoint.
-            config: How to serve.
-            name: The served name; None is the directory's.
+            model: Checkpoint directory.
+            config: Server settings.
+            name: Served name; None for the directory's.
             weight_version: Version of the checkpoint's weights.
-            log_file: Where the process writes its log; its directory is made.
+            log_file: Server log; its directory is created.
         """
         self._model = Path(model)
         self._config = config or InferenceConfig()
@@ -63,7 +60,7 @@ class BuiltinReplica(Replica):
 
     @property
     def died(self) -> asyncio.Event:
-        """Set when the process ended although nobody stopped it; cleared by :meth:`restart`."""
+        """Set when the process ends unexpectedly; cleared by :meth:`restart`."""
         return self._process.died
 
     @property
@@ -74,15 +71,11 @@ class BuiltinReplica(Replica):
 
     @property
     def pid(self) -> int | None:
-        """The server's process id while it runs."""
+        """Process id while it runs."""
         return self._process.pid
 
     async def launch(self) -> None:
-        """Start the server and wait until it answers.
-
-        Raises:
-            InferenceError: It ended or did not answer in time; the message holds the end of its log.
-        """
+        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
         await self._launch(paused=False)
 
     async def _launch(self, *, paused: bool) -> None:
@@ -104,30 +97,29 @@ class BuiltinReplica(Replica):
         self._port = int(reported["port"])
 
     async def health(self) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server responds."""
         return self._process.running and await self._control.health(self.url)
 
     async def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling. See :meth:`Replica.pause`."""
+        """Pause sampling; see :meth:`Replica.pause`."""
         await self._control.pause(self._reachable(), abort=abort)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         await self._control.resume(self._reachable())
 
     async def abort(self) -> int:
-        """Answer every request in flight with what it has. Returns how many there were."""
+        """Finish every request in flight with what it has; return their number."""
         return await self._control.abort(self._reachable())
 
     async def update_weights(self, manifest: WeightManifest) -> int:
-        """Load a version in place. Returns the version now served.
+        """Load a version in place and return the version now served.
 
-        Weights that the server has loaded already only get their new version: their KV cache stays, and requests in
-        flight go on.
+        Weights already loaded only get the new version: KV cache and requests in flight are kept.
 
         Raises:
-            RequestRefused: The weights do not fit; the server keeps what it has.
-            InferenceError: The server did not answer.
+            RequestRefused: The weights do not fit; the server keeps its own.
+            InferenceError: The server did not respond.
         """
         async with self._loading:
             return await self._load(manifest)
@@ -142,11 +134,11 @@ class BuiltinReplica(Replica):
         return version
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, and its CPU seconds."""
+        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds."""
         return await self._control.request(self._reachable(), "GET", "/stats")
 
     async def cpu_seconds(self) -> float:
-        """Return the CPU seconds of all processes of this replica, the one that runs included."""
+        """Return the CPU seconds of all processes of this replica, past and present."""
         running = self._process.cpu_if_ended()
         if running is None and self._process.running:
             with contextlib.suppress(InferenceError):
@@ -154,18 +146,11 @@ class BuiltinReplica(Replica):
         return self._process.spent_cpu + (running or 0.0)
 
     async def wait_died(self) -> EngineDied:
-        """Wait until the server ends although nobody stopped it; return what can be said of it."""
+        """Wait until the server ends unexpectedly; return the error that describes it."""
         return await self._process.wait_died()
 
     async def restart(self) -> None:
-        """Start the server again, with the weights it had: the last manifest that it was given.
-
-        It takes its old port where that is free; :attr:`url` is valid again afterwards. No request is answered by
-        other weights meanwhile: those that arrive wait for them.
-
-        Raises:
-            InferenceError: It does not start, or the weights are gone.
-        """
+        """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
         async with self._loading:
             port, manifest = self._port, self._manifest
             await self.close()
@@ -183,7 +168,7 @@ class BuiltinReplica(Replica):
                 await self.resume()
 
     async def close(self) -> None:
-        """End the server and wait for its process. Closing twice is no error."""
+        """Stop the server and wait for its process; idempotent."""
         await self._process.end()
         await self._control.close()
 
@@ -194,14 +179,14 @@ class BuiltinReplica(Replica):
 
 
 class RewardServerSpec(BaseModel):
-    """What a reward model's server process is told.
+    """Arguments of a reward model's server process.
 
     Attributes:
-        model: Directory of the checkpoint.
-        name: The served name; None is the directory's.
-        config: How to serve.
-        report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
-        lifeline_fd: Inherited descriptor whose end of file ends this process.
+        model: Checkpoint directory.
+        name: Served name; None for the directory's.
+        config: Server settings.
+        report_fd: Inherited descriptor for one JSON line once requests are accepted.
+        lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -214,7 +199,7 @@ class RewardServerSpec(BaseModel):
 
 
 class RewardReplica:
-    """A reward model's server in a process of its own, which ends with this one."""
+    """A reward model's server in its own process, which ends with this one."""
 
     def __init__(
         self,
@@ -224,14 +209,7 @@ class RewardReplica:
         name: str | None = None,
         log_file: str | Path,
     ) -> None:
-        """Describe a server; :meth:`launch` starts it.
-
-        Args:
-            model: Directory of a Hugging Face sequence classifier.
-            config: How to serve.
-            name: The served name; None is the directory's.
-            log_file: Where the process writes its log; its directory is made.
-        """
+        """Configure a replica of a Hugging Face sequence classifier; arguments as :class:`BuiltinReplica`."""
         self._model = Path(model)
         self._config = config or RewardServerConfig()
         self._name = name
@@ -251,24 +229,20 @@ class RewardReplica:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id while it runs."""
+        """Process id while it runs."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the server was launched and its process has not ended."""
+        """Whether the process is running."""
         return self._process.running
 
     async def wait_died(self) -> EngineDied:
-        """Wait until the process ends although nobody closed it; return what can be said of it."""
+        """Wait until the process ends unexpectedly; return the error that describes it."""
         return await self._process.wait_died()
 
     async def launch(self) -> None:
-        """Start the server and wait until it answers.
-
-        Raises:
-            InferenceError: It ended or did not answer in time; the message holds the end of its log.
-        """
+        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
 
         def command(report: int, lifeline: int) -> list[str]:
             spec = RewardServerSpec(
@@ -281,5 +255,5 @@ class RewardReplica:
         self._port = int(reported["port"])
 
     async def close(self) -> None:
-        """End the server and wait for its process. Closing twice is no error."""
+        """Stop the server and wait for its process; idempotent."""
         await self._process.end()

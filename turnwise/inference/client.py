@@ -1,4 +1,4 @@
-"""The HTTP client of every server that speaks vLLM's ``/inference/v1/generate``: the built-in one, and vLLM itself."""
+"""HTTP client for servers with vLLM's ``/inference/v1/generate``: the built-in server and vLLM itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REMEMBERED_SESSIONS = 65536
 
 
 class Balancer:
-    """Which of several servers gets a request: the one that holds the session's prefix, else the least busy."""
+    """Load balancer: a session's last server, which caches its prefix, else the least busy one."""
 
     def __init__(self, count: int, *, remembered: int = _REMEMBERED_SESSIONS) -> None:
         self._busy = [0] * count
@@ -41,12 +41,7 @@ class Balancer:
         self._remembered = remembered
 
     def take(self, session_id: str, *, avoid: int | None = None) -> int:
-        """Choose a server and count a request on it.
-
-        Args:
-            session_id: Requests of one session go to one server while it is remembered.
-            avoid: A server that has just failed.
-        """
+        """Choose a server other than ``avoid`` and count a request on it."""
         index = self._home.get(session_id) if session_id else None
         if index is None or (index == avoid and len(self._busy) > 1):
             choices = [place for place in range(len(self._busy)) if place != avoid or len(self._busy) == 1]
@@ -60,7 +55,7 @@ class Balancer:
         return index
 
     def give_back(self, index: int) -> None:
-        """Count a request as ended."""
+        """Count a request as finished."""
         self._busy[index] -= 1
 
 
@@ -71,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of a completion so far, over all its parts."""
+    """A completion so far, over all its parts."""
 
     params: SamplingParams
     prompt: TokenIds
@@ -90,21 +85,17 @@ class _Progress:
         return encode_request(ids, params, stream=stream, continued=self.sampled, model=model)
 
     def add(self, ids: TokenIds, logprobs: Logprobs) -> None:
-        """Append ids of the part that is being received."""
         self.ids.append(ids)
         self.logprobs.append(logprobs)
         self.sampled += len(ids)
 
     def drop(self) -> None:
-        """Forget what was sampled: a grammar cannot be gone on with in the middle."""
+        """Discard what was sampled: a grammar cannot resume in the middle."""
         self.ids, self.logprobs, self.spans = [], [], []
         self.sampled = self.named = 0
 
     def end_part(self, spans: Sequence[VersionSpan] | None, url: str) -> None:
-        """Say which versions sampled the part that ends here; they count from its own beginning.
-
-        A server that names none serves weights that never change: version 0.
-        """
+        """Set the version spans of the part that ends here, relative to its start; None means version 0."""
         begin = self.named
         if spans is None:
             spans = ((0, 0, self.sampled - begin),) if self.sampled > begin else ()
@@ -126,13 +117,11 @@ class _Progress:
 
 
 class HTTPClient(LLMClient):
-    """Sends requests to one or several servers over one pool of connections.
+    """Client of one or several servers over one connection pool, with bounded retries after connection errors.
 
-    Requests are idempotent: one whose connection breaks is sent again, a bounded number of times. A completion that a
-    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there; one
-    that is held to a grammar begins again, or where it was streamed, fails. From the built-in server, with a seed, the
-    result is then the same as without the interruption, as long as the weights are; vLLM draws other numbers for each
-    part.
+    A completion interrupted by a weight update (``finish_reason: abort``) is resumed from its ids; structured output is
+    sampled again, or fails if it was streamed. With a seed and equal weights, the built-in server then returns the same
+    ids as without the interruption; vLLM does not.
     """
 
     def __init__(
@@ -144,17 +133,14 @@ class HTTPClient(LLMClient):
         retry_wait: float = 0.1,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Make a client; connections are opened when they are first needed.
+        """Create a client; connections are opened on demand.
 
         Args:
-            urls: Base URLs, such as ``http://127.0.0.1:8000``.
-            model: Sent as ``model`` where a server serves several.
-            retries: How often a request is sent again after a connection error.
-            retry_wait: Seconds before the first of those; doubled each time, at most 2.
+            urls: Base URLs, such as ``http://127.0.0.1:8000``; ValueError if empty.
+            model: Sent as ``model`` to servers of several models.
+            retries: Retries after a connection error.
+            retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
-
-        Raises:
-            ValueError: No URL.
         """
         if not urls:
             raise ValueError("urls is empty: name at least one server")
@@ -169,15 +155,15 @@ class HTTPClient(LLMClient):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers' base URLs."""
+        """Base URLs of the servers."""
         return tuple(self._urls)
 
     def replace_url(self, old: str, new: str) -> None:
-        """Send to ``new`` what was sent to ``old``: a server came back under another address."""
+        """Route requests for ``old`` to ``new``, after a server restarted on another port."""
         self._urls[self._urls.index(old.rstrip("/"))] = new.rstrip("/")
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
-        """Sample one completion. See :meth:`LLMClient.generate`."""
+        """Sample one completion; see :meth:`LLMClient.generate`."""
         progress = _start(prompt, params)
         while True:
             body = progress.body(stream=False, model=self._model)
@@ -195,7 +181,7 @@ class HTTPClient(LLMClient):
     async def stream(
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
-        """Sample one completion, piece by piece. See :meth:`LLMClient.stream`."""
+        """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
         progress = _start(prompt, params)
         failures = 0
         avoid: int | None = None
@@ -241,7 +227,7 @@ class HTTPClient(LLMClient):
             await _wait_after_abort(progress, url, progress.sampled - before)
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
-        """Return log-probabilities of given ids. See :meth:`LLMClient.score`."""
+        """Return log-probabilities of given ids; see :meth:`LLMClient.score`."""
         data = encode_scoring(token_ids, model=self._model)
         for _ in range(_EMPTY_ABORTS):
             raw, url = await self._post(data, session_id)
@@ -252,7 +238,7 @@ class HTTPClient(LLMClient):
         raise InferenceError(f"{url} aborted a request {_EMPTY_ABORTS} times in a row without scoring anything")
 
     async def model_info(self) -> ModelInfo:
-        """Return what the first server serves."""
+        """Return the first server's model description."""
         url = self._urls[0]
         body = _parse(await self._get(url, "/v1/models"), url)
         try:
@@ -283,7 +269,7 @@ class HTTPClient(LLMClient):
         return self._connections
 
     async def _post(self, data: bytes, session_id: str, *, guided: bool = False) -> tuple[bytes, str]:
-        """Send a request until it is answered or the tries are spent; return the body and who answered."""
+        """Send a request with retries; return the body and the server's URL."""
         failures = 0
         avoid = None
         while True:
@@ -345,7 +331,7 @@ def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
 
 
 def _check_free(progress: _Progress, url: str) -> None:
-    """Raise where a stream that was interrupted cannot be gone on with."""
+    """Raise if an interrupted stream cannot be resumed."""
     if progress.params.guide is not None and progress.sampled:
         raise InferenceError(f"{url} interrupted a completion that is held to a grammar: ask again")
 
@@ -370,7 +356,7 @@ def _parse(raw: bytes, url: str) -> Any:
 
 
 async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None:
-    """Go on at once where something was sampled; a server that only ever aborts is a failure."""
+    """Resume at once if something was sampled; a server that only ever aborts counts as failed."""
     progress.empty_aborts = 0 if sampled else progress.empty_aborts + 1
     if progress.empty_aborts >= _EMPTY_ABORTS:
         raise InferenceError(f"{url} aborted a request {_EMPTY_ABORTS} times in a row without sampling anything")
@@ -379,7 +365,7 @@ async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None
 
 
 async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
-    """Read server-sent events: each ``data:`` line is one; comments and other fields mean nothing here."""
+    """Read server-sent events: ``data:`` lines only."""
     async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
@@ -395,7 +381,7 @@ async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
 
 
 def _ended(progress: _Progress, finish_reason: FinishReason | None) -> FinishReason | None:
-    """Return how a completion ended, or None where it goes on: it was interrupted, and has room left."""
+    """Return the finish reason, or None if the completion was interrupted and has room left."""
     if finish_reason is not None and finish_reason != "abort":
         return finish_reason
     return "length" if progress.sampled and progress.sampled == progress.params.max_tokens else None

@@ -1,6 +1,4 @@
-"""How models are served: the ``inference`` and ``renderer`` sections of a config, and the settings of a reward model's
-server.
-"""
+"""Configuration: the ``inference`` and ``renderer`` sections, and reward model servers."""
 
 from __future__ import annotations
 
@@ -17,28 +15,27 @@ if TYPE_CHECKING:
 
 
 class InferenceConfig(BaseModel):
-    """How a model is served.
+    """Settings of the built-in inference servers.
 
     Attributes:
-        replicas: How many servers share the requests.
+        replicas: Number of servers that share the requests.
         dtype: ``auto`` takes the checkpoint's.
-        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         threads: CPU threads of one server. More than one pays only for larger models on idle cores.
-        max_seqs: Most sequences that are sampled at the same time; further requests wait.
-        max_context: Most tokens of prompt and completion together; None is the model's own limit.
-        kv_tokens: Tokens whose keys and values are kept in memory, prefixes that wait for their next turn included;
-            None is 131072, or one sequence of ``max_context`` tokens where that is more.
-        max_batch_tokens: Most tokens of one forward pass; longer prompts are read in pieces.
-        prefix_cache: Whether the keys and values of a shared prefix are used again.
+        max_seqs: Maximum running sequences; further requests wait.
+        max_context: Maximum tokens of prompt plus completion; None for the model's limit.
+        kv_tokens: KV cache size in tokens, retained prefixes included; None for 131072, or one sequence of
+            ``max_context`` tokens if that is more.
+        max_batch_tokens: Maximum tokens of one forward pass; longer prompts are prefilled in chunks.
+        prefix_cache: Whether KV caches of shared prefixes are reused.
         host: Address that the server binds.
-        port: Port that the server binds; 0 takes a free one.
+        port: Port that the server binds; 0 for a free one.
         log_level: Of the server's log file.
-        launch_timeout: Seconds until a server that does not answer counts as failed.
-        close_timeout: Seconds that a server gets to end before it is killed.
-        retries: How often a client sends a request again after a connection error.
-        retry_wait: Seconds before the first of those; doubled each time.
-        max_restarts: How often a server that died, or did not start again, is started within ``restart_window``; what
-            comes after that ends the run.
+        launch_timeout: Seconds until a server that does not become ready counts as failed.
+        close_timeout: Seconds before a server that does not stop is killed.
+        retries: Retries of a client after a connection error.
+        retry_wait: Seconds before the first retry; doubled each time.
+        max_restarts: Restarts of a server within ``restart_window``; one more death ends the run.
         restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
     """
 
@@ -65,20 +62,20 @@ class InferenceConfig(BaseModel):
 
 
 class RewardServerConfig(BaseModel):
-    """How a reward model is served.
+    """Settings of a reward model's server.
 
     Attributes:
         dtype: ``auto`` takes the checkpoint's.
-        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         threads: CPU threads.
-        max_seqs: Most conversations of one forward pass.
-        max_batch_tokens: Most tokens of one forward pass, padding included; a longer conversation has one of its own.
-        max_context: Most tokens of a conversation; longer ones are refused. None is the model's own limit.
+        max_seqs: Maximum conversations of one forward pass.
+        max_batch_tokens: Maximum tokens of one forward pass, padding included; a longer conversation runs alone.
+        max_context: Maximum tokens of a conversation; longer ones are refused. None for the model's limit.
         host: Address that the server binds.
-        port: Port that the server binds; 0 takes a free one.
+        port: Port that the server binds; 0 for a free one.
         log_level: Of the server's log.
-        launch_timeout: Seconds until a server that does not answer counts as failed.
-        close_timeout: Seconds that a server gets to end before it is killed.
+        launch_timeout: Seconds until a server that does not become ready counts as failed.
+        close_timeout: Seconds before a server that does not stop is killed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -97,18 +94,17 @@ class RewardServerConfig(BaseModel):
 
 
 class RendererConfig(BaseModel):
-    """How messages become ids and back.
+    """Chat template and format of a model.
 
     Attributes:
-        format: The chat format, or ``auto``, which decides by rendering probes with the model's own template.
-        special_in_text: What happens to the text of special tokens inside messages: ``escape`` keeps it text,
-            ``template`` does what the template does (they become control ids).
-        chat_template: A jinja file instead of the model's own template, or the name of one that ships: ``hermes``,
-            ``hermes-short``.
-        check_template: Whether a trained model is refused another template than the one that it was trained with.
-        template_kwargs: Arguments of the template, such as ``enable_thinking``, where a request gives no others.
-        fixed_arguments: Whether no request can give others, and the date that a template writes is that of the start.
-        date: The date that a template writes; by default that of the day when a session begins.
+        format: The chat format; ``auto`` detects it by rendering probes with the model's template.
+        special_in_text: Special tokens spelled in messages: ``escape`` keeps them text, ``template`` lets them become
+            control ids.
+        chat_template: A jinja file instead of the model's own template, or a shipped one: ``hermes``, ``hermes-short``.
+        check_template: Whether a trained model refuses a template other than that of its training.
+        template_kwargs: Default template arguments, such as ``enable_thinking``; a request may give others.
+        fixed_arguments: Whether requests cannot change the arguments, and the template's date is that of the start.
+        date: The date that a template writes; default: the day when a session begins.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -122,12 +118,7 @@ class RendererConfig(BaseModel):
     date: datetime.date | None = None
 
     def load(self, model: str | Path) -> Renderer:
-        """Return the renderer of a model's directory.
-
-        Raises:
-            ConfigError: The chat template cannot be read, or is none that ships.
-            RenderError: Directory, template or format cannot be used, or the model was trained with another template.
-        """
+        """Return the renderer of a model directory; raises ConfigError or RenderError, see :func:`load_renderer`."""
         from turnwise.chat.renderer import load_renderer
 
         given = self.chat_template

@@ -1,7 +1,6 @@
-"""HTTP connections that stay open, for requests that are sent by the thousand: the hot route to a model server.
+"""Minimal keep-alive HTTP/1.1 client (httptools), for the hot path to a model server.
 
-HTTP itself is parsed by httptools. What a general client does besides (cookies, redirects, tracing, timers) costs more
-than all that the recorder does for a turn, so this is as little as a client of an inference server needs.
+Cookies, redirects, tracing and timers of a general client cost more than all that the recorder does for a turn.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ Address = tuple[str, int, bool]
 
 
 class ConnectionFailed(Exception):
-    """A connection could not be opened, broke, or carried no HTTP."""
+    """A connection could not be opened, broke, or did not speak HTTP."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: a request at a time, and the pieces of its answer.
+    """One connection with one request at a time.
 
     Attributes:
-        loop: On which it was opened; no other one hears of it.
-        status: Of the answer; 0 until its head is there.
-        ended: Whether the answer is there whole.
+        loop: The event loop that opened it.
+        status: HTTP status; 0 until the head has arrived.
+        ended: Whether the response is complete.
         reusable: Whether another request may follow.
-        since: When it was last used, on the clock of ``time.monotonic``.
+        since: When it was last used (``time.monotonic``).
     """
 
     __slots__ = (
@@ -73,26 +72,20 @@ class _Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether a request may be sent."""
         return self._error is None and self._transport is not None and not self._transport.is_closing()
 
     @property
     def silent(self) -> bool:
-        """Whether nothing of an answer has come."""
         return self.status == 0
 
     def send(self, request: bytes) -> None:
-        """Send a request; its answer is what comes from now on."""
+        """Send a request; what arrives from now on is its response."""
         assert self._transport is not None
         self._reset()
         self._transport.write(request)
 
     async def more(self) -> None:
-        """Wait until there is something new: the head, a piece, or the end.
-
-        Raises:
-            ConnectionFailed: It broke.
-        """
+        """Wait for the head, a piece or the end of the response. Raises ConnectionFailed."""
         if self._error is not None and not self.ended:
             raise self._error
         self._waiter = self.loop.create_future()
@@ -102,7 +95,6 @@ class _Connection(asyncio.Protocol):
             self._waiter = None
 
     def take(self) -> bytes:
-        """Return what has come of the body since the last time."""
         if not self._pieces:
             return b""
         whole = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -114,7 +106,7 @@ class _Connection(asyncio.Protocol):
         return whole
 
     def abort(self) -> None:
-        """Close it at once; the server learns that nobody waits any more."""
+        """Close immediately, which cancels the request on the server."""
         if self._transport is not None and not self.loop.is_closed():
             self._transport.abort()
 
@@ -192,11 +184,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """A pool of connections to any number of servers. Used on another loop, it opens others there.
-
-    Args:
-        headers: Sent with every request.
-    """
+    """A connection pool for any number of servers, per event loop; ``headers`` are sent with every request."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         self._headers = _header_lines(headers or {})
@@ -207,11 +195,7 @@ class Connections:
     async def ask(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Send a request and return status and body of the answer, however long that takes.
-
-        Raises:
-            ConnectionFailed: The server cannot be reached, or the connection broke before the end of the answer.
-        """
+        """Send a request and return status and body, without a timeout. Raises ConnectionFailed."""
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
@@ -224,11 +208,7 @@ class Connections:
     async def open(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[Answer]:
-        """Send a request and yield its answer once its head is there. Leaving before its end closes the connection.
-
-        Raises:
-            ConnectionFailed: As :meth:`ask`.
-        """
+        """Send a request and yield its response after the head; leaving early closes it. Raises ConnectionFailed."""
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
@@ -243,7 +223,6 @@ class Connections:
         return address, f"{method} {path} HTTP/1.1\r\nHost: {host}{size}{lines}\r\n\r\n".encode() + body
 
     def _give_back(self, address: Address, connection: _Connection) -> None:
-        """Keep a connection for the next request where that may follow."""
         mine = connection.loop is self._loop and not self._closed
         if connection.ended and connection.reusable and connection.open and mine:
             connection.take()
@@ -257,7 +236,7 @@ class Connections:
             connection.abort()
 
     async def close(self) -> None:
-        """Close all connections that nobody uses, and the others as soon as they are not used any more."""
+        """Close idle connections now, and the others when they are released."""
         self._closed = True
         for waiting in self._idle.values():
             for connection in waiting:
@@ -265,7 +244,7 @@ class Connections:
         self._idle.clear()
 
     async def _send(self, address: Address, request: bytes) -> _Connection:
-        """Send a request over a connection that is there, or a new one, and wait for the head of the answer."""
+        """Send a request over an idle or new connection and wait for the head of the response."""
         while True:
             connection = self._take(address)
             fresh = connection is None
@@ -301,11 +280,7 @@ class Connections:
 
 
 class Answer:
-    """An answer whose head is there.
-
-    Attributes:
-        status: Of HTTP.
-    """
+    """A response whose head has arrived."""
 
     __slots__ = ("_connection", "status")
 
@@ -314,11 +289,7 @@ class Answer:
         self.status = connection.status
 
     async def read(self) -> bytes:
-        """Return the body, or what is left of it.
-
-        Raises:
-            ConnectionFailed: The connection broke before its end.
-        """
+        """Return the rest of the body. Raises ConnectionFailed if it breaks off."""
         pieces = [self._connection.take()]
         while not self._connection.ended:
             await self._connection.more()
@@ -326,7 +297,7 @@ class Answer:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def settle(self) -> None:
-        """Wait a moment for the end of a body that has said what it had to: its connection can then be used again."""
+        """Wait briefly for the end of a body, so that its connection can be reused."""
         with suppress(TimeoutError, ConnectionFailed):
             async with asyncio.timeout(_SETTLE_SECONDS):
                 while not self._connection.ended:
@@ -334,11 +305,7 @@ class Answer:
                     await self._connection.more()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the lines of the body as they come, without what ends them.
-
-        Raises:
-            ConnectionFailed: The connection broke before its end.
-        """
+        """Yield the lines of the body without line ends. Raises ConnectionFailed if it breaks off."""
         rest = b""
         while True:
             data = self._connection.take()
@@ -378,11 +345,7 @@ def _header_lines(headers: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=1024)
 def _parts(url: str) -> tuple[Address, str, str]:
-    """Return address, ``Host`` (with the credentials of a URL that holds some) and path of a URL.
-
-    Raises:
-        ConnectionFailed: It is none of HTTP.
-    """
+    """Return address, ``Host`` (with credentials, if any) and path of a URL. Raises ConnectionFailed."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -1,4 +1,4 @@
-"""A server's process: started, watched, ended, and with it everything that it started."""
+"""Lifecycle of a server process and its control routes: start, watch, steer, stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Command = Callable[[int, int], Sequence[str]]
 
 
 class _Child:
-    """One process in a session of its own. A thread waits for its end, so that exit status and CPU time are exact."""
+    """One process in its own session; a thread waits for it, for exact exit status and CPU time."""
 
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
         self.pid = popen.pid
@@ -54,34 +54,31 @@ class _Child:
             self._loop.call_soon_threadsafe(self.ended.set)
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class ServerProcess:
-    """The process of a server, over its whole life: it may be started again after it ended.
-
-    The process ends with its parent, however that ends: it holds the other end of a pipe.
+    """A server's process, which may be restarted after it ended; it ends with its parent (lifeline pipe).
 
     Attributes:
-        launcher: Starts the process; called like ``subprocess.Popen``, and returns one. A program that starts many
-            servers may set one of its own for all of them, such as one that forks a process which has imported torch.
-        died: Set when the process ended although nobody stopped it; cleared by :meth:`start`.
-        spent_cpu: CPU seconds of the processes that were ended, those that they waited for included.
+        launcher: Starts the process, with the signature of ``subprocess.Popen``; replaceable, for instance by one that
+            forks a process with torch imported.
+        died: Set when the process ends unexpectedly; cleared by :meth:`start`.
+        spent_cpu: CPU seconds of the processes that ended, with their reaped children.
     """
 
     launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
 
     def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
-        """Describe a process; :meth:`start` starts it.
+        """Configure a process; :meth:`start` starts it.
 
         Args:
             what: What is served, for messages.
-            log_file: Where the process writes its log; its directory is made.
+            log_file: Server log; its directory is created.
             launch_timeout: Seconds until a server that does not report counts as failed.
-            close_timeout: Seconds that it gets to end before it is killed.
+            close_timeout: Seconds before it is killed.
         """
         self.died = asyncio.Event()
         self.spent_cpu = 0.0
@@ -95,27 +92,24 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, from :meth:`start` to :meth:`end`."""
+        """Process id, from :meth:`start` to :meth:`end`."""
         return self._child.pid if self._child is not None else None
 
     @property
     def running(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """Whether the process is running."""
         return self._child is not None and not self._child.ended.is_set()
 
     async def start(self, command: Command, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Start the process and wait until it reports that it serves.
+        """Start the process and return the JSON object that it reports when ready.
 
         Args:
             command: Returns its command line.
-            environment: All of its environment.
-
-        Returns:
-            The JSON object that it reported.
+            environment: Its complete environment.
 
         Raises:
-            InferenceError: It runs already, ended, or did not report in time; the message holds the end of its log. Or
-                the system has no room for it: too many open files or processes, no memory, no such program.
+            InferenceError: It runs already, ended or did not report in time (with the end of its log), or the system
+                refused to start it: too many open files or processes, no memory, no such program.
         """
         if self._child is not None:
             raise InferenceError(f"the server of {self._what} runs already as process {self._child.pid}")
@@ -141,16 +135,16 @@ class ServerProcess:
         return reported
 
     async def wait_died(self) -> EngineDied:
-        """Wait until the process ends although nobody stopped it; return what can be said of it."""
+        """Wait until the process ends unexpectedly; return the error that describes it."""
         await self.died.wait()
         return self._death
 
     def cpu_if_ended(self) -> float | None:
-        """Return the CPU seconds of a process that ended by itself, or None."""
+        """Return the CPU seconds of a process that ended unexpectedly, or None."""
         return self._child.cpu_seconds if self._child is not None and self._child.ended.is_set() else None
 
     async def end(self) -> None:
-        """End the process and wait for it. Ending twice is no error."""
+        """Stop the process and wait for it; idempotent."""
         child, self._child = self._child, None
         if child is not None:
             await self._stop(child)
@@ -215,7 +209,6 @@ class ServerProcess:
             self.died.set()
 
     def _story(self, child: _Child) -> str:
-        """Return how it ended and the end of its log."""
         how = f"signal {-child.status}" if child.status < 0 else f"exit code {child.status}"
         try:
             text = self._log_file.read_bytes()[-_LOG_END:].decode("utf-8", "replace")
@@ -225,7 +218,7 @@ class ServerProcess:
 
 
 async def _read_line(descriptor: int, child: _Child) -> bytes | None:
-    """Read one line from a pipe and close it; None when the process ended without one."""
+    """Read one line from a pipe and close it; None if the process ended without one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     file = os.fdopen(descriptor, "rb", buffering=0)
@@ -241,13 +234,13 @@ async def _read_line(descriptor: int, child: _Child) -> bytes | None:
 
 
 class ControlRoutes:
-    """Pause, resume, abort and health of a server at a URL that may change between calls."""
+    """Client of a server's control routes, at a URL that may change between calls."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def health(self, url: str) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server responds."""
         try:
             await self.request(url, "GET", "/health")
         except InferenceError:
@@ -255,31 +248,26 @@ class ControlRoutes:
         return True
 
     async def pause(self, url: str, *, abort: bool) -> None:
-        """Stop sampling. See :meth:`turnwise.model.core.Replica.pause`."""
+        """Pause sampling; see :meth:`turnwise.model.core.Replica.pause`."""
         await self.request(url, "POST", f"/pause?mode={'abort' if abort else 'keep'}")
 
     async def resume(self, url: str) -> None:
-        """Sample again."""
+        """Resume sampling."""
         await self.request(url, "POST", "/resume")
 
     async def abort(self, url: str) -> int:
-        """Answer every request in flight with what it has. Returns how many there were."""
+        """Finish every request in flight with what it has; return their number."""
         return int((await self.request(url, "POST", "/abort_requests", {}))["aborted"])
 
     async def set_version(self, url: str, version: int) -> int:
-        """Name the weights that are served. Returns the name that the server took."""
+        """Set the version of the served weights; return the version that the server reports."""
         answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version)})
         return int(answer["new_version"])
 
     async def request(
         self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
     ) -> dict[str, Any]:
-        """Ask a route; return its JSON object, empty where its answer is.
-
-        Raises:
-            RequestRefused: The server understood and refused.
-            InferenceError: It did not answer, or failed.
-        """
+        """Send a request; return its JSON object, ``{}`` for an empty body. Raises RequestRefused or InferenceError."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
         data = orjson.dumps(body) if isinstance(body, dict) else body
@@ -306,11 +294,11 @@ _log = logging.getLogger(__name__)
 
 
 class HTTPProcess:
-    """Binds a port at once, and serves on it later. The process ends with its parent: see ``lifeline``.
+    """Binds a port at once and serves on it later; ends with its parent (``lifeline``).
 
     Args:
         host: Address to bind.
-        port: Port to bind; 0 takes a free one.
+        port: Port to bind; 0 for a free one.
         log_level: Of uvicorn.
         lifeline: Inherited descriptor whose end of file ends this process, or None.
 
@@ -342,15 +330,7 @@ class HTTPProcess:
         report_fd: int | None = None,
         report: Mapping[str, Any] | None = None,
     ) -> None:
-        """Serve until SIGTERM or SIGINT.
-
-        Args:
-            app: An ASGI application.
-            on_loop: Called on the event loop before the first request.
-            what: What is served, for the log.
-            report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
-            report: What else stands in that line.
-        """
+        """Serve until SIGTERM or SIGINT; calls ``on_loop`` on the event loop. Other arguments as :meth:`serve`."""
         server = self._uvicorn.Server(self._options(app))
 
         async def main() -> None:
@@ -371,14 +351,14 @@ class HTTPProcess:
         report: Mapping[str, Any] | None = None,
         protocol: type[asyncio.Protocol] | None = None,
     ) -> int:
-        """Serve until SIGTERM or SIGINT, and return which: the caller has an end of its own to see to.
+        """Serve until SIGTERM or SIGINT and return the signal; the caller handles it.
 
         Args:
             app: An ASGI application.
             what: What is served, for the log.
-            report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
-            report: What else stands in that line.
-            protocol: Of the connections; see :func:`~turnwise.gateway.http_guard.guarded`.
+            report_fd: Inherited descriptor for one line of JSON (port, pid, ``report``).
+            report: Further keys of that line.
+            protocol: Connection protocol; see :func:`~turnwise.gateway.http_guard.guarded`.
         """
         server = deaf_server(self._options(app, protocol))
         ended: list[int] = []
@@ -421,11 +401,7 @@ class HTTPProcess:
 
 
 def deaf_server(options: Any) -> Any:
-    """Return a ``uvicorn.Server`` that leaves the signals of its process alone.
-
-    Args:
-        options: Its ``uvicorn.Config``.
-    """
+    """Return a ``uvicorn.Server`` for this ``uvicorn.Config`` that installs no signal handlers."""
     import uvicorn
 
     class Deaf(uvicorn.Server):  # type: ignore[misc]
@@ -437,7 +413,7 @@ def deaf_server(options: Any) -> Any:
 
 
 def _watch_parent(descriptor: int) -> None:
-    """End this process, whatever it is doing, when the other end of the pipe is closed."""
+    """End this process when the other end of the pipe is closed."""
 
     def wait() -> None:
         while os.read(descriptor, 4096):
@@ -449,11 +425,7 @@ def _watch_parent(descriptor: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet; port 0 takes a free one.
-
-    Raises:
-        InferenceError: It cannot be bound.
-    """
+    """Return a bound socket that does not listen yet; port 0 takes a free one. Raises InferenceError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Its connections inherit this. asyncio would not set it: it looks at the protocol's number, which is 0 here; and an
@@ -476,11 +448,7 @@ _MAX_BODY = 256 * 2**20
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return a request's body; empty where the client went away before its end.
-
-    Raises:
-        BadRequest: It is too large.
-    """
+    """Return a request's body, empty if the client disconnected. Raises BadRequest if it is too large."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -497,7 +465,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:
-    """Answer a whole JSON body."""
+    """Send a complete JSON response."""
     headers = [*_JSON, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

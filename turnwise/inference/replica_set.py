@@ -1,4 +1,4 @@
-"""The servers of a run, as one: launched together, one client over all, a dead one started again."""
+"""The inference servers of a run: launch, client over all of them, restart of dead ones."""
 
 from __future__ import annotations
 
@@ -20,21 +20,10 @@ _COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens"
 
 
 class ReplicaSet:
-    """Built-in servers of one model.
-
-    Attributes:
-        replicas: The servers.
-        restarts: How many times a dead one was started again.
-    """
+    """Built-in servers of one model; ``restarts`` counts those so far."""
 
     def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
-        """Describe the servers; :meth:`launch` starts them.
-
-        Args:
-            config: How many and how.
-            model: Directory of the checkpoint that they start from.
-            logs: Directory of their log files.
-        """
+        """Configure the servers; :meth:`launch` starts them. ``logs`` is the directory of their log files."""
         self.replicas = [
             BuiltinReplica(model, config, log_file=logs / f"server-{number}.log") for number in range(config.replicas)
         ]
@@ -52,17 +41,13 @@ class ReplicaSet:
 
     @property
     def client(self) -> HTTPClient:
-        """One client over all servers; valid after :meth:`launch`."""
+        """Client over all servers; valid after :meth:`launch`."""
         if self._client is None:
             raise InferenceError("the servers were not launched")
         return self._client
 
     async def launch(self) -> None:
-        """Start all servers and wait until they answer.
-
-        Raises:
-            InferenceError: One of them did not start; the others are ended.
-        """
+        """Start all servers and wait until they are ready. Raises InferenceError, with all stopped, if one fails."""
         try:
             async with asyncio.TaskGroup() as starting:
                 for replica in self.replicas:
@@ -75,14 +60,7 @@ class ReplicaSet:
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def recover(self, error: InferenceError) -> None:
-        """Wait until all servers run, after a request failed.
-
-        Args:
-            error: Why it failed.
-
-        Raises:
-            InferenceError: A server died more often than ``max_restarts`` allows, or could not be started again.
-        """
+        """Wait until all servers run, after a request failed. Raises InferenceError if one exceeds ``max_restarts``."""
         while True:
             await self._whole.wait()
             if self._fatal is not None:
@@ -100,13 +78,9 @@ class ReplicaSet:
                 raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
 
     async def through_deaths(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await a call that needs all servers; where it fails, once more when they run again.
+        """Await a call that needs all servers; retry it after their recovery, as often as servers may die.
 
-        It is tried again as often as servers may die, at least once: the notice of a death may come after the failure.
-
-        Raises:
-            RequestRefused: A server refuses what it is asked.
-            InferenceError: A server died more often than ``max_restarts`` allows, or the call failed too often.
+        Raises RequestRefused, or InferenceError if a server exceeded ``max_restarts`` or the call failed too often.
         """
         left = max(1, self._config.max_restarts * len(self.replicas))
         while True:
@@ -121,27 +95,15 @@ class ReplicaSet:
                 left -= 1
 
     async def pause(self) -> None:
-        """Have all servers answer what they are sampling with what there is, and sample nothing until :meth:`resume`.
-
-        Raises:
-            InferenceError: A server does not answer.
-        """
+        """Finish all requests in flight with what they have, and pause sampling. Raises InferenceError."""
         await asyncio.gather(*(replica.pause(abort=True) for replica in self.replicas))
 
     async def resume(self) -> None:
-        """Have all servers sample again.
-
-        Raises:
-            InferenceError: A server does not answer.
-        """
+        """Resume sampling on all servers. Raises InferenceError."""
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     async def stats(self) -> dict[str, float]:
-        """Return the servers' counters, summed, and ``restarts``; what a server that died had counted is gone.
-
-        Raises:
-            InferenceError: A server does not answer.
-        """
+        """Return summed counters and ``restarts``; those of a dead server are lost. Raises InferenceError."""
         total: dict[str, float] = {"restarts": float(self.restarts)}
         for replica in self.replicas:
             stats = await replica.stats()
@@ -150,7 +112,7 @@ class ReplicaSet:
         return total
 
     async def close(self) -> None:
-        """End all servers and the client. Closing twice is no error."""
+        """Stop all servers and close the client; idempotent."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -175,7 +137,7 @@ class ReplicaSet:
                     self._whole.set()
 
     async def _bring_back(self, replica: BuiltinReplica, death: EngineDied, restarts: list[float]) -> None:
-        """Start a server again, one that does not start too, as often as may be; ``restarts`` are the times of it."""
+        """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
         loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
         before, failed = replica.url, None
         while True:

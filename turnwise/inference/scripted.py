@@ -1,4 +1,4 @@
-"""A model that follows a script: for tests, demonstrations and dry runs. A fake that ships, not a mock."""
+"""A scripted model: a client that returns prepared completions, for tests, demonstrations and dry runs."""
 
 from __future__ import annotations
 
@@ -34,15 +34,7 @@ completion, or an error to raise."""
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """What a script is asked.
-
-    Attributes:
-        session_id: Which session asks.
-        number: How many requests of this session came before.
-        prompt: The ids that the model would see.
-        params: How it would sample.
-        renderer: To read the prompt: ``request.renderer.decode(request.prompt)``.
-    """
+    """A request to a script: ``number`` counts earlier ones of its session, ``renderer.decode`` reads the prompt."""
 
     session_id: str
     number: int
@@ -60,18 +52,17 @@ Script = Callable[[ScriptedRequest], Line | Awaitable[Line]]
 
 
 class ScriptedClient(LLMClient):
-    """Answers from a script.
+    """Client that answers from a script.
+
+    Log-probabilities are derived from id and position, so that tests detect misalignment.
 
     Args:
-        renderer: Encodes what the script says.
-        script: A function of the request (plain or async), or a list of lines that each session goes through.
-        tools: What the chat format may need to write calls.
-        context_length: What :meth:`model_info` reports, and the limit that requests are held to.
-        weight_version: The version that completions carry.
-        guides: Whether it takes requests that are held to a grammar. The script is trusted to keep to it.
-
-    Log-probabilities are made up from id and position, so that no two neighbours are alike: a test that mixes
-    them up fails.
+        renderer: Encodes the scripted messages.
+        script: A function of the request (plain or async), or a list that each session steps through.
+        tools: Tools for the rendering of calls.
+        context_length: Reported by :meth:`model_info`, and enforced.
+        weight_version: Version of the completions.
+        guides: Whether structured output is accepted; the script is trusted to conform.
     """
 
     def __init__(
@@ -94,7 +85,7 @@ class ScriptedClient(LLMClient):
         self._numbers: dict[str, int] = {}
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
-        """Sample what the script says. An error in the script is raised as it is."""
+        """Return the scripted completion, or raise the scripted error."""
         if len(prompt.ids) >= self._context_length:
             raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
@@ -113,7 +104,7 @@ class ScriptedClient(LLMClient):
     async def stream(
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
-        """Sample what the script says, one id at a time."""
+        """Stream the scripted completion, one id at a time."""
         completion = await self.generate(prompt, params, session_id=session_id)
         last = len(completion.token_ids) - 1
         versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
@@ -128,7 +119,7 @@ class ScriptedClient(LLMClient):
         return ModelInfo("scripted", self._context_length, self.weight_version, self._guides)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
     async def _next(self, request: ScriptedRequest) -> Line:
         if callable(self._script):
@@ -174,13 +165,10 @@ async def replay(
     *,
     trajectory_id: str = "replay",
 ) -> Trajectory:
-    """Record a written conversation as if a model had said its assistant messages.
+    """Record a written conversation as if a model had sampled its assistant messages.
 
-    Each assistant message is one turn: its ids are what the chat format writes for it, stop id included, with
-    ``loss_mask`` 1; everything else is context.
-
-    Raises:
-        SessionError: The conversation begins with an assistant message or holds none.
+    Each assistant message is one turn with ``loss_mask`` 1, stop id included; everything else is context. Raises
+    SessionError if the conversation begins with an assistant message or holds none.
     """
     lines = [_own_form(message) for message in messages if message["role"] == "assistant"]
     if not lines:
@@ -220,7 +208,7 @@ def _check_said(written: Message, said: Message, name: str, index: int) -> None:
 
 
 def _own_form(message: Message) -> Message:
-    """Return an assistant message with its calls as ToolCalls: datasets hold them in OpenAI's form."""
+    """Return an assistant message with ToolCalls: datasets hold calls in OpenAI's form."""
     calls = [call if isinstance(call, ToolCall) else _own_call(call) for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else message
 

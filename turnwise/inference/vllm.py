@@ -1,8 +1,6 @@
-"""A vLLM server as a replica: launched with the flags that training needs, steered, watched and ended.
+"""Replica of a vLLM server, launched in vLLM's own Python environment with the flags that training needs.
 
-vLLM lives in a Python environment of its own (its versions of torch and transformers are pinned), which is named by the
-path of its interpreter. The server is started with its control routes, which have no password: bind it where only
-those who may steer it reach it.
+Its control routes have no password: bind it where only trusted clients reach it.
 """
 
 from __future__ import annotations
@@ -28,25 +26,24 @@ _OWN_ARGUMENTS = (
 
 
 class VLLMConfig(BaseModel):
-    """How vLLM serves a model.
+    """Settings of a vLLM server.
 
     Attributes:
-        python: The interpreter of the environment that vLLM is installed in.
+        python: Interpreter of the environment with vLLM.
         dtype: ``auto`` takes the checkpoint's.
         threads: CPU threads of one server; on a GPU of what is left to the CPU.
-        max_seqs: Most sequences that are sampled at the same time; further requests wait.
-        max_context: Most tokens of prompt and completion together; None is the model's own limit.
-        max_batch_tokens: Most tokens of one forward pass; None leaves it to vLLM.
-        prefix_cache: Whether the keys and values of a shared prefix are used again.
-        cpu_kv_gib: On a CPU, GiB of keys and values that are kept in memory.
-        eager: Whether nothing is compiled and no CUDA graph recorded: a start that is minutes shorter, and slower
-            steps on a GPU.
+        max_seqs: Maximum running sequences; further requests wait.
+        max_context: Maximum tokens of prompt plus completion; None for the model's limit.
+        max_batch_tokens: Maximum tokens of one forward pass; None for vLLM's default.
+        prefix_cache: Whether KV caches of shared prefixes are reused.
+        cpu_kv_gib: KV cache size in GiB on a CPU.
+        eager: Disable compilation and CUDA graphs: minutes faster to start, slower steps on a GPU.
         arguments: Further arguments of ``vllm serve``, such as ``--tensor-parallel-size=2``.
         host: Address that the server binds.
-        port: Port that the server binds; 0 takes a free one.
+        port: Port that the server binds; 0 for a free one.
         log_level: Of the server's log file.
-        launch_timeout: Seconds until a server that does not answer counts as failed.
-        close_timeout: Seconds that a server gets to end before it is killed.
+        launch_timeout: Seconds until a server that does not become ready counts as failed.
+        close_timeout: Seconds before a server that does not stop is killed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -99,7 +96,7 @@ class VLLMConfig(BaseModel):
         return [*said, prefixes, *eager, "--enable-scale-out", "--disable-uvicorn-access-log", *self.arguments]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the server's process."""
+        """Return the environment of the server process."""
         # Variables of this process's own Python would lead vLLM's to packages that are not its.
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         return {
@@ -123,21 +120,13 @@ class VLLMConfig(BaseModel):
 
 
 class VLLMReplica(Replica):
-    """A vLLM server in a process of its own, which ends with its parent, however that ends."""
+    """A vLLM server in its own process, which ends with its parent."""
 
     def __init__(
         self, model: str | Path, config: VLLMConfig, *, name: str | None = None, weight_version: int = 0,
         log_file: str | Path,
     ) -> None:  # fmt: skip
-        """Describe a server; :meth:`launch` starts it.
-
-        Args:
-            model: Directory of the checkpoint.
-            config: How to serve.
-            name: The served name; None is the directory's.
-            weight_version: Version of the checkpoint's weights.
-            log_file: Where the process writes its log; its directory is made.
-        """
+        """Configure a replica; arguments as :class:`~turnwise.inference.builtin.BuiltinReplica`."""
         self._model = Path(model).absolute()
         self._config = config
         self._name = name or self._model.name
@@ -159,21 +148,16 @@ class VLLMReplica(Replica):
 
     @property
     def pid(self) -> int | None:
-        """The server's process id while it runs; it leads the group of all of the server's processes."""
+        """Process id while it runs, and leader of its process group."""
         return self._process.pid
 
     @property
     def died(self) -> asyncio.Event:
-        """Set when the process ended although nobody stopped it."""
+        """Set when the process ends unexpectedly."""
         return self._process.died
 
     async def launch(self) -> None:
-        """Start the server and wait until it answers.
-
-        Raises:
-            InferenceError: The interpreter is missing, or the server ended or did not answer in time; the message holds
-                the end of its log.
-        """
+        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
         python = Path(self._config.python)
         if not os.access(python, os.X_OK):
             raise InferenceError(f"python is {python}, which cannot be run: name the interpreter that vLLM has")
@@ -191,38 +175,34 @@ class VLLMReplica(Replica):
             raise
 
     async def health(self) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server responds."""
         return self._process.running and await self._control.health(self.url)
 
     async def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling. See :meth:`Replica.pause`."""
+        """Pause sampling; see :meth:`Replica.pause`."""
         await self._control.pause(self._reachable(), abort=abort)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         await self._control.resume(self._reachable())
 
     async def abort(self) -> int:
-        """Answer every request in flight with what it has. Returns how many there were."""
+        """Finish every request in flight with what it has; return their number."""
         return await self._control.abort(self._reachable())
 
     async def update_weights(self, manifest: WeightManifest) -> int:
-        """Refuse: a running vLLM server keeps the weights that it was launched with.
-
-        Raises:
-            RequestRefused: Always.
-        """
+        """Raise RequestRefused: a running vLLM server keeps its launch weights."""
         raise RequestRefused(
             f"weights version {manifest.version} cannot be loaded into the vLLM server at {self.url}: save them as a "
             "checkpoint and launch a server of it, or sample with the built-in server"
         )
 
     async def wait_died(self) -> EngineDied:
-        """Wait until the server ends although nobody stopped it; return what can be said of it."""
+        """Wait until the server ends unexpectedly; return the error that describes it."""
         return await self._process.wait_died()
 
     async def close(self) -> None:
-        """End the server with all of its processes. Closing twice is no error."""
+        """Stop the server with all of its processes; idempotent."""
         await self._process.end()
         await self._control.close()
 

@@ -1,9 +1,8 @@
-"""What servers answer: the responses of vLLM's ``/inference/v1/generate``, errors, and our weight manifest.
+"""The wire protocol: vLLM's ``/inference/v1/generate`` requests and responses, errors, and weight manifests.
 
-Two fields are ours, and other servers ignore them. ``continued`` says how many last ids of ``token_ids`` are a
-completion that goes on, so that a stop string may begin in them. ``seed`` is then that of the whole completion, for
-servers whose random numbers are keyed by position; others would draw the numbers of its beginning again, which the
-seed in ``sampling_params``, a new one for each part, keeps them from.
+Two request fields are extensions that other servers ignore. ``continued``: how many last ids of ``token_ids`` are the
+completion to resume, in which a stop string may begin. ``seed``: that of the whole completion, for servers whose random
+numbers are keyed by position; ``sampling_params.seed`` differs for each part, so that others do not repeat draws.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length
 
 
 class BadRequest(FormatError):
-    """A body that a server refuses.
-
-    Attributes:
-        field: Where in the body.
-    """
+    """A request body that a server refuses; ``field`` is the path of the offending field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -69,13 +64,13 @@ def encode_choice(
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a response, checked.
+    """A validated choice of a response.
 
     Attributes:
         token_ids: int32 of shape [tokens].
         logprobs: float32 of shape [tokens].
-        finish_reason: None while a stream goes on.
-        spans: Of the whole completion; None where the server named none.
+        finish_reason: None while a stream is open.
+        spans: Over the whole completion; None if the server reports none.
     """
 
     token_ids: TokenIds
@@ -85,11 +80,7 @@ class Choice:
 
 
 def decode_response(body: Any, url: str) -> Choice:
-    """Check a response.
-
-    Raises:
-        InferenceError: It is not what the protocol promises; nothing of it can be used.
-    """
+    """Validate a response. Raises InferenceError if it violates the protocol."""
     choice = _decode_choice(body, url)
     if choice.finish_reason is None:
         raise InferenceError(f"{url} answered a completion without a finish reason")
@@ -97,11 +88,7 @@ def decode_response(body: Any, url: str) -> Choice:
 
 
 def decode_event(body: Any, url: str) -> Choice | None:
-    """Check one event of a stream; None when it holds no choice (usage).
-
-    Raises:
-        InferenceError: As for :func:`decode_response`.
-    """
+    """Validate one event of a stream; None if it holds no choice (usage). Raises InferenceError."""
     if isinstance(body, dict) and body.get("choices") == []:
         return None
     return _decode_choice(body, url)
@@ -131,7 +118,7 @@ def _decode_choice(body: Any, url: str) -> Choice:
 def encode_prompt_logprobs(
     token_ids: TokenIds, logprobs: Logprobs | None
 ) -> list[dict[str, dict[str, float]] | None] | None:
-    """Return ``prompt_logprobs`` of a response: nothing for the first id, then ``{id: {"logprob": ...}}`` for each."""
+    """Return ``prompt_logprobs`` of a response: None for the first id, then ``{id: {"logprob": ...}}`` for each."""
     if logprobs is None:
         return None
     pairs = zip(token_ids[1:].tolist(), logprobs.tolist(), strict=True)
@@ -139,11 +126,7 @@ def encode_prompt_logprobs(
 
 
 def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs | None:
-    """Return the log-probabilities of the ids that were asked about, 0 for the first; None where it was interrupted.
-
-    Raises:
-        InferenceError: The answer holds none, or not one for each id.
-    """
+    """Return the log-probabilities of ``token_ids``, 0 for the first; None if interrupted. Raises InferenceError."""
     try:
         given = body.get("prompt_logprobs")
         if given is None and body["choices"][0]["finish_reason"] == "abort":
@@ -163,7 +146,7 @@ def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs
 
 
 def decode_spans(given: Any) -> tuple[VersionSpan, ...] | None:
-    """Return version spans; versions may be integers or texts, vLLM's unnamed ``default`` is 0."""
+    """Return version spans; versions may be integers or strings, vLLM's unnamed ``default`` is 0."""
     if not given:
         return None
     return tuple(
@@ -173,7 +156,7 @@ def decode_spans(given: Any) -> tuple[VersionSpan, ...] | None:
 
 
 def covers(spans: Sequence[VersionSpan], tokens: int) -> bool:
-    """Return whether spans follow each other from 0 to ``tokens`` without gaps."""
+    """Return whether spans cover [0, ``tokens``) without gaps."""
     place = 0
     for _, start, end in spans:
         if start != place or end <= start:
@@ -196,11 +179,7 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
 
 
 def decode_manifest(raw: bytes) -> WeightManifest:
-    """Check the body of ``/update_weights``.
-
-    Raises:
-        BadRequest: A field is missing or of another type.
-    """
+    """Validate the body of ``/update_weights``. Raises BadRequest for a missing or mistyped field."""
     info = decode_json(raw).get("update_info")
     if not isinstance(info, dict):
         raise BadRequest("update_info", f"update_info must be a weight manifest, not {short(info)}")
@@ -246,7 +225,7 @@ def encode_error(message: str, *, status: int, field: str | None = None) -> byte
 
 
 def error_message(raw: bytes) -> str:
-    """Return what an error response says, whatever shape it has."""
+    """Return the message of an error response of any shape."""
     try:
         body = orjson.loads(raw)
         error = body.get("error", body)
@@ -257,11 +236,7 @@ def error_message(raw: bytes) -> str:
 
 
 def decode_json(raw: bytes) -> dict[str, Any]:
-    """Parse a request body.
-
-    Raises:
-        BadRequest: It is not a JSON object.
-    """
+    """Parse a request body. Raises BadRequest if it is not a JSON object."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -272,7 +247,7 @@ def decode_json(raw: bytes) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Return a value for a message, truncated."""
     return shown(value)
 
 
@@ -301,16 +276,15 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A generate body, checked.
+    """A validated generate request.
 
     Attributes:
-        request_id: The client's name for it, or None.
+        request_id: The client's, or None.
         token_ids: int32 of shape [tokens].
-        params: How to sample.
-        logprobs: Whether log-probabilities are wanted.
-        stream: Whether the answer is a stream of events.
+        logprobs: Whether log-probabilities are returned.
+        stream: Whether the response is a stream of events.
         continued: See the module.
-        scored: Whether log-probabilities of the prompt are wanted.
+        scored: Whether log-probabilities of the prompt are returned.
     """
 
     request_id: str | None
@@ -330,7 +304,7 @@ def encode_request(
     continued: int = 0,
     model: str | None = None,
 ) -> bytes:
-    """Return the body of a request. Values that are the server's default are left out."""
+    """Return the body of a request, without default values."""
     sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0}
     if params.max_tokens is not None:
         sampling["max_tokens"] = params.max_tokens
@@ -367,23 +341,20 @@ def encode_request(
 
 
 def encode_scoring(token_ids: TokenIds, *, model: str | None = None) -> bytes:
-    """Return the body of a request for the log-probabilities of ids. Servers sample at least one id beyond them."""
+    """Return the body of a scoring request; servers sample at least one id beyond it."""
     sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     body: dict[str, Any] = {"token_ids": np.ascontiguousarray(token_ids), "sampling_params": sampling}
     return orjson.dumps(body if model is None else {**body, "model": model}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_strings: bool) -> GenerateRequest:
-    """Check a generate body.
+    """Validate a generate request. Raises BadRequest with field, value and remedy.
 
     Args:
         raw: The body.
-        vocabulary: Ids must be below this.
-        max_context: Most tokens of prompt and completion together.
+        vocabulary: Exclusive upper bound of ids.
+        max_context: Maximum tokens of prompt plus completion.
         stop_strings: Whether the server has a tokenizer to find them with.
-
-    Raises:
-        BadRequest: With the field, the value and the remedy.
     """
     body = decode_json(raw)
     token_ids = _decode_ids(body.get("token_ids"), vocabulary, max_context)

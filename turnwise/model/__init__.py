@@ -1,1 +1,1 @@
-"""The contracts between rollouts and models: clients, replicas, renderers, and the canonical form of messages."""
+"""The contracts between rollouts and inference: LLM client, replica, renderer, and the canonical form of messages."""

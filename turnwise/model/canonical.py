@@ -1,7 +1,6 @@
-"""The canonical form: what of a message may matter, and nothing else.
+"""Canonical form of messages, tools and template arguments: what two requests are compared by.
 
-A conversation belongs to its arguments as it does to its tools: other arguments, other prompt. Values are kept as
-canonical JSON, for in Python True and 1 are equal, and to a template they are not.
+Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal, a chat template does not.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 @dataclass(frozen=True, slots=True)
 class CanonicalCall:
-    """A call, compared by name and canonical arguments; ``id`` and ``value`` only help rendering.
+    """A tool call, compared by name and arguments; ``value`` and ``id`` are for rendering only.
 
     Attributes:
-        name: The tool's name.
         arguments: Canonical JSON, or the stripped text where it does not parse.
-        value: The parsed arguments, keys in canonical order; None where they do not parse to an object.
-        id: The id to render.
+        value: Parsed arguments with sorted keys; None where they do not parse to an object.
     """
 
     name: str
@@ -43,19 +40,16 @@ class CanonicalCall:
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """A message reduced to what may matter.
+    """A message reduced to what is compared and rendered.
 
     Attributes:
         role: ``system``, ``user``, ``assistant`` or ``tool``.
-        text: The joined text parts.
-        reasoning: Reasoning of an assistant message, empty where it has none.
-        calls: Calls of an assistant message.
-        name: Name of a system or user message, or of a tool message that answers no call; else None.
-        answers: For a tool message: which call it answers of the last message before it that is a turn of an
-            assistant and not empty; -1 where it answers none.
-        call_id: For a tool message: the id to render.
-        call_name: For a tool message: the tool's name to render.
-        turn: For an assistant message of which it is certain: the turn of the session that it is.
+        text: The text parts, joined.
+        name: Name of a system or user message, or of a tool message that matches no call; else None.
+        answers: Tool message: index of the call it answers in the last non-empty assistant turn; -1 for none.
+        call_id: Tool message: the call id to render.
+        call_name: Tool message: the tool name to render.
+        turn: Assistant message identified by its call ids: the ``turn_id`` of that turn.
     """
 
     role: str
@@ -70,11 +64,11 @@ class Canonical:
 
     @property
     def empty(self) -> bool:
-        """Whether it says nothing and calls nothing; reasoning alone is nothing."""
+        """Whether the message has neither text nor calls (reasoning alone counts as empty)."""
         return not self.calls and not self.text.strip()
 
     def to_template(self) -> dict[str, Any]:
-        """Return the form that chat templates expect (OpenAI's, with arguments as an object)."""
+        """Return the message in the form of chat templates (OpenAI's, with arguments as an object)."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -99,19 +93,14 @@ class Canonical:
 
 
 def clean(text: str) -> str:
-    """Return a text without half surrogate pairs: neither tokenizers nor files take them."""
+    """Replace lone surrogates, which neither tokenizers nor UTF-8 files accept."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def canonical_value(value: Json, depth: int = 0) -> Json:
-    """Return ``value`` with sorted keys and every float without fraction as an integer.
+    """Return ``value`` with sorted keys, and floats without a fraction as integers; ``depth`` is the nesting so far.
 
-    Args:
-        value: What ``json.loads`` may return.
-        depth: How many lists and objects stand around it.
-
-    Raises:
-        SessionError: JSON cannot express it, or it is nested more than 100 levels deep.
+    Raises SessionError if it is not JSON, or nested more than 100 levels deep.
     """
     if isinstance(value, str):
         return clean(value)
@@ -131,12 +120,10 @@ def canonical_value(value: Json, depth: int = 0) -> Json:
 
 
 def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str, dict[str, Any] | None]:
-    """Return arguments as canonical JSON text and as an object.
+    """Return call arguments as canonical JSON text and as an object; blank or null arguments are ``{}``.
 
-    Blank or null arguments are ``{}``. What is no JSON is its stripped text, with None for the object.
-
-    Raises:
-        SessionError: An object holds what JSON cannot express, or is nested too deep. A text never raises.
+    Text that is not JSON is returned stripped, with None for the object. Raises SessionError only for objects that are
+    not JSON or nested too deep.
     """
     if isinstance(arguments, str):
         text = clean(arguments.strip())
@@ -155,7 +142,7 @@ def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str,
 
 
 def canonical_tools(tools: Sequence[ToolSchema] | None) -> tuple[tuple[str, str, str], ...]:
-    """Return a key for a list of tools: their order counts, the order of keys does not."""
+    """Return a comparison key for a list of tools: their order counts, the order of JSON keys does not."""
     return tuple(
         (tool.name, tool.description, json.dumps(canonical_value(tool.parameters), ensure_ascii=False))
         for tool in tools or ()
@@ -197,21 +184,19 @@ def _calls(message: Mapping[str, Any]) -> tuple[CanonicalCall, ...]:
 
 
 def call_ids(message: Mapping[str, Any]) -> list[str]:
-    """Return the ids of an assistant message's calls as they were sent, empty where there is none."""
+    """Return the call ids of an assistant message as sent; ``""`` for a missing id."""
     calls = message.get("tool_calls") or ()
     return [call.id if isinstance(call, ToolCall) else call.get("id") or "" for call in calls]
 
 
 class Canonicalizer:
-    """Reduces a list of messages, one after the other.
+    """Reduces messages one after the other to their canonical form.
 
-    A tool message is reduced to the position of the call it names, so the reduction of a message depends on
-    the assistant message before it. Reusable from any position: the session keeps the canonical form of the messages
-    that did not change.
+    A tool message is reduced to the position of the call it answers, which depends on the assistant message before it.
 
     Args:
-        recognise: Tells by its calls' ids which turn a message is. With it, calls that were not sampled get ids made
-            from their position, so that equal meaning gives equal ids; without, they keep what was sent.
+        recognise: Identifies recorded turns by their call ids. With it, calls that were not sampled get ids made from
+            their position, so that equal messages get equal ids; without it, ids stay as sent.
     """
 
     __slots__ = ("_answered", "_before", "_calls", "_fresh", "_named", "_recognise")
@@ -225,28 +210,19 @@ class Canonicalizer:
         self._fresh = 0
 
     def skip(self, message: Mapping[str, Any], canonical: Canonical) -> None:
-        """Take note of a message whose canonical form is known already."""
+        """Advance past a message whose canonical form is known."""
         self._fresh += len(canonical.calls)
         self._note(message, canonical)
 
     def resume(self, messages: Sequence[Mapping[str, Any]], known: Sequence[Canonical]) -> None:
-        """Take note of messages whose canonical forms are known.
-
-        Args:
-            messages: At least so many messages.
-            known: The canonical forms of the first of them.
-        """
+        """Advance past the first ``len(known)`` of ``messages``, whose canonical forms are known."""
         self._before = known
         turns = (index for index in reversed(range(len(known))) if is_turn(known[index]))
         for index in range(next(turns, 0), len(known)):
             self._note(messages[index], known[index])
 
     def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
-        """Return the canonical form of ``messages[index]``.
-
-        Raises:
-            SessionError: An unknown role, or media that cannot be placed.
-        """
+        """Return the canonical form of ``messages[index]``; raises SessionError for unknown roles and media."""
         role = _ROLES.get(message.get("role", ""))
         if role is None:
             raise SessionError(
@@ -283,7 +259,7 @@ class Canonicalizer:
         return replace(form, calls=tuple(calls)) if calls else form
 
     def _made_id(self, letter: str, number: int) -> str:
-        """Return an id for the call after so many others: nine letters and digits, which every template takes."""
+        """Return a call id of nine letters and digits, which every chat template accepts."""
         count = sum(len(form.calls) for form in self._before) + self._fresh
         return f"{letter}{count + number:08d}"
 
@@ -305,12 +281,12 @@ class Canonicalizer:
 
 
 def is_turn(message: Canonical) -> bool:
-    """Whether tool messages after it answer its calls, not those of a message before it."""
+    """Whether following tool messages answer the calls of this message."""
     return message.role == "assistant" and not message.empty
 
 
 def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:
-    """Return the canonical form of a whole list of messages."""
+    """Return the canonical form of a list of messages."""
     reducer = Canonicalizer()
     return [reducer.reduce(index, message) for index, message in enumerate(messages)]
 
@@ -329,11 +305,7 @@ _MOST_LEVELS = 100
 
 
 def template_arguments(given: Mapping[str, Any] | None) -> TemplateArguments:
-    """Return arguments in the form that is compared; one that is None counts as not given.
-
-    Raises:
-        RenderError: A value cannot be written as JSON, or is too long or too deep.
-    """
+    """Return template arguments in comparable form, without Nones. Raises RenderError if not JSON or too large."""
     if not given:
         return ()
     found = []
@@ -354,7 +326,6 @@ def template_arguments(given: Mapping[str, Any] | None) -> TemplateArguments:
 
 
 def _levels(value: Any) -> int:
-    """Return how many levels of lists and objects a value has; it is none that holds itself."""
     inside, levels = [value], 0
     while inside := [each for each in inside if isinstance(each, (dict, list, tuple))]:
         levels += 1
@@ -363,19 +334,18 @@ def _levels(value: Any) -> int:
 
 
 def argument_values(arguments: TemplateArguments) -> dict[str, Any]:
-    """Return arguments as a template is given them."""
+    """Return template arguments as Python values."""
     return {name: json.loads(text) for name, text in arguments}
 
 
 def takes(reads: Set[str], literals: Set[str], name: str, value: Any) -> bool:
-    """Return whether a template can be given an argument.
+    """Return whether a template accepts an argument.
 
     Args:
-        reads: The arguments that it reads.
-        literals: The texts that stand in it.
-        name: Of the argument.
-        value: Its value: a boolean for a switch of reasoning, and for an effort one of the three that models know, or
-            another that the template mentions.
+        reads: Argument names that the template reads.
+        literals: String literals of the template.
+        name: Argument name.
+        value: Its value: a boolean for a reasoning switch; for an effort ``low``, ``medium``, ``high`` or a literal.
     """
     if name not in reads:
         return False

@@ -1,4 +1,4 @@
-"""The contracts of inference: who answers a prompt with ids, and who steers a server."""
+"""Contracts of inference: LLM client, replica control plane, weight manifest and renderer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 @contextlib.asynccontextmanager
 async def closing(stream: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
-    """Close a stream when the block is left: one that is only forgotten samples on until it is collected."""
+    """Close a stream on exit; an abandoned one would keep sampling until garbage collection."""
     try:
         yield stream
     finally:
@@ -40,14 +40,7 @@ async def closing(stream: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[It
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a server says of the model that it serves.
-
-    Attributes:
-        name: The served name.
-        context_length: Most tokens that prompt and completion may have together.
-        weight_version: Version of the weights in use now.
-        guides: Whether completions can be held to a :class:`~turnwise.types.Guide`.
-    """
+    """A served model; ``context_length`` bounds prompt plus completion, ``guides``: it supports structured output."""
 
     name: str
     context_length: int
@@ -56,66 +49,63 @@ class ModelInfo:
 
 
 class LLMClient(ABC):
-    """Token ids in, token ids out. The only thing that a Session asks of a model."""
+    """Client of an inference server: token ids in, token ids out."""
 
     @abstractmethod
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion.
 
         Args:
-            prompt: The ids the model is to see, exactly.
-            params: How to sample. ``stop_token_ids`` is part of it.
-            session_id: Requests with equal ids prefer the replica that holds their prefix.
+            prompt: The exact ids that the model sees.
+            params: Sampling parameters, ``stop_token_ids`` included.
+            session_id: Requests with equal ids prefer the replica that caches their prefix.
 
         Returns:
-            The completion. A completion that a weight update interrupted is continued by the client and
-            comes back as one, with a version span for each part.
+            The completion; one that a weight update interrupted is resumed, with a version span for each part.
 
         Raises:
             InferenceError: The server failed; the same request may succeed later.
             RequestRefused: The server refused the request.
-            GuideRefused: Its completion cannot be held to ``params.guide``.
+            StructuredOutputError: The completion cannot be constrained to ``params.guide``.
         """
 
     @abstractmethod
     def stream(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> AsyncIterator[TokenDelta]:
-        """Sample one completion, piece by piece. Same arguments and errors as :meth:`generate`."""
+        """Sample one completion incrementally; same arguments and errors as :meth:`generate`."""
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
-        """Return how likely the model finds ids that it did not sample.
+        """Return the log-probabilities of given ids under the model.
 
         Args:
             token_ids: int32 of shape [tokens], fewer than the context length.
             session_id: As for :meth:`generate`.
 
         Returns:
-            float32 of shape [tokens]: log-probability of each id given those before it, at temperature 1; 0 for the
-            first, which nothing predicts.
+            float32 of shape [tokens]: log-probability of each id given its prefix, at temperature 1; 0 for the first.
 
         Raises:
-            InferenceError: The server failed, or answered nothing of the kind.
-            RequestRefused: The server refused the request, or this client has no way to ask.
+            InferenceError: The server failed, or returned no scores.
+            RequestRefused: The server refused the request, or the client does not support scoring.
         """
         del token_ids, session_id
         raise RequestRefused(f"{type(self).__name__} cannot score given ids: ask a server of token ids")
 
     @abstractmethod
     async def model_info(self) -> ModelInfo:
-        """Return what is served."""
+        """Return the served model's description."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release connections. Closing twice is no error."""
+        """Release connections; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a manifest.
+    """One tensor of a weight manifest.
 
     Attributes:
-        name: The parameter's name in the Hugging Face state dict.
-        shape: Its shape.
-        dtype: Its torch dtype without the prefix (``float32``, ``bfloat16``).
+        name: Parameter name in the Hugging Face state dict.
+        dtype: torch dtype without the prefix (``float32``, ``bfloat16``).
         checksum: Of its bytes, 32 hexadecimal digits (``engine/weights.py``).
     """
 
@@ -126,23 +116,21 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size in bytes."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * max(1, int(bits.group()) // 8 if bits else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What the tensors of a manifest are that holds low-rank adapters (LoRA) in the place of whole weights.
+    """LoRA parameters of a manifest that carries adapters instead of full weights.
 
-    For each target ``T``, a matrix ``T.weight`` of shape [out, in], there are ``T.lora_A.weight`` of shape [rank, in]
-    and ``T.lora_B.weight`` of shape [out, rank], and nothing else. What is served is ``W0 + alpha / rank * B A``, W0
-    being the matrix as the server was launched with it.
+    For each target ``T``, a matrix ``T.weight`` of shape [out, in], the manifest holds exactly ``T.lora_A.weight`` of
+    shape [rank, in] and ``T.lora_B.weight`` of shape [out, rank]. The server serves ``W0 + alpha / rank * B A``, where
+    W0 is the matrix at launch.
 
     Attributes:
-        rank: How many columns B has.
-        alpha: Divided by the rank it is the adapter's scale.
-        targets: Names of the modules whose matrices change, as in the Hugging Face state dict.
+        targets: Names of the adapted modules, as in the Hugging Face state dict.
     """
 
     rank: int
@@ -151,19 +139,19 @@ class AdapterInfo:
 
     @property
     def scale(self) -> float:
-        """What the product of both factors is multiplied by."""
+        """``alpha / rank``."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Where a version of the weights lies and what it holds.
+    """One version of the weights: file and tensors.
 
     Attributes:
-        version: The version the server reports once these are loaded.
+        version: Version that the server reports once these weights are loaded.
         path: A safetensors file (shared memory on one machine).
-        tensors: What the file holds, all of it checked before any parameter changes.
-        adapter: What the tensors are where they are adapters; None: all weights of the model.
+        tensors: Contents of the file, all checked before any parameter changes.
+        adapter: LoRA parameters; None for full weights.
     """
 
     version: int
@@ -173,11 +161,11 @@ class WeightManifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size in bytes."""
         return sum(entry.nbytes for entry in self.tensors)
 
     def same_weights(self, other: WeightManifest | None) -> bool:
-        """Return whether another version has the same file with the same content: only its number differs."""
+        """Return whether another version has the same file and content, and only its number differs."""
         return other is not None and replace(other, version=self.version) == self
 
 
@@ -191,53 +179,46 @@ class Replica(ABC):
 
     @abstractmethod
     async def launch(self) -> None:
-        """Start the server and wait until it answers. Raises InferenceError with the end of its log."""
+        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
 
     @abstractmethod
     async def health(self) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server responds."""
 
     @abstractmethod
     async def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling; requests in flight are kept, or with ``abort`` answered with what they have."""
+        """Pause sampling; requests in flight are kept, or with ``abort`` finished with what they have."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
 
     @abstractmethod
     async def abort(self) -> int:
-        """Answer every request in flight with what it has. Returns how many there were."""
+        """Finish every request in flight with what it has; return their number."""
 
     @abstractmethod
     async def update_weights(self, manifest: WeightManifest) -> int:
-        """Load a version in place, drop the KV cache of older ones. Returns the version now served.
-
-        A version with the weights that are served (:meth:`WeightManifest.same_weights`) need not be loaded again.
-        """
+        """Load a version in place and return the version now served; the KV cache of other weights is dropped."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the server and wait for its process. Closing twice is no error."""
+        """Stop the server and wait for its process; idempotent."""
 
 
 class StructuralTags(Protocol):
-    """What a completion is held to, as servers are sent it."""
+    """Structural tags (grammars) for structured output in a chat format."""
 
     def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
-        """Return a guide with its tag, for what follows the context ``tail``.
-
-        Raises:
-            GuideRefused: The chat format has no grammar of its calls, or the schema is not one to hold a text to.
-        """
+        """Return ``guide`` with its structural tag, for a completion after ``tail``. Raises StructuredOutputError."""
 
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Messages to ids and back. Only new ids ever come back from :meth:`extend`.
+    """Renders messages to ids and parses ids to messages; :meth:`extend` returns new ids only.
 
-    Implementations are stateless but for caches: the same arguments give the same ids, at any time and for
-    any session. ``why`` is set by an :meth:`extend` that returned None, before anything else runs.
+    Implementations are stateless except for caches: equal arguments give equal ids. ``why`` is set by an :meth:`extend`
+    that returned None, before anything else runs.
     """
 
     stop_ids: frozenset[int]
@@ -251,38 +232,26 @@ class Renderer(Protocol):
 
     @property
     def reads(self) -> frozenset[str]:
-        """The arguments that a conversation may give the template; none where they are fixed."""
+        """Template arguments that a conversation may set; empty where they are fixed."""
 
     def takes(self, name: str, value: Any) -> bool:
-        """Return whether a conversation may give this argument, and the template knows this value of it."""
+        """Return whether a conversation may set this template argument to this value."""
 
     def under(self, arguments: TemplateArguments) -> Renderer:
-        """Return the renderer of conversations with these arguments and none besides; this one where it is.
-
-        All these renderers stop at the same ids and count what they escape together.
-
-        Raises:
-            RenderError: The template takes no such argument, or raises on it.
-        """
+        """Return the renderer for exactly these template arguments, with shared counters. Raises RenderError."""
 
     def at(self, now: datetime) -> Renderer:
-        """Return the renderer of conversations that begin at a time: the date that a template writes is that of then.
-        This one where the template writes none, or another was set.
-        """
+        """Return the renderer for conversations that begin at ``now``, for templates that write the date."""
 
     @property
     def escaped(self) -> int:
-        """How many strings of control ids in messages were kept as text so far, by all renders and extensions."""
+        """Number of control-token strings in messages that were kept as text, over all renders and extensions."""
 
     def count(self, text: str) -> int:
-        """Return how many ids a text takes inside a message."""
+        """Return the number of ids of a text inside a message."""
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the whole prompt, generation prompt included.
-
-        Raises:
-            RenderError: The template raised on these messages.
-        """
+        """Return the whole prompt, generation prompt included. Raises RenderError if the template raises."""
 
     def extend(
         self,
@@ -292,52 +261,49 @@ class Renderer(Protocol):
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
     ) -> TokenIds | None:
-        """Return the ids that follow ``tail + completion`` when ``new`` is said next.
+        """Return the ids that follow ``tail + completion`` when ``new`` is appended.
 
         Args:
             tail: The context ids right before the completion (never the whole prompt).
             completion: The sampled ids.
-            last: What they mean, with the ids and names issued for its calls.
-            new: The messages to append; none of them was sampled.
+            last: Their canonical message, with the ids and names issued for its calls.
+            new: The messages to append; none was sampled.
             tools: The tools of this root.
 
         Returns:
-            Close of the turn (as far as the completion lacks it) + new messages + generation prompt, or None
-            with ``why`` set to one of ``stop_in_reasoning``, ``ids_after_stop``, ``message_dropped``,
-            ``depends_on_history``, ``template_error: ...``, ``no_bridge``.
+            Close of the turn (as far as the completion lacks it), new messages and generation prompt; or None with
+            ``why`` set to ``stop_in_reasoning``, ``ids_after_stop``, ``message_dropped``, ``depends_on_history``,
+            ``template_error: ...`` or ``no_bridge``.
         """
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
-        """Return the assistant message that these ids mean: content, reasoning, calls with their errors.
+        """Parse sampled ids into an assistant message: content, reasoning, calls with their errors.
 
-        Never raises on sampled ids, whatever they are. Calls carry the model's own ids where the format has
-        them, else an empty id (the session issues one).
+        Never raises. Calls carry the model's own ids where the format has them, else an empty id.
         """
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
-        """Return the indices of messages whose reasoning the template drops when it renders them all."""
+        """Return the indices of messages whose reasoning the template drops from the history."""
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return what a model would sample to say ``message``: the ids that follow the generation prompt in
-        the template's own render, stop id included. For scripts and demonstrations.
-        """
+        """Return the ids a model would sample for ``message`` after the generation prompt, stop id included."""
 
     def decode(self, ids: TokenIds) -> str:
-        """Return the text of ids, special tokens included (to show, never to re-encode)."""
+        """Return the text of ids, special tokens included (for display, never to re-encode)."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the chat format and how it was decided: what is printed at start and saved with a run."""
+        """Return the chat format and how it was chosen, as printed at start and saved with a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenPolicy:
-    """A policy that samples and is not trained.
+    """An open frozen policy.
 
     Attributes:
-        client: Who samples.
-        renderer: Messages to ids and back, as this model has them.
-        info: What it can take.
-        temperature: At which it samples, whatever the run does; None follows the run.
+        client: Inference client.
+        renderer: Renderer of its model.
+        info: Description of its model.
+        temperature: Sampling temperature; None follows the run.
     """
 
     client: LLMClient

@@ -1,1 +1,1 @@
-"""The recorder: sessions that turn messages into exact tokens and keep every one of them."""
+"""The recorder: sessions that turn messages into exact token ids and record each of them."""

@@ -1,4 +1,4 @@
-"""From a completion to the message that an agent is given."""
+"""Checks and parsing of completions, and the limits of a session."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from turnwise.types import Completion, Message, SamplingParams, StopReason, Toke
 
 
 def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
-    """Hold a completion to the contract of clients.
-
-    Raises:
-        InferenceError: It ended with something else than ``stop`` or ``length``.
-        SessionError: The client broke its contract.
-    """
+    """Validate a completion. Raises InferenceError for an abnormal end, SessionError for a broken contract."""
     ids, finish = completion.token_ids, completion.finish_reason
     if finish not in ("stop", "length"):
         raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
@@ -53,7 +48,7 @@ def read_completion(
     tools: Sequence[ToolSchema],
     params: SamplingParams,
 ) -> tuple[Message, bool]:
-    """Return what the ids mean, and whether a length limit cut the turn (no stop id at its end)."""
+    """Parse a completion; also return whether a length limit cut the turn (no stop id at its end)."""
     message = renderer.parse(completion.token_ids, prompt, tools)
     cut = int(completion.token_ids[-1]) not in renderer.stop_ids
     if cut and params.stop:
@@ -66,16 +61,15 @@ def read_completion(
 
 
 def parse_completion(message: Message, turn: int, issued: Container[str], *, cut: bool) -> tuple[Message, Canonical]:
-    """Return the message that the agent is given, and its canonical form.
+    """Return the message for the agent, with turn id and unique call ids, and its canonical form.
 
-    The turn is named, and its calls have ids of their own. A call whose arguments can be neither shown nor kept is
-    given an error.
+    Calls whose arguments cannot be represented get an error.
 
     Args:
-        message: What the completion means.
-        turn: How many turns of the session came before.
-        issued: Ids that its calls must not have: those of the calls of those turns, and of others.
-        cut: Whether a length limit cut it.
+        message: The parsed completion.
+        turn: Number of earlier turns of the session.
+        issued: Call ids already taken.
+        cut: Whether a length limit cut the turn.
     """
     calls: list[ToolCall] = []
     for position, call in enumerate(message.get("tool_calls") or ()):
@@ -104,7 +98,7 @@ def parse_completion(message: Message, turn: int, issued: Container[str], *, cut
 
 
 def _new_id(own: str, turn: int, position: int, issued: Container[str], before: Sequence[ToolCall]) -> str:
-    """Return the model's own id, or where it gave none or one that is taken, another one."""
+    """Return the model's own call id, or a new one where it is empty or taken."""
     while not own or own in issued or any(call.id == own for call in before):
         # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
         # such an id itself.
@@ -123,14 +117,14 @@ def _usable(call: ToolCall) -> ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What a session may use.
+    """Token and turn limits of a session.
 
     Attributes:
-        context_length: Most tokens that prompt and completion may have together.
-        max_tokens_per_turn: Most tokens of one completion.
-        max_total_tokens: Most committed tokens over all branches, prompts included. Nothing is reserved for requests
-            in flight: those that sample at the same time may go beyond it together.
-        max_turns: Most model calls.
+        context_length: Maximum tokens of prompt plus completion.
+        max_tokens_per_turn: Maximum tokens of one completion.
+        max_total_tokens: Maximum committed tokens over all branches, prompts included. Concurrent requests reserve
+            nothing and may exceed it together.
+        max_turns: Maximum number of model calls.
     """
 
     context_length: int
@@ -142,18 +136,18 @@ class SessionLimits:
 def room_for(
     limits: SessionLimits, session_id: str, *, prompt: int, committed: int, requests: int, wanted: int | None
 ) -> int:
-    """Return how many tokens a request may sample.
+    """Return the number of tokens that a request may sample.
 
     Args:
-        limits: Of the session.
-        session_id: Whose error it is.
-        prompt: Tokens of the prompt.
+        limits: Limits of the session.
+        session_id: For error messages.
+        prompt: Prompt tokens.
         committed: Tokens of the session so far, over all branches.
-        requests: How many were sent before.
+        requests: Number of earlier requests.
         wanted: The request's own limit.
 
     Raises:
-        BudgetSpent: Nothing is left.
+        BudgetExceeded: No tokens or turns are left.
     """
     if limits.max_turns is not None and requests >= limits.max_turns:
         raise BudgetExceeded(

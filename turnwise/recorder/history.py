@@ -1,4 +1,4 @@
-"""The canonical form of conversations that grow: what is known already is not reduced again."""
+"""Incremental canonicalization: messages known from earlier requests are not reduced again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ _OWN = ("turn_id", "finish_reason")
 
 @dataclass(slots=True)
 class _Remembered:
-    """The last request of one conversation.
-
-    Attributes:
-        messages: Copies of its messages.
-        forms: What they mean.
-        switches: What ``==`` alone may take for something else in the calls of the messages, by message.
-    """
+    """The last request of one conversation: copies of its messages, canonical forms, and switches by message index."""
 
     messages: list[Mapping[str, Any]]
     forms: list[Canonical]
@@ -34,11 +28,7 @@ class _Remembered:
 
 
 class History:
-    """The canonical forms of conversations that grow: what is equal to an earlier request is not reduced again.
-
-    Args:
-        recognise: Tells which turn a message is; see :class:`~turnwise.model.canonical.Canonicalizer`.
-    """
+    """Cache of the canonical forms of growing conversations."""
 
     __slots__ = ("_conversations", "_recognise", "_said")
 
@@ -50,19 +40,13 @@ class History:
         self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
     def said(self, message: Message, form: Canonical) -> None:
-        """Take note of the message that an agent was given last: most agents hand back the very same.
-
-        Args:
-            message: The message, which nobody edits.
-            form: Its canonical form; all its calls have ids.
-        """
+        """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
         self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
 
     def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
         """Return the canonical form of a request's messages.
 
-        Raises:
-            SessionError: There are none, the last one is an assistant message, or one cannot be placed.
+        Raises SessionError if there are none, the last one is an assistant message, or one cannot be placed.
         """
         if not messages:
             raise SessionError("messages is empty: a request needs at least one message")
@@ -94,7 +78,7 @@ class History:
         return result
 
     def _handed_back(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
-        """Return a copy of a message and its form, where it is what was said last."""
+        """Return a copy of the message and its form if it is the one returned last."""
         if self._said is None or message.get("role") != "assistant":
             return None
         given, form = self._said
@@ -114,7 +98,7 @@ class History:
         ]
 
     def _closest(self, messages: Sequence[Message]) -> tuple[_Remembered, int]:
-        """Return the remembered request that shares most first messages with this one, and how many."""
+        """Return the remembered request with the longest common prefix, and its length."""
         best, most = _Remembered([], [], []), 0
         for each in reversed(self._conversations):
             known = _known(each, messages)
@@ -126,7 +110,7 @@ class History:
 
 
 class Offers:
-    """The tools that the last request offered, and what its root is known by."""
+    """The tools of the last request and their root key."""
 
     __slots__ = ("_key", "_switches", "_tools")
 
@@ -138,9 +122,7 @@ class Offers:
     def offered(
         self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
     ) -> tuple[tuple[ToolSchema, ...], RootKey]:
-        """Return a request's tools and the key of its root. They are copies: what was offered stays, whoever edits its
-        schema.
-        """
+        """Return copies of a request's tools, which later edits do not reach, and the root key."""
         if tools != self._tools or not same_switches(self._switches, [tool.parameters for tool in tools]):
             self._tools = copy.deepcopy(tools)
             self._key = (canonical_tools(self._tools), ())
@@ -149,7 +131,7 @@ class Offers:
 
 
 def _known(last: _Remembered, messages: Sequence[Message]) -> int:
-    """Return how many messages, from the first one on, are those of a remembered request."""
+    """Return the length of the common prefix of a request and a remembered one."""
     seen = last.messages
     known = min(len(seen), len(messages))
     # A list is compared at once, which is the usual case: the last request's messages and some more.
@@ -164,12 +146,12 @@ def _known(last: _Remembered, messages: Sequence[Message]) -> int:
 
 
 def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
+    """Whether two messages are equal; ``==`` alone takes True and 1 for the same argument."""
     return seen == message and same_switches(switches_of(seen.get("tool_calls")), message.get("tool_calls"))
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy that no edit of the original reaches; quick for the values that messages are made of."""
+    """Return a deep copy, fast for the types that messages are made of."""
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value
@@ -188,7 +170,7 @@ Switch = tuple[tuple[Any, ...], bool]
 
 
 def switches_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Switch]:
-    """Yield the switches of a value: what ``==`` takes for each other although they are different arguments."""
+    """Yield the switches of a value: what ``==`` confuses although the arguments differ."""
     if isinstance(value, (bool, int, float)):
         if value == 0 or value == 1:
             yield path, isinstance(value, bool)
@@ -203,7 +185,7 @@ def switches_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Switch]:
 
 
 def same_switches(switches: Iterable[Switch], equal: Any) -> bool:
-    """Return whether a value that is equal by ``==`` has booleans where the one with these switches has them."""
+    """Return whether a value equal by ``==`` has booleans at the same paths."""
     for path, boolean in switches:
         value = equal
         for key in path:

@@ -1,13 +1,12 @@
-"""The ledger: what crossed between the recorder and the model, written down by somebody who is not the recorder.
+"""The ledger: an independent log of the calls between recorder and model, for audits.
 
-File format, one JSON object a line: ``{"event": "start", "schema_version": 1}`` when a process opens the file,
-``{"event": "end"}`` when it closes it in order, and between them one record a call::
+One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a process opens the file,
+``{"event": "end"}`` on an orderly close, and between them one record a call::
 
     {"session": ..., "shared": k, "ids": [...], "completion": [...], "logprobs": [...],
      "versions": [[version, start, end], ...], "finish": "stop"}
 
-The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part of the file,
-then ``ids``: conversations cost their new tokens, not their square.
+The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``ids``.
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ _REMEMBERED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One successful model call.
+    """One successful model call; ``part`` is the index of the process that wrote it.
 
     Attributes:
-        part: Which process wrote it, counted from 0.
-        session: The session id that the request carried.
-        prompt_ids: int32 of shape [tokens], what the engine saw.
-        completion_ids: int32 of shape [tokens], what it sampled.
+        prompt_ids: int32 of shape [tokens].
+        completion_ids: int32 of shape [tokens].
         logprobs: float32 of shape [tokens].
-        weight_versions: Spans over the completion.
-        finish_reason: How it ended.
     """
 
     part: int
@@ -58,13 +53,12 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A ledger file, read.
+    """A parsed ledger file.
 
     Attributes:
-        entries: All calls in the order in which they ended.
-        closed_parts: Parts whose process closed the file in order. In the others sessions may be missing
-            from the trajectories: their process was killed before the episodes ended.
-        torn: Whether the last line is cut off (a process was killed while it wrote).
+        entries: Calls in order of completion.
+        closed_parts: Parts closed in order; others may lack trajectories (the process was killed).
+        torn: Whether the last line is truncated.
     """
 
     entries: list[LedgerEntry]
@@ -73,11 +67,7 @@ class Ledger:
 
 
 class Book:
-    """The file of a ledger, as one process writes it; several clients may write into it.
-
-    Args:
-        path: The file; its folder is made.
-    """
+    """Writer of one ledger file for one process; several clients may share it. ``path``'s folder is created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,7 +80,7 @@ class Book:
         self._closed = False
 
     def close(self) -> None:
-        """Mark the part as ended in order, and close the file. Closing twice is no error."""
+        """Mark the part as closed in order, and close the file; idempotent."""
         if not self._closed:
             self._closed = True
             # On a full disk the mark is missing, as after a kill.
@@ -99,9 +89,7 @@ class Book:
             self._file.close()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the file as a context manager does. Where the disk refused something the part is not marked: what
-        became of its last calls may be missing elsewhere.
-        """
+        """Close the file on exit of a context; after a disk error the part stays unmarked, as calls may be missing."""
         del kind, trace
         if isinstance(error, DiskError) and not self._closed:
             self._closed = True
@@ -109,7 +97,7 @@ class Book:
         self.close()
 
     def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
-        """Write down a call that succeeded. Raises DiskError where the disk refuses."""
+        """Append a successful call. Raises DiskError."""
         before = self._last.pop(session, b"")
         asked = _id_bytes(prompt)
         shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
@@ -131,25 +119,16 @@ class Book:
 
 
 class LedgerClient(LLMClient):
-    """Passes every request on, and writes down each that succeeds.
-
-    The record is in the file before the caller gets the completion, with no suspension in between: a session
-    cannot commit a completion that the ledger lacks.
-    """
+    """Client wrapper that logs every successful call, before the completion can be committed."""
 
     def __init__(self, inner: LLMClient, book: Path | Book) -> None:
-        """Wrap a client.
-
-        Args:
-            inner: Who samples.
-            book: A file, or a book that several clients write into and that is closed after all of them.
-        """
+        """Wrap ``inner``; ``book`` is a file, or a shared :class:`Book` that the caller closes."""
         self._inner = inner
         self._own = not isinstance(book, Book)
         self._book = book if isinstance(book, Book) else Book(book)
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
-        """Pass on to the inner client, then write the call down."""
+        """Forward the request, then log the call."""
         completion = await self._inner.generate(prompt, params, session_id=session_id)
         self._book.note(session_id, prompt.ids, completion)
         return completion
@@ -157,7 +136,7 @@ class LedgerClient(LLMClient):
     async def stream(
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
-        """Pass the pieces on; the call is written down before the last one is."""
+        """Forward the deltas; the call is logged before the last one."""
         pieces: list[TokenDelta] = []
         async with closing(self._inner.stream(prompt, params, session_id=session_id)) as stream:
             async for delta in stream:
@@ -167,15 +146,15 @@ class LedgerClient(LLMClient):
                 yield delta
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
-        """Ask the inner client. Nothing was sampled that could be in a trajectory: nothing is written down."""
+        """Forward the request; scores are not logged."""
         return await self._inner.score(token_ids, session_id=session_id)
 
     async def model_info(self) -> ModelInfo:
-        """Ask the inner client."""
+        """Forward the request."""
         return await self._inner.model_info()
 
     async def close(self) -> None:
-        """Close the inner client, and the book where nobody else writes into it."""
+        """Close the inner client, and the book unless it is shared."""
         if self._own:
             self._book.close()
         await self._inner.close()
@@ -193,7 +172,7 @@ def _shared_prefix(last: bytes, prompt: TokenIds) -> int:
 
 
 def join_deltas(pieces: list[TokenDelta]) -> Completion:
-    """Return the completion that these pieces are."""
+    """Join deltas into a completion."""
     return Completion(
         np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
         np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
@@ -203,11 +182,7 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Read a ledger file.
-
-    Raises:
-        FormatError: A line that is not the last cannot be read, or has another schema version.
-    """
+    """Read a ledger file. Raises FormatError for an unreadable line before the last, or another schema version."""
     entries: list[LedgerEntry] = []
     closed: set[int] = set()
     part, torn = -1, False

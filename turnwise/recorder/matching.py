@@ -1,4 +1,4 @@
-"""When a message that comes back is the message that was given: equality, and ids as evidence."""
+"""Message matching: whether a message of a request is one that the session recorded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ template drops from a history is dropped, which forks."""
 
 
 def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
-    """Return whether a message of a request means a recorded one.
+    """Return whether a request's message matches a recorded (and perhaps sampled) one.
 
-    White space around what an assistant said or thought means nothing, and reasoning that was sampled may be missing.
-
-    Args:
-        recorded: A message of a node.
-        message: A message of the request.
-        sampled: Whether the recorded one was sampled there.
+    White space around an assistant's text or reasoning is ignored; sampled reasoning may be missing.
     """
     if recorded is message:
         return True
@@ -42,19 +37,15 @@ def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
 
 
 def same_context(recorded: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
-    """Return whether messages mean those of a context."""
+    """Return whether messages match those of a context."""
     pairs = zip(recorded, messages, strict=False)
     return len(recorded) == len(messages) and all(same(*pair, sampled=False) for pair in pairs)
 
 
 class MessageMatcher(Container[str]):
-    """The turns of a session by the ids of their calls.
+    """Index of a session's turns by call id; ``strict``: messages must match in content, too.
 
-    Args:
-        strict: Whether ids alone prove nothing: a message must also mean the turn.
-
-    Attributes:
-        rewritten: Turns that came back with another meaning than they were given with.
+    ``rewritten`` holds the ids of turns that came back with changed content.
     """
 
     __slots__ = ("_foreign", "_issued", "_strict", "_turns", "rewritten")
@@ -67,26 +58,26 @@ class MessageMatcher(Container[str]):
         self._foreign: set[str] = set()
 
     def __contains__(self, call_id: object) -> bool:
-        """Whether an id must not be given to a new call: one has it, or an agent uses it for a call of its own."""
+        """Whether a call id is taken, by a turn or by the agent."""
         return call_id in self._issued or call_id in self._foreign
 
     def register(self, turn_id: str, meant: Canonical) -> None:
-        """Take note of a turn that an agent is given."""
+        """Register a turn returned to the agent."""
         if meant.calls:
             self._turns[turn_id] = meant
             self._issued.update((call.id, turn_id) for call in meant.calls)
 
     def turn_of(self, call_id: str) -> str | None:
-        """Return the id of the turn that made a call, or None where no such id was issued."""
+        """Return the id of the turn that issued a call id, or None."""
         return self._issued.get(call_id)
 
     def calls_beside(self, call_id: str) -> int:
-        """Return how many calls the turn of a call made; 0 where no such id was issued."""
+        """Return the number of calls of the turn that issued a call id; 0 for unknown ids."""
         turn = self._turns.get(self._issued.get(call_id, ""))
         return 0 if turn is None else len(turn.calls)
 
     def recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
-        """Return what the session recorded of the turn whose calls have exactly these ids, or None."""
+        """Return the recorded turn whose calls have exactly these ids, or None."""
         if not ids:
             return None
         self._foreign.update(call_id for call_id in ids if call_id and call_id not in self._issued)

@@ -1,8 +1,7 @@
-"""THE recorder: the one place where messages become tokens and tokens become messages.
+"""The session: the only place where messages become tokens and tokens become messages.
 
-The golden rule: a sampled id is never decoded and re-encoded. The ids of the next request are the ids of a
-known path plus the encoding of what is new; where that cannot be proven, the request forks at the root, with a
-reason that is counted.
+A sampled id is never decoded and re-encoded. The next prompt is the ids of a known path plus the encoding of the new
+messages; where that cannot be proven equal to the template, the request forks at the root with a counted reason.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from turnwise.types import Completion, Message, SamplingParams, TokenDelta, Toke
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request that was placed and is yet to be answered."""
+    """A request placed in the tree, not yet completed."""
 
     messages: list[Canonical]
     match: Match
@@ -49,20 +48,14 @@ class PendingRequest:
     renderer: Renderer
 
     def opened(self) -> PromptPlacement:
-        """Return how it was placed."""
+        """Return the placement."""
         new = 0 if self.match.context is not None else len(self.match.ids)
         return PromptPlacement(len(self.prompt.ids), len(self.prompt.ids) - new, self.match.ids)
 
 
 @dataclass(slots=True)
 class RecordedTurn:
-    """A turn that was recorded.
-
-    Attributes:
-        opened: How its request was placed.
-        completion: What was sampled.
-        message: What the agent is given.
-    """
+    """A recorded turn: placement of its request, completion, and message for the agent."""
 
     opened: PromptPlacement
     completion: Completion
@@ -73,20 +66,19 @@ __all__ = ["PendingRequest", "PromptPlacement", "RecordedTurn", "Session", "Sess
 
 
 class Session:
-    """Records one conversation, or several branches of one, with a model.
+    """Records a conversation with a model, with all its branches.
 
     Args:
-        client: Who samples.
-        renderer: Messages to ids and back.
-        id: Unique in the run; names the trajectory and keeps requests on the replica that knows the prefix.
-        limits: What may be used.
-        params: Sampling parameters that a request's own override as a whole.
-        seed: Sampling seed: each request draws from a stream of its own that depends only on this and on how
-            many requests were sent before.
-        one_temperature: Refuse requests at another temperature than that of ``params``. The trainer divides the
-            logits of a trajectory by one temperature.
-        reasoning: What becomes of the reasoning of earlier turns.
-        echo: What becomes of a turn that comes back rewritten, with the ids of its calls.
+        client: Inference client.
+        renderer: Chat template and format of the model.
+        id: Unique in the run; names the trajectory and routes to the replica that caches the prefix.
+        limits: Token and turn limits.
+        params: Default sampling parameters; those of a request replace them as a whole.
+        seed: Sampling seed; each request's stream depends on it and the number of earlier requests only.
+        one_temperature: Refuse requests at another temperature than ``params``: the trainer scales the logits of a
+            trajectory by one temperature.
+        reasoning: Policy for the reasoning of earlier turns.
+        echo: Policy for turns that come back rewritten.
     """
 
     recorded_as: ClassVar[str] = "tokens"
@@ -126,40 +118,36 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """How many completions were committed."""
+        """Number of committed completions."""
         return self._tree.turns
 
     @property
     def last(self) -> Message | None:
-        """The assistant message that was committed last, as it was given to the agent."""
+        """The assistant message committed last, as returned."""
         return self._last
 
     @property
     def failure(self) -> TurnwiseError | None:
-        """What the last request failed with, where the server or its client failed: None once another one succeeds."""
+        """Error of the last request if the server or client failed; None after a success."""
         return self._failure
 
     def turn_of_call(self, call_id: str) -> str | None:
-        """Return the id of the turn that made a call, or None where this session issued no such id."""
+        """Return the id of the turn that issued a call id, or None."""
         return self._echoes.turn_of(call_id)
 
     def calls_beside(self, call_id: str) -> int:
-        """Return how many calls the turn made that made this one, itself included; 0 where nobody issued such an id."""
+        """Return the number of calls of the turn that issued a call id; 0 for unknown ids."""
         return self._echoes.calls_beside(call_id)
 
     def room_behind(self, turn_id: str) -> int | None:
-        """Return how many tokens of the context are left behind a turn, or None where this session has no such turn."""
+        """Return the tokens of context left after a turn, or None for an unknown turn."""
         for node in reversed(self._tree.nodes):
             if node.turn_id == turn_id:
                 return self.limits.context_length - sum(each.tokens for each in node.path())
         return None
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
-        """Return how many tokens the prompt of such a request would have. Nothing is sent, and nothing is recorded.
-
-        Raises:
-            TurnwiseError: As :meth:`chat`, where it cannot be placed or rendered.
-        """
+        """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
         offered = self._offers.offered(tuple(tools or ()), self.renderer.arguments)
         match = self._match(self._history.reduce(messages), *offered, self.renderer)
@@ -176,24 +164,23 @@ class Session:
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
-        """Ask the model for the next assistant message and record what it saw and sampled.
+        """Sample the next assistant message and record what the model saw and sampled.
 
         Args:
-            messages: The whole conversation so far, in any form that means the same as before.
-            tools: What the model may call.
+            messages: The whole conversation so far.
+            tools: Tools that the model may call.
             params: Sampling parameters instead of the session's.
-            fork: Names the fork that this request makes, if it makes one (``compaction``).
-            template_args: Arguments of the chat template (``enable_thinking``); they belong to a root as tools do.
+            fork: Label of the fork that this request makes, if any (``compaction``).
+            template_args: Chat template arguments (``enable_thinking``); part of the root key, like tools.
 
         Returns:
-            The assistant message, with ``turn_id`` and ``finish_reason``. Its calls carry ids that are unique
-            in the session; a call with an ``error`` must not be executed.
+            The assistant message with ``turn_id`` and ``finish_reason``. Call ids are unique in the session; a call
+            with an ``error`` must not be executed.
 
         Raises:
-            SessionError: The request cannot be placed (prefill, media, no messages), or the client broke its
-                contract.
+            SessionError: The request cannot be placed (prefill, media, no messages), or the client broke its contract.
             RenderError: The template cannot render the messages. Nothing was sent.
-            BudgetSpent: Nothing is left to sample. Nothing was sent.
+            BudgetExceeded: No tokens or turns are left. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
         return (await self.record(messages, tools, params, fork=fork, template_args=template_args)).message
@@ -207,11 +194,7 @@ class Session:
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
-        """Do what :meth:`chat` does, and return with the message how it came about.
-
-        Raises:
-            TurnwiseError: As :meth:`chat`.
-        """
+        """Like :meth:`chat`, but return placement and completion with the message."""
         request = self._open(messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
@@ -229,15 +212,11 @@ class Session:
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
-        """Ask as :meth:`chat` does, and show what is sampled while it is.
+        """Like :meth:`chat`, but stream the completion.
 
         Yields:
-            How the request was placed, then the pieces of the completion, then the message that :meth:`chat` would
-            have returned. It is recorded before the last piece is yielded; whoever closes the stream before that
-            leaves nothing.
-
-        Raises:
-            TurnwiseError: As :meth:`chat`.
+            The placement, the deltas, then the message of :meth:`chat`. The turn is committed before the last delta;
+            closing the stream earlier commits nothing.
         """
         request = self._open(messages, tools, params, fork, template_args)
         yield request.opened()
@@ -258,22 +237,15 @@ class Session:
         yield message
 
     def segments(self, *, messages: bool = True) -> list[Segment]:
-        """Return the committed segments, in commit order.
-
-        Args:
-            messages: Whether segments carry what they mean, besides their ids.
-        """
+        """Return the committed segments in commit order, with their messages if ``messages``."""
         return [segment_of(node, messages=messages) for node in self._tree.nodes]
 
     def close(self) -> None:
-        """Let go of what was recorded: no request may follow. What :meth:`segments` returned stays."""
+        """Release the recorded tree; further requests fail, returned segments stay valid."""
         self._tree.dissolve()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of this session: turns, branches, forks, tokens sampled, seen and encoded, echoes that were
-        rewritten, strings of control ids in messages that stayed text, and by how much requests in flight together went
-        over ``max_total_tokens``.
-        """
+        """Return counters: turns, branches, forks, tokens, rewritten echoes, escaped control tokens, budget overrun."""
         budget = self.limits.max_total_tokens
         return {
             **self._tree.counts(),
@@ -294,7 +266,7 @@ class Session:
         fork: str | None,
         template_args: Mapping[str, Any] | None = None,
     ) -> PendingRequest:
-        """Place a request in the tree. Nothing is sent and nothing is recorded."""
+        """Place a request in the tree without sending or recording it."""
         renderer = self.renderer
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
@@ -334,7 +306,7 @@ class Session:
         return Match(None, None, tuple(messages), self._frozen(ids), why, commits, key, tools)
 
     def _drops(self, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer) -> bool:
-        """Whether the template drops reasoning that stands in the ids of a path, once these messages follow it."""
+        """Whether the template drops reasoning from the ids of a path once these messages follow it."""
         path = turn.path()
         dropped = renderer.drops([*(message for node in path for message in node.messages), *new], tools)
         # What the template left out of the root when that was rendered is not in its ids.

@@ -1,4 +1,4 @@
-"""The recorder for agents that handle ids themselves: a prompt of ids in, sampled ids out."""
+"""The session for agents that handle token ids themselves: prompt ids in, sampled ids out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _KEY: RootKey = ((("<ids>", "", ""),), ())
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an agent says of one branch: the prompt that it began with, and what followed.
+    """One branch of an agent's own account of an episode.
 
     Attributes:
-        prompt_ids: Ids that the model was shown first; none of them is trained.
-        response_ids: All that followed: what was sampled, and what the agent put in between.
-        mask: 1 where an id was sampled and is to be trained, else 0.
+        prompt_ids: The initial prompt; not trained.
+        response_ids: All that followed: sampled ids and those that the agent inserted.
+        mask: 1 for sampled ids to train, else 0.
     """
 
     prompt_ids: Sequence[int]
@@ -39,7 +39,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A branch as it was read: its name in errors, all its ids, how many of them are the prompt, which are wanted."""
+    """A parsed branch: its name for errors, all ids, prompt length, mask of the ids to train."""
 
     where: str
     ids: TokenIds
@@ -48,14 +48,11 @@ class _Claim:
 
     @property
     def last(self) -> int:
-        """Where its last wanted id is, -1 where it wants none."""
         return int(np.flatnonzero(self.wanted)[-1]) if self.wanted.any() else -1
 
 
 class _Way(NamedTuple):
-    """A path along which the ids of a branch were seen, as far as they were: its last node, how many ids, and its
-    sampled nodes with the places of the ids that are theirs.
-    """
+    """A path that matches a prefix of a branch: last node, ids matched, and sampled nodes with their ranges."""
 
     tail: int
     reach: int
@@ -63,23 +60,23 @@ class _Way(NamedTuple):
 
 
 class TokenSession(Session):
-    """A session that is asked with messages, with ids, or with both; arguments of :class:`Session`."""
+    """A :class:`Session` that accepts messages, token ids, or both."""
 
     _left_out: dict[int, npt.NDArray[np.bool_]] | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, tools: Sequence[ToolSchema] = ()
     ) -> RecordedTurn:
-        """Ask for a completion of these very ids and record both.
+        """Sample a completion of exactly these ids and record both.
 
         Args:
-            prompt_ids: All that the model is to see.
+            prompt_ids: The whole prompt.
             params: Sampling parameters instead of the session's.
-            tools: By which calls in the completion are read. They are no part of the prompt.
+            tools: Used to parse calls of the completion; not part of the prompt.
 
         Raises:
-            SessionError: The ids are none, or the client broke its contract.
-            BudgetSpent: Nothing is left to sample. Nothing was sent.
+            SessionError: No ids, or the client broke its contract.
+            BudgetExceeded: No tokens or turns are left. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
         request = self._place(_ids("prompt_ids", prompt_ids), params)
@@ -91,11 +88,9 @@ class TokenSession(Session):
             raise
 
     def keep(self, branches: Sequence[Kept]) -> None:
-        """Train only what an agent's account of the episode holds: what was sampled with ids and is in no branch of it,
-        or masked there, is left out.
+        """Train only what an agent's account holds; sampled ids that are missing or masked there are excluded.
 
-        Raises:
-            SessionError: The account contradicts what was sampled. Nothing is left out then.
+        Raises SessionError, and excludes nothing, if the account contradicts what was sampled.
         """
         claims = [
             _claim(branch, f"output {number}" if len(branches) > 1 else "the output")
@@ -134,10 +129,7 @@ class TokenSession(Session):
         return [node for node in self._tree.siblings(parent) if node.key == _KEY]
 
     def _deepest_prefix(self, prompt: TokenIds) -> tuple[Node | None, int]:
-        """Return the turn with the longest path that the prompt begins with, and how long that is.
-
-        At least one id is left: a context holds one. Among equal paths the one committed last is taken.
-        """
+        """Return the latest turn with the longest path that is a proper prefix of ``prompt``, and its length."""
         best: tuple[Node | None, int] = (None, 0)
         pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
         while pending:
@@ -151,7 +143,7 @@ class TokenSession(Session):
         return best
 
     def _reason(self, match: Match, prompt: TokenIds) -> str:
-        """Return why committing this request would make a fork, if it does."""
+        """Return the fork reason of committing this request, if it forks."""
         if match.context is not None:
             return "resample"
         if match.parent is not None and not match.parent.children:
@@ -173,10 +165,7 @@ class TokenSession(Session):
     # An agent's account
 
     def _hold(self, claim: _Claim, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
-        """Find a branch in the tree, and note which of its sampled ids it keeps.
-
-        Several ways are needed where a completion was gone on with as a prompt of its own.
-        """
+        """Find a branch in the tree and mark its kept ids; a resumed completion may need several paths."""
         missing = claim.wanted.copy()
         ways = self._ways_of(claim.ids)
         while missing.any():
@@ -196,7 +185,7 @@ class TokenSession(Session):
             )
 
     def _ways_of(self, ids: TokenIds) -> list[_Way]:
-        """Return the paths along which these ids were seen, each as far as it goes, that hold something sampled."""
+        """Return the paths that match a prefix of ``ids`` and hold sampled ids."""
         found: list[_Way] = []
         pending: list[tuple[Node, _Way]] = [(node, _Way(-1, 0, [])) for node in self._below(None)]
         while pending:
@@ -215,7 +204,7 @@ class TokenSession(Session):
         return found
 
     def _said_there(self, ids: TokenIds, at: int) -> str:
-        """Say what the model did where an account says that it sampled an id."""
+        """Describe for an error what the model sampled at ``at``."""
         turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
         if not turns:
             return "no ids were sampled in this session"
@@ -244,11 +233,10 @@ def _claim(branch: Kept, where: str) -> _Claim:
 def _worth(
     way: _Way, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
 ) -> tuple[int, bool, int, int, int, int]:
-    """Return by what the way is chosen that the missing ids of a branch came; the largest is best.
+    """Return the sort key of a path for the unmatched ids of a branch; the largest wins.
 
-    First that it holds the last of them, and that no other branch holds that one yet: the model may say the same twice.
-    Then that its turns are missing as a whole: a completion may begin with all that another one says. Then how many ids
-    it holds that no other branch does, how far it goes along, and which was committed last.
+    In order: holds the last of them, unclaimed; its turns are unmatched as a whole; number of unclaimed ids; length;
+    commit order.
     """
     last, fresh, torn, found = -1, False, 0, 0
     for node, start, end in way.turns:
@@ -272,7 +260,7 @@ def _ids(what: str, values: Sequence[int]) -> TokenIds:
 
 
 def _shared(node: Node, ids: TokenIds) -> int:
-    """Return how many first ids of a path are these."""
+    """Return the length of the common prefix of a path and ``ids``."""
     return _common(np.concatenate([each.ids for each in node.path()]), ids)
 
 

@@ -1,4 +1,4 @@
-"""The tree that a session records into: how a request is found in it, and nothing that makes ids."""
+"""The prefix tree of a session: nodes of ids, and the search that places a request in it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ _ID_BYTES = np.dtype(np.int32).itemsize
 
 
 class Sampled(NamedTuple):
-    """What is kept of a completion besides its ids.
-
-    Attributes:
-        logprobs: float32 of shape [tokens].
-        weight_versions: Spans over the ids.
-        finish_reason: How it ended.
-    """
+    """A completion without its ids."""
 
     logprobs: Logprobs
     weight_versions: tuple[VersionSpan, ...]
@@ -33,7 +27,7 @@ class Sampled(NamedTuple):
 
     @classmethod
     def of(cls, completion: Completion) -> Sampled:
-        """Return what is kept of a completion."""
+        """Return a completion without its ids."""
         return cls(completion.logprobs, completion.weight_versions, completion.finish_reason)
 
 
@@ -42,24 +36,20 @@ class Node:
     """A node of the tree. Its ids never change; only ``children`` grows.
 
     Attributes:
-        index: Place in commit order.
-        parent: The node before it.
-        sampled: Whether the model sampled its ids.
-        messages: The canonical messages that it means: those one request added, or the one assistant message.
-        start: How many messages stand before it on its path. (A request may use fewer: empty turns may be missing.)
-        key: The tools of its root, and the arguments of its template.
-        tools: The tools, as schemas.
-        turns: How many sampled nodes the path up to and including it holds.
-        children: Nodes after it, in commit order.
-        completion: What was sampled; sampled nodes only.
+        index: Position in commit order.
+        messages: Its canonical messages: those a request added, or the assistant message.
+        start: Number of messages before it on its path. (A request may have fewer: empty turns may be missing.)
+        key: Root key: tools and template arguments.
+        turns: Number of sampled nodes on the path, this one included.
+        children: In commit order.
+        completion: Logprobs and versions; sampled nodes only.
         turn_id: Sampled nodes only.
-        fork: Why it is not the only child of its parent.
-        store: The ids of all nodes of the tree, in commit order, as bytes of int32: a path of nodes that were committed
-            one after the other is a piece of it.
-        at: Where its own ids begin in there.
-        to: Where they end.
-        row: Where the row of nodes begins that lead to it and whose ids stand in one piece before its own.
-        before: The node before that row.
+        fork: Fork reason, if it is not its parent's only child.
+        store: Ids of all nodes in commit order, as int32 bytes; consecutive nodes of a path are one slice.
+        at: Start of its ids in ``store``.
+        to: End of its ids.
+        row: Start of the contiguous run of ancestors before it.
+        before: The node before that run.
     """
 
     index: int
@@ -82,26 +72,26 @@ class Node:
 
     @property
     def ids(self) -> TokenIds:
-        """The ids, int32 of shape [tokens], not writeable."""
+        """The ids, read-only int32 of shape [tokens]."""
         return np.frombuffer(bytes(self.store[self.at : self.to]), np.int32)
 
     @property
     def tokens(self) -> int:
-        """How many ids it has."""
+        """Number of ids."""
         return (self.to - self.at) // _ID_BYTES
 
     @property
     def end(self) -> int:
-        """How many messages the path up to and including this node means."""
+        """Number of messages on the path, this node included."""
         return self.start + len(self.messages)
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether a history without this turn means the same."""
+        """Whether a history without this turn is equivalent."""
         return self.sampled and self.messages[0].empty
 
     def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
+        """Nodes from the root to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -111,7 +101,7 @@ class Node:
 
 
 def joined(end: Node | None, ids: TokenIds) -> TokenIds:
-    """Return the ids of the path to a node and those that follow it, int32 of shape [tokens], not writeable."""
+    """Return the ids of the path to ``end`` followed by ``ids``, read-only int32 of shape [tokens]."""
     pieces: list[bytes | bytearray] = [ids.tobytes()]
     while end is not None:
         pieces.append(end.store[end.row : end.to])
@@ -120,7 +110,7 @@ def joined(end: Node | None, ids: TokenIds) -> TokenIds:
 
 
 def segment_of(node: Node, *, messages: bool) -> Segment:
-    """Return what a trajectory says of a node, with or without what its ids mean."""
+    """Return the trajectory segment of a node, with or without its messages."""
     completion = node.completion
     parent = -1 if node.parent is None else node.parent.index
     meant = tuple(message.to_template() for message in node.messages) if messages else ()
@@ -150,13 +140,12 @@ class Match:
 
     Attributes:
         parent: The sampled node that the new context follows, or None at a root.
-        context: A known context that means all the messages, or None.
-        new: The messages of the new context.
-        ids: The ids of the (new or known) context.
-        why: The reason of the fork, where a matching turn could not be gone on from and this is therefore a root.
-        commits: How many nodes the tree had.
-        key: The request's tools, and the arguments of its template.
-        tools: The tools, as schemas.
+        context: A known context equal to the whole request, or None.
+        new: Messages of the new context.
+        ids: Ids of the (new or known) context.
+        why: Fork reason, where a matching turn could not be extended.
+        commits: Number of nodes at matching time.
+        key: Root key of the request.
     """
 
     parent: Node | None
@@ -170,7 +159,7 @@ class Match:
 
 
 def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
-    """Return messages that follow a turn, with the ids and names issued for the calls that they answer."""
+    """Return messages after a turn, with the issued ids and names of the calls that they answer."""
     caller = _caller(turn) if any(message.answers is not None for message in new) else None
     result = []
     for message in new:
@@ -184,7 +173,7 @@ def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
 
 
 def _caller(turn: Node) -> Canonical | None:
-    """Return the last message of a path whose calls are answered behind it."""
+    """Return the last assistant message of a path whose calls are answered after it."""
     node: Node | None = turn
     while node is not None:
         for message in reversed(node.messages):
@@ -200,12 +189,12 @@ Place = tuple[Node, int]
 
 @dataclass(slots=True)
 class PromptPlacement:
-    """How a request was placed: what the stream of a session yields first.
+    """How a request was placed: the first item of a session's stream.
 
     Attributes:
-        prompt_tokens: Ids of the prompt.
-        known_tokens: Those of them that an earlier request of the session saw too.
-        tail: The ids of the last context, int32 of shape [tokens]: what a completion is read behind.
+        prompt_tokens: Prompt length.
+        known_tokens: Prompt tokens that an earlier request of the session also had.
+        tail: Ids of the last context, int32 of shape [tokens]: what a completion is parsed against.
     """
 
     prompt_tokens: int
@@ -215,16 +204,16 @@ class PromptPlacement:
 
 @dataclass(slots=True)
 class _Trail:
-    """Where the last search got to: one for a conversation that only grew goes on from there.
+    """State of the last search, from which a conversation that only grew resumes.
 
     Attributes:
-        messages: What was searched for.
-        key: Below which roots.
-        seen: How many nodes the tree had.
-        matched: The nodes whose path means a prefix of the messages, and how long that prefix may be.
-        turns: Those of them that were sampled and have no other such turn behind them, and the longest prefix.
-        whole: The deepest context that means all the messages.
-        later: Nodes behind matched ones that mean more messages than there were.
+        messages: The searched messages.
+        key: Root key.
+        seen: Number of nodes at that time.
+        matched: Nodes whose path matches a prefix of the messages, and the longest such prefix.
+        turns: The sampled ones without a matching turn below, and the longest prefix.
+        whole: Deepest context that matches all messages.
+        later: Children of matched nodes that hold more messages than there were.
     """
 
     messages: Sequence[Canonical]
@@ -237,13 +226,12 @@ class _Trail:
 
 
 class Tree:
-    """All nodes of a session, in commit order.
+    """All nodes of a session.
 
     Attributes:
-        nodes: In commit order: a parent stands before its children.
+        nodes: In commit order: parents before children.
         roots: Contexts without a parent.
         tokens: Ids of all nodes, each counted once.
-        turns: How many nodes were sampled.
     """
 
     def __init__(self) -> None:
@@ -256,7 +244,7 @@ class Tree:
         self._dissolved = False
 
     def counts(self) -> dict[str, float]:
-        """Return how many turns, branches and forks there are, and tokens of either kind."""
+        """Return the numbers of turns, branches, forks, and sampled and other tokens."""
         sampled = sum(node.tokens for node in self.nodes if node.sampled)
         return {
             "turns": self.turns,
@@ -267,15 +255,11 @@ class Tree:
         }
 
     def siblings(self, parent: Node | None) -> Sequence[Node]:
-        """Return the children of a node; of None the roots."""
+        """Return the children of a node, or the roots for None."""
         return self.roots if parent is None else parent.children
 
     def add(self, node: Node, ids: TokenIds) -> Node:
-        """Hang a node with these ids under its parent.
-
-        Raises:
-            SessionError: The tree was dissolved.
-        """
+        """Append a node with these ids. Raises SessionError if the tree was dissolved."""
         self._check_whole()
         if node.parent is None:
             self.roots.append(node)
@@ -289,7 +273,6 @@ class Tree:
         return node
 
     def _keep(self, node: Node, data: bytes) -> None:
-        """Append the ids of a node to those of all nodes."""
         parent = node.parent
         node.store, node.at = self._store, len(self._store)
         self._store += data
@@ -300,7 +283,7 @@ class Tree:
             node.row, node.before = node.at, parent
 
     def dissolve(self) -> None:
-        """Part all nodes from their children: without cycles they are gone as soon as nobody holds them."""
+        """Unlink all children, so that reference counting frees the nodes."""
         self._dissolved = True
         for node in self.nodes:
             node.children = ()
@@ -310,7 +293,7 @@ class Tree:
             raise SessionError("this session is closed: nothing more is asked or recorded in it; open another one")
 
     def context_of(self, match: Match) -> Node | None:
-        """Return the known context with equal messages and equal ids, if there is one."""
+        """Return the known context with equal messages and ids, if any."""
         if match.context is not None:
             return match.context
         data = match.ids.tobytes()
@@ -324,17 +307,10 @@ class Tree:
         return None
 
     def deepest(self, messages: Sequence[Canonical], key: RootKey) -> tuple[list[Place], Node | None]:
-        """Find the turns whose path means a prefix, and the deepest context that means all the messages.
+        """Find the turns whose path matches a prefix, and the deepest context that matches all messages.
 
-        Of each branch only its deepest turn, with the length of that prefix. Most turns first, then most messages;
-        among equals a turn that has not been extended, then the one committed last.
-
-        Args:
-            messages: The request's canonical messages.
-            key: Of the request: only roots of the same tools and arguments are looked at.
-
-        Raises:
-            SessionError: The tree was dissolved.
+        Of each branch only its deepest turn, with the prefix length; sorted by turns, then messages, then not yet
+        extended, then latest. Raises SessionError if the tree was dissolved.
         """
         self._check_whole()
         trail, pending = self._resumed(messages, key)
@@ -354,7 +330,7 @@ class Tree:
         return found, trail.whole
 
     def _reach(self, trail: _Trail, node: Node, end: int) -> None:
-        """Take note that a node's path means that many messages."""
+        """Record that the path of a node matches the first ``end`` messages."""
         if node.sampled:
             behind = any(after in trail.matched for child in node.children for after in child.children)
             if not behind:
@@ -368,7 +344,7 @@ class Tree:
             trail.whole = node
 
     def _resumed(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_Trail, list[Place]]:
-        """Return where to go on from, and the nodes that are still to be looked at."""
+        """Return the state to resume from and the nodes still to visit."""
         last = self._trail
         known = len(last.messages)
         # Most messages are the very objects of the last request, so this costs little.
@@ -385,17 +361,14 @@ class Tree:
 
 
 def _identical(last: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
-    """Whether these are the same messages, each the same turn if it is one for certain."""
+    """Whether these are the same messages, with the same recognised turns."""
     return all(map(is_, last, messages)) or (
         list(last) == list(messages) and all(one.turn == other.turn for one, other in zip(last, messages, strict=True))
     )
 
 
 def _ends(node: Node, start: int, messages: Sequence[Canonical]) -> tuple[tuple[int, ...], bool]:
-    """Return how many messages are used up behind a node that begins there, and whether more of them may tell more.
-
-    Behind a turn at least one message is left: there is nothing to go on with otherwise.
-    """
+    """Return the prefix lengths that match after a node (a turn needs a message after it), and whether more could."""
     if not node.sampled:
         end = start + len(node.messages)
         if end > len(messages):
@@ -417,14 +390,7 @@ def _rank(node: Node, used: int) -> tuple[int, int, bool, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Parting:
-    """Where branches and a request part.
-
-    Attributes:
-        node: All branches through it part there.
-        shared: How many messages of the request they share.
-        theirs: The first message of theirs that differs, None where they end.
-        spoken: Whether a turn is among what is shared.
-    """
+    """Where the branches through ``node`` diverge from a request, after ``shared`` messages with or without a turn."""
 
     node: Node
     shared: int
@@ -433,12 +399,12 @@ class _Parting:
 
 
 def fork_reason(roots: Sequence[Node], match: Match, messages: Sequence[Canonical]) -> str:
-    """Return the reason for which committing this request makes a fork.
+    """Return the reason of the fork that committing this request makes.
 
     Args:
-        roots: Of the tree; there is one at least.
+        roots: Roots of the tree, at least one.
         match: How the request was matched.
-        messages: The request's canonical messages.
+        messages: Its canonical messages.
     """
     parent = match.context or match.parent
     if any(node.index >= match.commits for node in (roots if parent is None else parent.children)):
@@ -471,13 +437,13 @@ def _difference(roots: Sequence[Node], messages: Sequence[Canonical], key: RootK
 
 
 def _differ_in_reasoning(one: Canonical, other: Canonical) -> bool:
-    """Whether two assistant messages differ in their reasoning and in nothing else."""
+    """Whether two assistant messages differ in their reasoning only."""
     equal = one.calls == other.calls and one.text.strip() == other.text.strip()
     return equal and one.reasoning.strip() != other.reasoning.strip()
 
 
 def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Parting, Node]:
-    """Find the branch that shares most messages with the request (then same root, then used last)."""
+    """Find the branch with the longest common prefix (then same root key, then most recent)."""
     partings = list(_partings(roots, messages))
     most = max((each.shared, each.node.key == key) for each in partings)
     ends = [
@@ -491,7 +457,6 @@ def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey)
 
 
 def _partings(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[_Parting]:
-    """Yield where the branches part from the messages."""
     pending = [(root, 0, False) for root in roots]
     while pending:
         node, start, spoken = pending.pop()

@@ -1,11 +1,10 @@
-"""Proves from a run's files that what was sampled is what was recorded, and what was recorded is what was trained.
+"""Audit of a run directory: sampled ids, recorded ids and trained ids are the same.
 
-1. The ids of a branch, concatenated, are what the engine saw, turn by turn: the calls of a session in the ledger
-   are, as a multiset of (prompt, completion, logprobs, version spans, finish reason), its trajectory's turns.
-2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
-3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was; in one step, or in
-   as many as the run allows (``replay.max_uses``).
-4. What was trained in a step is what the journal gave to that step; of all that finished it says what became of it.
+1. A session's calls in the ledger are, as a multiset of (prompt, completion, logprobs, version spans, finish reason),
+   its trajectory's turns: the ids of a branch, concatenated, are what the engine saw.
+2. Segments are sound: sampled and context segments alternate; logprobs and spans cover exactly the sampled ids.
+3. Over all rows of a trajectory each sampled id is trained exactly once per use (``replay.max_uses``), and no other.
+4. A step trained what the journal gave it; the journal accounts for every finished trajectory.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from turnwise.types import StopReason, TokenIds
 
 @dataclass(slots=True)
 class Account:
-    """What the journal says of a run.
+    """Contents of a journal, for the audit.
 
     Attributes:
-        trajectories: The keys under which each trajectory was asked for, by its id.
-        taken: The steps that count and were given a group, by its key.
+        trajectories: Request keys of each trajectory, by its id.
+        taken: The valid steps that were given a group, by its key.
         dropped: Why a group was dropped, by its key.
-        orphans: Trajectories that finished and were noted nowhere before a kill.
-        late: Trajectories that a manager from elsewhere put into no group in time.
+        orphans: Trajectories that a kill left without a journal entry.
+        late: Trajectories that a custom manager put into no group in time.
         max_uses: How many steps may train a group.
         parts: (first byte in trajectories.jsonl, whether it ended in order) of each process.
     """
@@ -51,16 +50,11 @@ class Account:
     parts: list[tuple[int, bool]] = field(default_factory=list)
 
     def fates(self, finished: Iterable[str]) -> Counter[str]:
-        """Count finished trajectories by what became of them."""
+        """Count finished trajectories by outcome."""
         return Counter(self._fate(each) for each in finished)
 
     def misused(self, trained: Iterable[tuple[str, int]]) -> list[str]:
-        """Return what contradicts the journal: trajectories that were trained in a step that was not given them, or in
-        more steps than the run allows.
-
-        Args:
-            trained: (trajectory, step) of each row that was trained.
-        """
+        """Return contradictions: trained (trajectory, step) rows outside of the steps given, or in too many steps."""
         steps: defaultdict[str, set[int]] = defaultdict(set)
         for name, step in trained:
             steps[name].add(step)
@@ -77,13 +71,9 @@ class Account:
         return found
 
     def unnamed(self, finished: Iterable[str], file: Path) -> list[str]:
-        """Return what contradicts the journal: finished trajectories of which it says nothing.
+        """Return contradictions: finished trajectories without a journal entry.
 
-        What a kill leaves so the next process notes; until there is one, what the last process wrote may be so.
-
-        Args:
-            finished: Ids.
-            file: Where the trajectories stand.
+        The last process may have left some by a kill; the next one notes them.
         """
         lost = [name for name in finished if name not in self.trajectories and name not in self.orphans | self.late]
         if not lost or not self.parts:
@@ -108,11 +98,7 @@ class Account:
 
 
 def account(file: Path) -> Account:
-    """Count the lines of a journal; one that is not there has none.
-
-    Raises:
-        FormatError: It is spoilt where no kill can have done it.
-    """
+    """Read a journal; a missing file counts as empty."""
     found = Account()
     for _, event in read_journal(file).events:
         kind = event["event"]
@@ -141,7 +127,7 @@ def account(file: Path) -> Account:
 
 
 def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
-    """Undo that a step was given groups, and that it dropped them after that."""
+    """Undo the taking of groups by a step, and later drops."""
     for key in keys:
         if step in found.taken.get(key, ()):
             found.taken[key].remove(step)
@@ -150,7 +136,7 @@ def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
 
 
 def _places(file: Path) -> dict[str, int]:
-    """Return where in its file each trajectory begins; what a kill left of a line is passed over."""
+    """Return the byte offset of each trajectory in its file; lines cut off by a kill are skipped."""
     places: dict[str, int] = {}
     offset = 0
     with file.open("rb") as lines:
@@ -168,12 +154,11 @@ _OF_TEXT = "trajectories of text: nothing to prove"
 
 @dataclass(slots=True)
 class AuditReport:
-    """What an audit found.
+    """Result of an audit.
 
     Attributes:
-        counts: What was checked, and how many of each.
-        figures: Sizes that are no counts, by name.
-        contradictions: Each contradiction in words. Empty: the run is sound.
+        counts: Number of checked items by kind.
+        contradictions: Each contradiction in words; empty for a sound run.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -182,7 +167,7 @@ class AuditReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing contradicts the invariants."""
+        """Whether there are no contradictions."""
         return not self.contradictions
 
 
@@ -193,7 +178,7 @@ def audit_files(run: Path) -> AuditReport:
         run: Holds ``ledger.jsonl`` and ``trajectories.jsonl``, and ``batches.jsonl`` if something was trained.
 
     Raises:
-        AuditError: A file is missing, or everything was recorded as text: nothing can be proven.
+        AuditError: A file is missing, or all sessions were recorded as text only.
     """
     if (run / TRAJECTORIES).is_file() and not (run / LEDGER).is_file():
         forms = _forms(run)
@@ -223,7 +208,6 @@ def audit_files(run: Path) -> AuditReport:
 
 
 def _forms(run: Path) -> Counter[str]:
-    """Return how many trajectories were recorded as what."""
     try:
         return Counter(trajectory.recorded for trajectory in read_trajectories(run / TRAJECTORIES))
     except FormatError:
@@ -238,7 +222,7 @@ def _nothing(run: Path, count: int) -> AuditError:
 
 
 class _Audit:
-    """One pass over the trajectories; the ledger and the batches are held in memory."""
+    """One pass over the trajectories, with ledger and batches in memory."""
 
     def __init__(self, ledger: Ledger, batches: Batches, report: AuditReport, pending: Collection[str]) -> None:
         self._report = report
@@ -288,7 +272,6 @@ class _Audit:
         self._report.contradictions.append(f"trajectory {trajectory.id}: {text}")
 
     def _text(self, trajectory: Trajectory) -> None:
-        """Hold a trajectory against its own claim that no tokens of it are known."""
         if any(len(segment.ids) for segment in trajectory.segments):
             self._say(trajectory, "was recorded as text, but holds ids")
         for what, found in (("calls of it in the ledger", self._calls), ("rows of it that were trained", self._rows)):
@@ -368,7 +351,7 @@ class _Audit:
             self._coverage(trajectory, f"step {step}" if epoch == 0 else f"step {step}, pass {epoch}", members)
 
     def _coverage(self, trajectory: Trajectory, when: str, rows: Sequence[BatchRow]) -> None:
-        """Count by segment how often each id was trained: sampled ids once, others never."""
+        """Count how often each id was trained: sampled ids once, others never."""
         trained = [np.zeros(len(segment.ids), np.int32) for segment in trajectory.segments]
         reachable = [np.zeros(len(segment.ids), np.bool_) for segment in trajectory.segments]
         for row in rows:
@@ -495,7 +478,7 @@ def _key(prompt: TokenIds, completion: TokenIds, logprobs: object, versions: obj
 
 
 def _likest(segment: Segment, prompt: TokenIds, calls: Sequence[LedgerEntry]) -> int:
-    """Return which of the calls this turn most likely was: equal prompt or completion first, then order."""
+    """Return the index of the best matching call: equal prompt or completion first, then order."""
     for number, call in enumerate(calls):
         if np.array_equal(call.prompt_ids, prompt) or np.array_equal(call.completion_ids, segment.ids):
             return number

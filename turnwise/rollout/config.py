@@ -1,4 +1,4 @@
-"""The configuration section of rollouts: which environment and agent, how many at once, and their limits."""
+"""The ``rollout:`` section: environment, agent, sampling, limits and concurrency."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class NamedConfig(BaseModel):
-    """Something that travels as a name and a configuration, never as an object.
+    """A component given by name and configuration.
 
     Attributes:
         name: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
@@ -52,9 +52,9 @@ class AgentEntry(BaseModel):
     """One agent of an ``agent_loop_config_path`` file.
 
     Attributes:
-        name: What tasks and ``rollout.agent`` call it. It may be that of a registered agent, which it then hides.
-        target: What it is: ``pkg.module:Class``, ``pkg.module:function``, ``path/to/file.py:Class``, or a registered
-            name. ``_target_`` and ``class`` mean the same.
+        name: Name for tasks and ``rollout.agent``; it shadows a registered agent of that name.
+        target: ``pkg.module:Class``, ``pkg.module:function``, ``path/to/file.py:Class``, or a registered name. Aliases:
+            ``_target_``, ``class``.
         config: Its configuration. Further keys of the entry, as other tools write them, are part of it.
     """
 
@@ -67,7 +67,7 @@ class AgentEntry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _spelled(cls, data: Any) -> Any:
-        """Read the other spellings; beside ``_target_`` stand the arguments themselves."""
+        """Normalise aliases; beside ``_target_`` stand the arguments themselves."""
         if not isinstance(data, dict):
             return data
         if "_target_" in data:
@@ -78,7 +78,7 @@ class AgentEntry(BaseModel):
 
 
 class AgentFile(BaseModel):
-    """An ``agent_loop_config_path`` file: the list itself, or with it as ``agents``."""
+    """An ``agent_loop_config_path`` file: a list of agents, also under ``agents``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,12 +86,12 @@ class AgentFile(BaseModel):
 
 
 class SpecConfig(NamedConfig):
-    """An environment, as it travels.
+    """An environment by name and configuration.
 
     Attributes:
-        tools: Tools that it offers beside those of its class.
-        wrappers: What is put around it, the innermost first: ``turn_limit``, ``time_limit``,
-            ``truncate_observations``, ``shape_reward``, ``record_transcript`` or ``pkg.module:Class``.
+        tools: Tools besides those of its class.
+        wrappers: Wrappers, innermost first: ``turn_limit``, ``time_limit``, ``truncate_observations``,
+            ``shape_reward``, ``record_transcript`` or ``pkg.module:Class``.
     """
 
     tools: ToolsConfig = ToolsConfig()
@@ -99,14 +99,14 @@ class SpecConfig(NamedConfig):
 
 
 class GroupRewardConfig(BaseModel):
-    """A function that sees all trajectories of a group. A text is its ``function``.
+    """A reward function of all trajectories of a group. A text is its ``function``.
 
     Attributes:
         function: ``rank_by``, ``pairwise_judge``, ``pkg.module:function`` or ``path/to/file.py:function``.
         arguments: Of the constructor where it names a class, else keyword arguments of every call.
-        weight: What it returns is multiplied by this; 0 only logs it.
-        timeout: Seconds that it may take for one group.
-        in_evaluation: Whether groups that are evaluated get it, too; it then counts for ``success_reward``.
+        weight: Factor of the returned rewards; 0 only logs them.
+        timeout: Seconds for one group.
+        in_evaluation: Whether it also applies in evaluation, where it then counts for ``success_reward``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -123,13 +123,13 @@ def _function(value: Any) -> Any:
 
 
 class AddressConfig(BaseModel):
-    """Where agents that speak a wire API reach the sessions of their episodes.
+    """The gateway's address for agents that speak a wire API.
 
     Attributes:
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
-        public_urls: Base URLs of what stands in front of it (a proxy, a load balancer): each episode is given the one
-            that the fewest episodes have. By default host and port themselves.
+        public_urls: Base URLs of proxies or load balancers in front of it; each episode gets the least used. By default
+            host and port.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -147,13 +147,12 @@ class AddressConfig(BaseModel):
 
 
 class RemoteConfig(BaseModel):
-    """Episodes are played by ``turnwise runner`` processes, which connect to the port of ``rollout.gateway``.
+    """Episodes run in ``turnwise runner`` processes, which connect to the port of ``rollout.gateway``.
 
     Attributes:
-        key_file: The key that lets runners in; made where there is none. Only its owner may read it.
-        lost_after: Seconds without a sign of life after which a runner is given up. A connection that closes is
-            noticed at once.
-        reissues: How often an episode is played anew because its runner was lost, before that counts as a failure.
+        key_file: File of the runners' key; created, readable by its owner only, where missing.
+        lost_after: Seconds without a heartbeat after which a runner is lost. A closed connection is noticed at once.
+        reissues: Retries of an episode after the loss of its runner, before that counts as a failure.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -176,22 +175,20 @@ class RolloutConfig(BaseModel):
     Attributes:
         env: The environment, unless a task names its own.
         agent: The agent, unless a task names its own.
-        sandbox: Where environments' sandboxes come from.
-        address: What the address of a session looks like, with ``{base}`` (or ``{host}`` and ``{port}``), ``{token}``,
-            and as they are wished ``{rollout_id}``, ``{attempt_id}`` and ``{session}``.
-        gateway: Where such addresses are reached.
-        remote: Has ``turnwise runner`` processes play the episodes, with agents of their own; ``agent`` is not read
-            then. By default they are played here.
-        agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
-            ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
-        lease_timeout: Seconds after which a group that such a class works on is given out again, unless it calls
-            ``current_rollout().heartbeat(request)`` in between; by default it is waited for.
-        agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
-            ones.
-        group_size: Episodes per task, whose trajectories are compared with each other.
-        compare: With whom a session is compared where an episode has several: ``role``, with the sessions of its role
-            (what stands before the slash of its name); ``agent``, of exactly its name; ``together``, with all that are
-            trained.
+        sandbox: The sandbox backend of environments.
+        address: Template of a session's address, with ``{base}`` (or ``{host}`` and ``{port}``), ``{token}``, and
+            optionally ``{rollout_id}``, ``{attempt_id}`` and ``{session}``.
+        gateway: The gateway's address.
+        remote: Lets ``turnwise runner`` processes, with their own agents, run the episodes; ``agent`` is ignored. By
+            default they run here.
+        agent_loop_manager_class: A custom rollout manager, as ``pkg.module.Class``, ``pkg.module:Class`` or
+            ``path/to/file.py:Class``.
+        lease_timeout: Seconds after which a custom manager's group is issued again, unless it calls
+            ``current_rollout().heartbeat(request)``; by default never.
+        agent_loop_config_path: A YAML file of agents that tasks and ``agent`` may name besides the registered ones.
+        group_size: Episodes per task, whose trajectories are compared.
+        compare: Baseline of a session's reward within its group: ``role``, sessions of its role (its name up to the
+            slash); ``agent``, those of its name; ``together``, all trained ones.
         temperature: Sampling temperature of training rollouts.
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest tokens; 0 keeps all.
@@ -199,26 +196,24 @@ class RolloutConfig(BaseModel):
         max_turns: Model calls per session; the episode then ends with ``max_turns``.
         max_tokens_per_turn: Most tokens of one completion.
         max_total_tokens: Most tokens of one session over all its branches, prompts included.
-        context_length: Most tokens of prompt and completion; by default what the server reports.
+        context_length: Most tokens of prompt and completion; by default the server's limit.
         concurrency: Episodes that run at the same time.
         episode_timeout: Seconds after which an episode ends with ``timeout``.
-        score_timeout: Seconds that scoring may take after the agent returned.
-        close_timeout: Seconds that an environment may take to close.
-        retries: How often an episode that an infrastructure failure ended is tried again.
-        failed_members: What becomes of a group of which a member failed in all its attempts: ``train``, the others are
-            trained; ``drop``, none is, and the next task takes its place.
-        min_members: With ``train``: the fewest members that must be left, else the group is dropped.
-        max_failed_groups: So many groups in a row of which no member is left end the run. Fewer are dropped.
-        max_lost_threads: How many tool threads may be lost to time-outs before the run ends.
-        reasoning: What becomes of the reasoning of earlier turns: ``keep``, it stays in the prompt; ``template``, what
-            the model's chat template drops from a history is dropped, and each turn where it does begins a branch of
-            its own (exact, at the cost of more tokens). Evaluation does the same.
-        echo: What becomes of an assistant message that comes back rewritten with the ids of its calls: ``same``, it is
-            the turn that was sampled; ``strict``, it was edited and begins a branch of its own.
-        save_messages: Whether saved trajectories hold their messages (to view them), not only ids.
-        frozen: Policies by name that agents may give sessions besides ``main``. They sample, are recorded and audited,
-            and are never trained.
-        group_reward: Rewards trajectories by comparing them with the others of their group.
+        score_timeout: Seconds for scoring after the agent returned.
+        close_timeout: Seconds for closing an environment.
+        retries: Retries of an episode after an infrastructure failure.
+        failed_members: Treatment of a group with a member that failed in all attempts: ``train`` the others; ``drop``
+            the group, and take the next task.
+        min_members: With ``train``: the fewest members left, else the group is dropped.
+        max_failed_groups: Groups in a row without any member left that end the run.
+        max_lost_threads: Tool threads lost to time-outs that end the run.
+        reasoning: Reasoning of earlier turns: ``keep`` leaves it in the prompt; ``template`` follows the chat template,
+            and each turn where that drops some starts a branch (exact, at the cost of more tokens). Also in evaluation.
+        echo: An assistant message that returns rewritten, with its call ids: ``same`` takes it as the sampled turn;
+            ``strict`` as edited, which starts a branch.
+        save_messages: Whether saved trajectories hold messages (for viewing) besides ids.
+        frozen: Further policies by name; their sessions are recorded and audited, never trained.
+        group_reward: Rewards trajectories by comparison within their group.
     """
 
     model_config = ConfigDict(extra="forbid")

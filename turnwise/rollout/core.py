@@ -1,4 +1,4 @@
-"""The contracts between rollouts and training: who makes trajectories, and where they wait."""
+"""The contracts between rollouts and training: RolloutManager and ReplayBuffer."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A task to roll out, with what decides its seeds.
+    """A task to roll out, with everything that determines its seeds.
 
     Attributes:
         task: The dataset row.
-        epoch: How often the dataset was seen before; part of the reset seed.
+        epoch: Earlier passes over the dataset; part of the reset seed.
         group_size: Members of the group.
         partition: ``train`` or ``val``.
         temperature: Overrides the configured one (evaluation: 0 is greedy).
         tag: Distinguishes groups of the same task and epoch (``greedy``, ``sampled``).
-        greedy_baseline: Whether one more episode is rolled out at temperature 0, from the same reset. What it leaves
-            are the group's ``baselines``, and no members.
+        greedy_baseline: Whether to add an episode at temperature 0 from the same reset; its trajectories are the
+            group's ``baselines``, not members.
     """
 
     task: Task
@@ -51,7 +51,7 @@ class RolloutRequest:
 
     @property
     def key(self) -> str:
-        """Names what is asked for, the same in every process that works on a run: partition, task, epoch and tag."""
+        """Key of the request in all processes of a run: partition, task, epoch and tag."""
         task_id, tag = (
             _ESCAPED.sub(lambda found: quote(found.group(), safe="").replace("~", "%7E"), text)
             for text in (self.task.id, self.tag)
@@ -62,21 +62,20 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
-    """What a run hands to its rollout manager, besides configuration, client and buffer.
+    """Further parts that a run gives its rollout manager.
 
     Attributes:
         renderer: Messages to ids and back.
         run_seed: Part of all seeds of training rollouts; evaluation uses 0.
         run_part: Part of all ids: a resumed run may roll out the same task again.
         write: Called with every trajectory, failed and cancelled ones included.
-        rolling: Gives what is entered around the rollout of a group, by its id: for whoever notes what ran when.
-        journal: Where finished members of groups to train are noted, and found again by a later process.
-        recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
-            nothing left to wait for, which ends the run.
-        custom: The free section of the configuration, untouched.
-        frozen: Policies by name that sample and are not trained.
-        notify: Told what a person should know while episodes run (runners that come and go).
-        settings: The same section as the manager's ``custom_model``, where it names one.
+        rolling: Returns a context manager entered around each group's rollout, by its id, for the timeline.
+        journal: Journal of finished members of groups to train.
+        recover: Awaited after an inference failure, before the retry. Raises to end the run.
+        custom: The raw ``custom`` section of the configuration.
+        frozen: Further policies by name, never trained.
+        notify: Called with messages for the user (runners that come and go).
+        settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
     """
 
     renderer: Renderer
@@ -94,13 +93,13 @@ class RolloutParts:
 
 @dataclass(frozen=True, slots=True)
 class BatchRef:
-    """Names a batch that a buffer handed out.
+    """Reference to a batch that a buffer handed out.
 
     Attributes:
-        id: Names it in ``fetch`` and ``release``.
+        id: Id for ``fetch`` and ``release``.
         group_ids: The groups in it, in order.
-        keys: What was asked for with each of them (:attr:`RolloutRequest.key`), in the same order; the group's id where
-            nobody asked. A buffer that does not know them leaves this empty: groups are then told by their task.
+        keys: Their request keys (:attr:`RolloutRequest.key`), in the same order; the group's id where there was no
+            request. Empty where the buffer does not know them: groups are then matched by task.
     """
 
     id: int
@@ -109,79 +108,75 @@ class BatchRef:
 
 
 class ReplayBuffer(ABC):
-    """Where finished groups wait until they are trained."""
+    """Holds finished groups until they are trained."""
 
     @abstractmethod
     async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group. Wakes those who wait in :meth:`sample`."""
+        """Store a finished group and wake waiting :meth:`sample` calls."""
 
     @abstractmethod
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out ``batch_size`` groups of a partition.
+        """Wait for ``batch_size`` groups of a partition and hand them out.
 
         Args:
-            global_steps: The train step that asks.
+            global_steps: The requesting train step.
             partition_id: ``train`` or ``val``.
-            batch_size: How many groups.
+            batch_size: Number of groups.
 
         Raises:
-            TurnwiseError: What :meth:`fail` was given: no further group will come.
+            TurnwiseError: The error of :meth:`fail`: no further group will come.
         """
 
     @abstractmethod
     async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-        """Return the groups of a batch. ``fields`` may leave out parts that the caller does not read
-        (``messages``).
-        """
+        """Return the groups of a batch. ``fields`` may leave out parts that are not read (``messages``)."""
 
     @abstractmethod
     async def release(self, ref: BatchRef) -> None:
-        """Forget a batch: it was trained."""
+        """Forget a batch after training."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise: the producer ended with this error."""
+        """Make every waiting and later ``sample`` raise this error of the producer."""
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for, when the servers had this weight version: it is in flight until it is put.
+        """Note a request as in flight until its group is put; ``version`` is the servers' weight version.
 
         Returns:
-            Whether it is here already (a process before this one finished it): then nobody need be asked for it.
+            Whether an earlier process finished the group already, so that no rollout is needed.
         """
         del request, version
         return False
 
     def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set who asks for further groups to train. It is called with how many a waiting :meth:`sample` lacks that are
-        neither here nor in flight (some were dropped), and returns whether it asked for them: else the batch is so much
-        smaller.
+        """Set the callback that requests further groups to train, where drops left a waiting :meth:`sample` short.
+
+        It gets the number lacking and returns whether it requested them; otherwise the batch is smaller.
         """
         del refill
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set who is told of finished groups that will never be trained, and why. It is called in :meth:`sample`."""
+        """Set the callback for finished groups that will never be trained, and why. Called in :meth:`sample`."""
         del told
 
     def reissued(self) -> None:
-        """Learn that a group or an episode is played anew because whoever had it was lost. It is counted."""
+        """Count a group or an episode that is rolled out again after a loss."""
         return
 
     def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget groups that were asked for: nobody waits for those in flight any more, and those that are here are
-        dropped. A buffer that does not override this keeps what is here, for a later batch.
-        """
+        """Forget requests in flight; finished groups are dropped, or by default stay for a later batch."""
         del keys, why
 
 
 class RolloutManager(ABC):
     """Turns tasks into groups of trajectories in a buffer.
 
-    One written elsewhere is named by ``rollout.agent_loop_manager_class``. It puts one group into the buffer for each
-    request, with the request's task id and partition, in any order; ``buffer.fail`` says that no more will come.
+    A custom one is named by ``rollout.agent_loop_manager_class``. It puts one group for each request, with the
+    request's task id and partition, in any order; ``buffer.fail`` ends the production.
 
     Attributes:
-        custom_model: The pydantic model of the configuration's ``custom`` section, or None: it is checked by it before
-            anything starts, and handed over as ``parts.settings``.
+        custom_model: Pydantic model of the configuration's ``custom`` section, or None. Validated before the start and
+            passed as ``parts.settings``.
     """
 
     custom_model: ClassVar[type[BaseModel] | None] = None
@@ -191,41 +186,39 @@ class RolloutManager(ABC):
     async def create(
         cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
     ) -> Self:
-        """Make a manager. Without a buffer nothing can be generated into one."""
+        """Make a manager. Without a buffer ``generate_sequences`` is unavailable."""
 
     @abstractmethod
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Start rolling out and return at once. Finished groups arrive in the buffer."""
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """End groups before they are finished: their episodes end with ``StopReason.CANCELLED``, are written, and never
-        arrive in the buffer.
+        """Cancel unfinished groups: their episodes end with ``StopReason.CANCELLED``, are written, and never reach the
+        buffer.
 
         Args:
-            keys: What they were asked for by (:attr:`RolloutRequest.key`). Those that are finished or unknown are left
-                alone.
+            keys: Request keys (:attr:`RolloutRequest.key`); finished or unknown ones are ignored.
 
         Returns:
-            The keys of the groups that were ended. A manager that does not override this ends none: all of them arrive
-            sooner or later, and wait in the buffer for a batch that may take them.
+            The keys of the cancelled groups. By default none: all groups arrive and wait in the buffer.
         """
         del keys
         return frozenset()
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel what runs and release everything."""
+        """Cancel running episodes and release everything."""
 
 
 OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
 
 
 class Rollouts(Protocol):
-    """What training and evaluation ask of a rollout manager: the contract, and the groups of an evaluation."""
+    """A rollout manager as training and evaluation use it: the contract, plus evaluation groups."""
 
     @property
     def config(self) -> RolloutConfig:
-        """What is rolled out, and how."""
+        """The rollout configuration."""
 
     @property
     def renderer(self) -> Renderer:
@@ -240,7 +233,7 @@ class Rollouts(Protocol):
         """Roll out and return the groups in the order of the requests."""
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """End groups before they are finished; return which were."""
+        """Cancel unfinished groups; return their keys."""
 
     async def close(self) -> None:
         """Cancel what runs and release everything."""

@@ -1,4 +1,4 @@
-"""Which rollout manager a run has, and what one that was written elsewhere is held to."""
+"""Creation of a run's rollout manager, and the adapter around custom ones."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
 class ValidatingBuffer(ReplayBuffer):
-    """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write.
+    """A buffer that validates the groups of a custom manager, and writes trajectories that it did not write.
 
     Args:
-        inner: Keeps the groups.
-        write: Called with every trajectory that is put and was not written before.
-        most: How many groups in a row without a member end the run.
-        waited_for: Whether somebody waits for a group; of one that comes too late nothing is taken.
-        unclaimed: Told which trajectories were written and are in no group that was taken.
+        write: Called with every trajectory that is put unwritten.
+        most: Groups in a row without a member that end the run.
+        waited_for: Whether a group is expected; late ones are ignored.
+        unclaimed: Called with trajectories that were written and are in no accepted group.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ValidatingBuffer(ReplayBuffer):
         self._written: set[str] = set()
 
     def write(self, trajectory: Trajectory) -> None:
-        """Write a trajectory, and remember that it is written."""
+        """Write a trajectory and remember it."""
         self._written.add(trajectory.id)
         if trajectory.error is not None:
             self._failures.failed(trajectory.error)
@@ -70,11 +69,7 @@ class ValidatingBuffer(ReplayBuffer):
             self._write(trajectory)
 
     async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group.
-
-        Raises:
-            TrainError: It is none, or its trajectories are.
-        """
+        """Validate and store a finished group."""
         for value, kind in [(group, TrajectoryGroup), *((each, Trajectory) for each in _members(group))]:
             if not isinstance(value, kind):
                 raise TrainError(
@@ -93,7 +88,7 @@ class ValidatingBuffer(ReplayBuffer):
             self.fail(error)
 
     def close(self) -> None:
-        """Tell what was written and put into no group."""
+        """Report trajectories that were written and put into no group."""
         self._forget(set(self._written))
 
     def _forget(self, names: set[str]) -> None:
@@ -118,23 +113,23 @@ class ValidatingBuffer(ReplayBuffer):
         self._inner.fail(error)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for."""
+        """Note a request as in flight."""
         return self._inner.expect(request, version)
 
     def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set who asks for further groups."""
+        """Set the callback that requests further groups."""
         self._inner.refill_by(refill)
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set who is told of groups that will never be trained."""
+        """Set the callback for dropped groups."""
         self._inner.drops_to(told)
 
     def reissued(self) -> None:
-        """Count what is played anew."""
+        """Count what is rolled out again."""
         self._inner.reissued()
 
     def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget groups that were asked for."""
+        """Forget requests."""
         self._inner.discard(keys, why)
 
 
@@ -149,12 +144,10 @@ KEY = "rollout.agent_loop_manager_class"
 
 @dataclass(frozen=True, slots=True)
 class CurrentRollout:
-    """What a rollout manager works for.
+    """Context of a rollout manager.
 
     Attributes:
-        buffer: Where it puts finished groups.
-        parts: What else the run hands over.
-        handed_out: Watches over what the manager works on, with ``rollout.lease_timeout``.
+        handed_out: Leases of outstanding requests, with ``rollout.lease_timeout``.
     """
 
     buffer: ValidatingBuffer
@@ -162,10 +155,10 @@ class CurrentRollout:
     handed_out: OutstandingRequests | None = None
 
     def heartbeat(self, request: RolloutRequest) -> bool:
-        """Say that somebody works on a request, so that ``rollout.lease_timeout`` begins anew. From the loop's thread.
+        """Renew the lease of a request. Call it on the event loop's thread.
 
         Returns:
-            Whether its group is waited for. Else it has arrived, or was given out again to somebody else.
+            Whether its group is expected. Otherwise it has arrived, or was issued again.
         """
         return self.handed_out is None or self.handed_out.heartbeat(request)
 
@@ -174,13 +167,12 @@ _CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnw
 
 
 def current_rollout() -> CurrentRollout:
-    """Return what the manager that is being made works for.
+    """Return the context of the manager being made, for classes whose ``create`` has no such parameters (as in verl).
 
-    For classes whose ``create`` has no parameters for it, as in verl, where a queue is imported instead. Valid in
-    ``create`` and ``generate_sequences``, and in the tasks that these start.
+    Valid in ``create`` and ``generate_sequences``, and in tasks that these start.
 
     Raises:
-        TurnwiseError: No manager is being made or asked.
+        TurnwiseError: Called elsewhere.
     """
     found = _CURRENT.get(None)
     if found is None:
@@ -192,11 +184,7 @@ def current_rollout() -> CurrentRollout:
 
 
 def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any] | None:
-    """See that the configured manager is there and takes the ``custom`` section; return its class, if one is named.
-
-    Raises:
-        ConfigError: It cannot be loaded, is no rollout manager, or refuses the section.
-    """
+    """Check the configured manager and its ``custom`` section; return its class, if one is named."""
     reference = config.agent_loop_manager_class
     if reference is None:
         return None
@@ -215,18 +203,13 @@ def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any]
 async def create_manager(
     config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
 ) -> Rollouts:
-    """Make the rollout manager of a run: the package's own, or the one that the configuration names.
+    """Make the rollout manager of a run: the package's own, or the configured one.
 
     Args:
-        config: What is rolled out; may name the class.
-        client: Who samples.
-        buffer: Where finished groups wait; None where the run only gathers (a manager from elsewhere then gets a
-            buffer of its own).
-        parts: What else the run hands over.
-
-    Raises:
-        ConfigError: The class cannot be used, or making it failed.
-        TurnwiseError: What its ``create`` raised.
+        config: The rollout configuration; may name the class.
+        client: The inference client.
+        buffer: Destination of finished groups; None where the run only gathers.
+        parts: Further parts of the run.
     """
     if config.agent_loop_manager_class is None:
         return await RolloutProducer.create(config, client, buffer, parts)
@@ -234,11 +217,10 @@ async def create_manager(
 
 
 class OutsideManager(RolloutManager):
-    """A manager of the user's, and what the package sees to around it.
+    """Adapter around a custom rollout manager.
 
-    Each group that it puts is looked at; trajectories that it has not written itself are written then, so that what is
-    trained is on disk. A task that its ``generate_sequences`` started and that dies ends the run with its error, and is
-    cancelled when the run ends. It is evaluated through the buffer.
+    Validates its groups and writes trajectories that it did not write itself. A task started by its
+    ``generate_sequences`` that fails ends the run, and is cancelled at the end. Evaluation goes through the buffer.
     """
 
     def __init__(self, inner: Any, config: RolloutConfig, current: CurrentRollout) -> None:
@@ -253,12 +235,7 @@ class OutsideManager(RolloutManager):
     async def create(
         cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
     ) -> Self:
-        """Make the manager that the configuration names.
-
-        Raises:
-            ConfigError: It cannot be used, or its ``create`` failed.
-            TurnwiseError: What its ``create`` raised.
-        """
+        """Make the configured manager."""
         reference = config.agent_loop_manager_class
         found = check_manager(config, parts.custom)
         if reference is None or found is None:
@@ -290,7 +267,7 @@ class OutsideManager(RolloutManager):
 
     @property
     def config(self) -> RolloutConfig:
-        """What is rolled out, and how."""
+        """The rollout configuration."""
         return self._config
 
     @property
@@ -299,11 +276,7 @@ class OutsideManager(RolloutManager):
         return self._current.parts.renderer
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
-        """Ask the manager to start rolling out.
-
-        Raises:
-            TurnwiseError: It raised.
-        """
+        """Have the manager start rolling out."""
         if self._current.handed_out is not None:
             self._current.handed_out.add(requests)
         before = asyncio.all_tasks()
@@ -328,10 +301,7 @@ class OutsideManager(RolloutManager):
     ) -> list[TrajectoryGroup]:
         """Roll out through the buffer and return the groups in the order of the requests.
 
-        Requests of one tag and epoch are one batch: within it groups are told apart by their task.
-
-        Raises:
-            TurnwiseError: The manager ended, a task is requested twice, or a group is of another task.
+        Requests of one tag and epoch are one batch, in which groups are matched by task.
         """
         found: list[TrajectoryGroup] = []
         for _, batch in groupby(requests, key=lambda request: (request.partition, request.epoch, request.tag)):
@@ -364,11 +334,7 @@ class OutsideManager(RolloutManager):
         return [found[request.task.id] for request in requests]
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """End groups before they are finished, where the manager can; return which were.
-
-        Raises:
-            TurnwiseError: It raised.
-        """
+        """Cancel unfinished groups, where the manager can; return their keys."""
         if not callable(_attribute(type(self._inner), "cancel")):
             return frozenset()
         try:
@@ -383,7 +349,7 @@ class OutsideManager(RolloutManager):
         return found
 
     async def close(self) -> None:
-        """Close the manager, where it can be closed, and cancel what its ``generate_sequences`` started."""
+        """Close the manager, where possible, and cancel its tasks."""
         if self._current.handed_out is not None:
             self._current.handed_out.close()
         for task in self._started:
@@ -407,7 +373,6 @@ class OutsideManager(RolloutManager):
         return type(self._inner).__qualname__
 
     def _reissue(self, request: RolloutRequest) -> None:
-        """Ask again for what somebody had who gave no sign of life."""
         self._current.buffer.reissued()
         try:
             self.generate_sequences([request])
@@ -428,7 +393,6 @@ class OutsideManager(RolloutManager):
 
 
 def _attribute(cls: type[Any], name: str) -> Any:
-    """Return what a class of the user's has under a name, or None."""
     return getattr(cls, name, None)
 
 
@@ -447,7 +411,7 @@ def _settings(cls: type[Any], reference: str, custom: Mapping[str, Any]) -> Base
 def _arguments(
     create: Callable[..., Any], reference: str, config: RolloutConfig, client: LLMClient, current: CurrentRollout
 ) -> dict[str, Any]:
-    """Return what ``create`` is called with: what it names, under our names or those that verl has for them."""
+    """Return the arguments that ``create`` names, under our names or verl's."""
     offered: dict[str, Any] = {
         "config": config,
         "client": client,

@@ -1,4 +1,4 @@
-"""Requests in the hands of a rollout manager that was written elsewhere, under a lease."""
+"""Leases on requests that a custom rollout manager works on."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from turnwise.trajectory import TrajectoryGroup
 
 
 class Timer(Protocol):
-    """A call that is to come."""
+    """A scheduled call."""
 
     def when(self) -> float:
-        """When it comes."""
+        """Time of the call."""
 
     def cancel(self) -> None:
-        """Let it not come."""
+        """Cancel the call."""
 
 
 class Clock(Protocol):
-    """What an event loop knows of time."""
+    """The clock of an event loop."""
 
     def time(self) -> float:
         """Return seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Call something at a time."""
+        """Schedule a call."""
 
 
 class LeaseTable:
-    """When leases run out."""
+    """Leases by name, with their expiry."""
 
     def __init__(self) -> None:
         # Name -> (how long it is good for without a beat, when it runs out).
         self._held: dict[str, tuple[float, float]] = {}
 
     def grant(self, name: str, now: float, seconds: float) -> None:
-        """Give something into somebody's hands; a lease of that name is replaced."""
+        """Grant or replace a lease."""
         self._held[name] = (seconds, now + seconds)
 
     def heartbeat(self, name: str, now: float) -> bool:
-        """Note a sign of life; False where the lease ran out or never was."""
+        """Renew a lease; False where it expired or never existed."""
         if name not in self._held or self._held[name][1] <= now:
             return False
         seconds, _ = self._held[name]
@@ -54,11 +54,11 @@ class LeaseTable:
         return self._held.pop(name, None) is not None
 
     def renew(self, now: float) -> None:
-        """Begin every lease anew."""
+        """Renew all leases."""
         self._held = {name: (seconds, now + seconds) for name, (seconds, _) in self._held.items()}
 
     def expired(self, now: float) -> list[str]:
-        """Remove the leases that ran out, and return their names in the order in which they did."""
+        """Remove expired leases; return their names in the order of expiry."""
         over = sorted((until, name) for name, (_, until) in self._held.items() if until <= now)
         for _, name in over:
             del self._held[name]
@@ -66,16 +66,16 @@ class LeaseTable:
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next lease runs out, if nobody says anything before."""
+        """The earliest expiry."""
         return min((until for _, until in self._held.values()), default=None)
 
 
 class Leases:
-    """Leases with a timer: tells of each that runs out.
+    """Leases with a timer that reports each expiry.
 
     Args:
-        seconds: How long a lease is good for without a sign of life.
-        lost: Told the name of a lease that ran out.
+        seconds: Duration of a lease without a heartbeat.
+        lost: Called with the name of an expired lease.
         clock: By default the running event loop.
     """
 
@@ -88,7 +88,7 @@ class Leases:
         self._due = 0.0
 
     def grant(self, name: str) -> None:
-        """Give something into somebody's hands."""
+        """Grant a lease."""
         clock = self._time()
         self._table.grant(name, clock.time(), self._seconds)
         # All leases are equally long: the newest is the last to run out.
@@ -96,7 +96,7 @@ class Leases:
             self._arm()
 
     def heartbeat(self, name: str) -> bool:
-        """Note a sign of life; False where the lease ran out or never was."""
+        """Renew a lease; False where it expired or never existed."""
         return self._table.heartbeat(name, self._time().time())
 
     def done(self, name: str) -> bool:
@@ -104,7 +104,7 @@ class Leases:
         return self._table.done(name)
 
     def close(self) -> None:
-        """Tell of nothing any more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,7 +121,7 @@ class Leases:
             self._timer = self._time().call_at(when, self._fire)
 
     def _fire(self) -> None:
-        """The earliest lease may have been renewed or ended since the timer was set: it is set anew then."""
+        """Report expired leases and set the timer anew."""
         self._timer = None
         now = self._time().time()
         if now - self._due > self._seconds / 10:
@@ -134,11 +134,11 @@ class Leases:
 
 
 class OutstandingRequests:
-    """Watches over requests until their groups arrive.
+    """Requests whose groups have not arrived, under leases.
 
     Args:
-        seconds: How long a request may go without a beat.
-        say: Told what a person should know.
+        seconds: Duration of a lease without a heartbeat.
+        say: Called with messages for the user.
         clock: By default the running event loop.
     """
 
@@ -150,21 +150,21 @@ class OutstandingRequests:
         self._leases = Leases(seconds, self._lost, clock)
 
     def reissue_by(self, again: Callable[[RolloutRequest], None]) -> None:
-        """Set who has a request rolled out anew whose lease ran out."""
+        """Set the callback that rolls out a request whose lease expired."""
         self._again = again
 
     def add(self, requests: Iterable[RolloutRequest]) -> None:
-        """Note that requests were handed out."""
+        """Add requests."""
         for request in requests:
             self._out[request.key] = request
             self._leases.grant(request.key)
 
     def heartbeat(self, request: RolloutRequest) -> bool:
-        """Note that somebody works on a request; False where nobody waits for it."""
+        """Renew the lease of a request; False where its group is not expected."""
         return self._leases.heartbeat(request.key)
 
     def arrived(self, group: TrajectoryGroup) -> bool:
-        """Note that a group is there; False where nobody waits for it: another attempt was faster."""
+        """Note an arrived group; False where it is not expected: another attempt was faster."""
         asked = (
             key
             for key, each in self._out.items()
@@ -178,13 +178,13 @@ class OutstandingRequests:
         return True
 
     def remove(self, keys: Collection[str]) -> None:
-        """Wait for requests no longer."""
+        """Remove requests."""
         for key in keys:
             self._out.pop(key, None)
             self._leases.done(key)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop all leases."""
         self._leases.close()
 
     def _lost(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run asks of its tasks before it starts."""
+"""Checks before a run starts: task sources, environments, agents, prompt lengths and tools in prompts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,7 @@ _TOOL: Final = ToolSchema("find_item", "Finds it.", {"type": "object", "properti
 
 
 def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sources:
-    """Return the tasks that are named, else those that the environment names itself.
-
-    Args:
-        tasks: What the configuration says.
-        rollout: Names the environment.
-        key: Where it would say so, for messages.
-
-    Raises:
-        ConfigError: Neither names any.
-        RegistryError: There is no such environment.
-    """
+    """Return the configured tasks, else the environment's own."""
     if tasks is not None:
         return tasks
     default = env_class(rollout.env.name).default_tasks
@@ -57,15 +47,7 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
 
 
 def check_own(rollout: RolloutConfig) -> None:
-    """See that the run's own environment and agent are there, before a server starts and every episode fails.
-
-    The environment is not made: the rollout makes one when it is prepared.
-
-    Raises:
-        RegistryError: There is no such environment or agent.
-        ConfigError: The agent cannot be loaded, or one of the file of agents cannot be made.
-        AgentError: The agent does not take its configuration.
-    """
+    """Check that the run's environment and agent exist, before a server starts; the environment is not made."""
     env_class(rollout.env.name)
     agents = AgentTable(rollout)
     agents.own()
@@ -73,17 +55,14 @@ def check_own(rollout: RolloutConfig) -> None:
 
 
 class PromptLimit:
-    """Leaves tasks out whose prompt is too long; made by :meth:`create`.
+    """Filters out tasks whose prompt is too long.
 
-    Counted are the ids of the first request of an episode that begins with the task's own prompt: its messages, the
-    tools of its environment (those that the task selects) and the generation prompt. What an environment adds when it
-    resets, or draws then, is not counted.
+    Counted are the ids of the first request: the task's messages, its environment's tools (as selected) and the
+    generation prompt, but not what the environment adds at reset.
 
     Args:
         limit: The most tokens of a prompt.
-        renderer: Messages to ids.
         rollout: Environment and agent, unless a task names its own.
-        loaded: The tools that the configuration loads for its environment.
     """
 
     def __init__(self, limit: int, renderer: Renderer, rollout: RolloutConfig, loaded: Sequence[Tool] = ()) -> None:
@@ -93,31 +72,18 @@ class PromptLimit:
 
     @classmethod
     async def create(cls, limit: int | None, renderer: Renderer, rollout: RolloutConfig) -> Self | None:
-        """Make one; without a limit nothing is left out, and this is None.
-
-        Raises:
-            ConfigError: The configured tools cannot be loaded.
-            EnvError: An MCP server of theirs cannot be reached.
-        """
+        """Make the filter; None without a limit."""
         if limit is None:
             return None
         async with Toolbox(rollout.env.tools) as toolbox:
             return cls(limit, renderer, rollout, await toolbox.tools())
 
     def __call__(self, task: Task) -> str | None:
-        """Return why a task is left out, or None.
-
-        Raises:
-            TaskError: Its prompt cannot be rendered.
-        """
+        """Return why a task is left out, or None."""
         return f"more than {self._limit} tokens" if self.tokens(task) > self._limit else None
 
     def tokens(self, task: Task) -> int:
-        """Return how many tokens the prompt of a task has.
-
-        Raises:
-            TaskError: It cannot be rendered, or its environment cannot be made.
-        """
+        """Return the prompt length of a task in tokens."""
         try:
             return len(self._renderer.render(canonical_messages(task.messages()), self._tools.of(task)))
         except TaskError:
@@ -127,7 +93,7 @@ class PromptLimit:
 
 
 class _PromptTools:
-    """The tools that stand in the first prompt of a task's episode."""
+    """The tools in the first prompt of a task's episode."""
 
     def __init__(self, rollout: RolloutConfig, loaded: Sequence[Tool]) -> None:
         self._rollout = rollout
@@ -135,7 +101,6 @@ class _PromptTools:
         self._toolsets: dict[str, dict[str, Tool]] = {}
 
     def of(self, task: Task) -> list[ToolSchema]:
-        """Return them. Raises TaskError where the task's environment cannot be made."""
         if (task.agent or self._rollout.agent.name) == _WITHOUT_TOOLS:
             return []
         key = _spec_key(task.env, task.env_config)
@@ -155,11 +120,7 @@ class _PromptTools:
 
 
 async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
-    """Make each environment and agent once that tasks name, to see that it can be made; the first 32 different ones.
-
-    Raises:
-        TaskError: One cannot; the message names the first task that it was named by.
-    """
+    """Make each environment and agent named by tasks once, for the first 32 different ones."""
     envs: dict[str, Task] = {}
     agents: dict[str, Task] = {}
     for task in tasks:
@@ -179,19 +140,9 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
 
 
 async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: RolloutConfig) -> None:
-    """See that the prompts of tasks show the tools that their environments offer; the first 32 different ones.
+    """Check that prompts show the tools of their environments, for the first 32 different ones.
 
-    Nothing is made where the chat template shows tools in prompts with and without a system message.
-
-    Args:
-        tasks: The tasks.
-        renderer: Messages to ids.
-        rollout: Environment and agent, unless a task names its own.
-
-    Raises:
-        ConfigError: A prompt is the same with and without the tools.
-        TaskError: An environment cannot be made.
-        EnvError: An MCP server of the configured tools cannot be reached.
+    Nothing is made where the chat template shows tools with and without a system message.
     """
     if all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
         return
@@ -208,17 +159,7 @@ async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: 
 
 
 def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
-    """Refuse a prompt that is the same with and without its tools.
-
-    Args:
-        env: The environment's name.
-        messages: The conversation's begin.
-        tools: What the environment offers.
-        renderer: Messages to ids.
-
-    Raises:
-        ConfigError: It is.
-    """
+    """Refuse a prompt that is the same with and without its tools."""
     if tools and not _shows(renderer, messages, tools):
         raise ConfigError(
             f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but the chat "
@@ -228,7 +169,7 @@ def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSch
 
 
 def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
-    """Return whether tools change a prompt; also where it cannot be rendered, which is found out by rendering it."""
+    """Return whether tools change a prompt; also True where it cannot be rendered."""
     try:
         with_tools, without = (renderer.render(canonical_messages(messages), offered) for offered in (tools, []))
     except RenderError:
@@ -238,11 +179,7 @@ def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool
 
 
 def made_env(task: Task, rollout: RolloutConfig) -> Env:
-    """Make the environment of a task's episodes, without the tools that the configuration loads for it.
-
-    Raises:
-        TaskError: It cannot be made.
-    """
+    """Make the environment of a task, without the configured tools."""
     name = task.env or rollout.env.name
     config = rollout.env.config if name == rollout.env.name else {}
     try:

@@ -51,7 +51,7 @@ Write = Callable[[Trajectory], None]
 
 
 class GroupRewarder:
-    """Rewards groups by one function, any number of them at the same time."""
+    """Applies one group reward function; concurrent calls are safe."""
 
     def __init__(
         self, config: GroupRewardConfig, *, write: Write | None, save_messages: bool, executor: Executor | None
@@ -59,13 +59,10 @@ class GroupRewarder:
         """Load the function.
 
         Args:
-            config: Which one, and how long it may take.
-            write: Called with every trajectory, once it will not change any more.
-            save_messages: Whether trajectories keep their messages when the function has seen them.
-            executor: Where a plain function runs.
-
-        Raises:
-            ConfigError: It cannot be loaded, or does not take ``(task, trajectories)``.
+            config: Function and timeout.
+            write: Called with every final trajectory.
+            save_messages: Whether trajectories keep their messages afterwards.
+            executor: Runs a plain function.
         """
         where = "rollout.group_reward"
         self._function = load_function(config.function, config.arguments, where)
@@ -86,37 +83,25 @@ class GroupRewarder:
         self._kept: defaultdict[str, list[Trajectory]] = defaultdict(list)
 
     def take(self, trajectory: Trajectory) -> None:
-        """Take what an episode left, to be written with its group; one that failed is written at once."""
+        """Hold a trajectory until its group is complete; write it at once if it failed."""
         if trajectory.error is not None or trajectory.stop_reason in (StopReason.ERROR, StopReason.CANCELLED):
             self._put(trajectory)
         else:
             self._held[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
 
     def keep(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """Learn that a journal has these trajectories as they are, whether they were taken or an earlier process left
-        them.
-
-        Args:
-            name: What the episode ids of their group begin with in this process.
-            trajectories: What a member left.
-        """
+        """Note that these trajectories are in the journal."""
         ids = {each.id for each in trajectories}
         self._held[name] = [each for each in self._held[name] if each.id not in ids]
         self._kept[name] += trajectories
 
     async def reward(self, task: Task, group: TrajectoryGroup, name: str) -> TrajectoryGroup:
-        """Note what the function says of the members' main trajectories, and write the group.
+        """Add the function's rewards to the members' main trajectories, and write the group.
 
-        Where an episode has no main session, the function is called for each role's trajectories that are compared
-        with each other.
-
-        Args:
-            task: The group's.
-            group: The group.
-            name: What the episode ids of its group begin with in this process.
+        Without main sessions the function is called for each set of trajectories that are compared.
 
         Returns:
-            The group; without trajectories, all of them failed, where the function failed.
+            The group; without trajectories where the function failed.
         """
         skipped = group.partition == "val" and not self._config.in_evaluation
         for members in _compared(group.trajectories) if not skipped else ():
@@ -135,13 +120,13 @@ class GroupRewarder:
         return group
 
     def abandon(self, name: str, error: str, reason: StopReason, *, but_kept: bool = False) -> None:
-        """Write what is held of a group that gets no reward.
+        """Write the held trajectories of a group that gets no reward.
 
         Args:
-            name: What the episode ids of the group begin with in this process.
+            name: Prefix of the group's episode ids in this process.
             error: Why.
-            reason: How its trajectories ended.
-            but_kept: Whether those are left alone that a journal has: a later process goes on with them.
+            reason: Stop reason of its trajectories.
+            but_kept: Whether to skip those in the journal, which a later process continues with.
         """
         kept = self._kept.pop(name, [])
         for trajectory in (*([] if but_kept else kept), *self._held.pop(name, ())):
@@ -186,9 +171,9 @@ class GroupRewarder:
 
 
 def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Return the main trajectories of the trained policy as one list, else all of it by the group they are compared in.
+    """Return the trained policy's main trajectories as one list; without any, its trajectories by comparison group.
 
-    What a frozen policy did is compared with nothing, also where it is a frozen one that plays ``main``.
+    Frozen policies are compared with nothing, even one that plays ``main``.
     """
     trained = [each for each in trajectories if each.policy == TRAINED]
     main = [each for each in trained if each.agent == "main"]
@@ -201,13 +186,7 @@ def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 class FailureWatch:
-    """Counts groups in a row of which no member is left.
-
-    One of them is bad luck and replaced by the next; when nothing else comes, more of them will not help.
-
-    Args:
-        most: How many end the run.
-    """
+    """Counts consecutive groups without any member left."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -215,11 +194,11 @@ class FailureWatch:
         self._last = "none was told"
 
     def failed(self, error: str) -> None:
-        """Note what ended an episode."""
+        """Note the error of an episode."""
         self._last = error
 
     def arrived(self, group: TrajectoryGroup) -> TrainError | None:
-        """Note a finished group; return what ends the run, if it does."""
+        """Note a finished group; return the error that ends the run, if any."""
         if group.partition != "train":
             return None
         lost = MemberRule().refuses(group) is not None
@@ -241,11 +220,10 @@ class _Asked:
     """A group that is rolled out.
 
     Attributes:
-        request: What was asked for.
         group_id: The group; an earlier process may have begun it.
-        name: What the ids of its episodes begin with in this process.
-        done: What members left that an earlier process finished.
-        journal: Where members that finish are noted; None where nobody would look for them.
+        name: Prefix of its episode ids in this process.
+        done: Trajectories of members that an earlier process finished.
+        journal: The journal of its members, or None.
     """
 
     request: RolloutRequest
@@ -256,7 +234,7 @@ class _Asked:
 
 
 class RolloutProducer(RolloutManager):
-    """Rolls out groups in this process; made by :meth:`create`."""
+    """Rolls out groups in this process. Use :meth:`create`."""
 
     def __init__(
         self,
@@ -285,14 +263,7 @@ class RolloutProducer(RolloutManager):
     async def create(
         cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
     ) -> Self:
-        """Make a producer; asks the client what the model can take.
-
-        Raises:
-            InferenceError: The server does not answer.
-            ConfigError: The configured tools cannot be loaded, or the environment's answer with media that the renderer
-                cannot place.
-            EnvError: An MCP server of the configured tools cannot be reached.
-        """
+        """Make a producer; asks the server for its context length."""
         info = await client.model_info()
         # Threads are made on demand: a run whose tools are all async has none.
         # One more than may be lost: when so many are, the run ends, and until it has no call waits for nothing.
@@ -326,7 +297,7 @@ class RolloutProducer(RolloutManager):
 
     @property
     def config(self) -> RolloutConfig:
-        """What is rolled out, and how."""
+        """The rollout configuration."""
         return self._config
 
     @property
@@ -335,11 +306,7 @@ class RolloutProducer(RolloutManager):
         return self._parts.renderer
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
-        """Start rolling out; finished groups arrive in the buffer in the order in which they end.
-
-        Raises:
-            TurnwiseError: There is no buffer, or a request repeats an earlier one (see :meth:`gather`).
-        """
+        """Start rolling out; groups arrive in the buffer as they finish."""
         if self._buffer is None:
             raise TurnwiseError("this producer was made without a buffer: use gather()")
         for request, name in zip(requests, self._claim(requests), strict=True):
@@ -352,11 +319,11 @@ class RolloutProducer(RolloutManager):
         requests: Sequence[RolloutRequest],
         on_group: Callable[[TrajectoryGroup], None] | None = None,
     ) -> list[TrajectoryGroup]:
-        """Roll out and return the groups in the order of the requests, past the buffer (evaluation).
+        """Roll out and return the groups in the order of the requests, bypassing the buffer (evaluation).
 
         Raises:
-            TurnwiseError: A request repeats an earlier one: ids and seeds come from the task's id, the partition, the
-                epoch and the tag, so its episodes would be the same ones again.
+            TurnwiseError: A request repeats an earlier one: ids and seeds derive from task id, partition, epoch and
+                tag, so its episodes would be the same.
         """
 
         async def one(request: RolloutRequest, name: str) -> TrajectoryGroup:
@@ -374,9 +341,7 @@ class RolloutProducer(RolloutManager):
         return [group.result() for group in groups]
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """End groups before they are finished. What does not close its environment at once goes on doing so when this
-        has returned; ``rollout.close_timeout`` bounds it.
-        """
+        """Cancel unfinished groups. Environments may still be closing on return, within ``rollout.close_timeout``."""
         # In the order in which they were asked for, whatever order the keys have.
         ended = {key: task for key, task in self._running.items() if key in keys}
         for task in ended.values():
@@ -386,7 +351,7 @@ class RolloutProducer(RolloutManager):
         return frozenset(key for key, task in ended.items() if not task.done() or task.cancelled())
 
     async def close(self) -> None:
-        """Cancel what runs, wait until its environments are closed, and release the threads."""
+        """Cancel running episodes, wait for their environments to close, and release the threads."""
         self._closing = True
         running = list(self._running.values())
         for task in running:
@@ -403,7 +368,7 @@ class RolloutProducer(RolloutManager):
         self._running.pop(key, None)
 
     def _claim(self, requests: Sequence[RolloutRequest]) -> list[str]:
-        """Return what the episode ids of requests begin with; either all are new and taken now, or none is."""
+        """Return the episode id prefixes of requests, all new, or claim none."""
         claimed: dict[str, RolloutRequest] = {}
         for request in requests:
             name = f"{self._parts.run_part}-{request.key}"
@@ -465,10 +430,7 @@ class RolloutProducer(RolloutManager):
         )
 
     async def _member(self, asked: _Asked, member: int) -> list[Trajectory] | None:
-        """Run one member, again after infrastructure failures. None: its last attempt failed too.
-
-        The one behind the last member is the greedy baseline.
-        """
+        """Run one member with retries; None after the last failure. The index after the last is the greedy baseline."""
         if member in asked.done:
             return asked.done[member]
         request = asked.request
@@ -512,7 +474,7 @@ class RolloutProducer(RolloutManager):
         return None
 
     def _note(self, asked: _Asked, member: int, trajectories: list[Trajectory]) -> None:
-        """Write down that a member has finished: from here on a kill does not lose it."""
+        """Journal a finished member: from here on a kill does not lose it."""
         if asked.journal is not None:
             pending = self._rewarder is not None
             asked.journal.member(asked.request.key, asked.group_id, member, trajectories, pending=pending)
@@ -536,7 +498,6 @@ class RolloutProducer(RolloutManager):
 
 
 def _first(error: Exception) -> Exception:
-    """Return the first error of a group of errors: the others followed from it, or say the same."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

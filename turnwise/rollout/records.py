@@ -1,13 +1,13 @@
-"""What was trained: the rows of every train step, written down for the audit.
+"""Run files of trajectories (``trajectories.jsonl``) and of trained rows (``batches.jsonl``), for journal and audit.
 
-File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
-"max_tokens": m}`` when the run's process number ``p`` begins to train after step ``n`` (what an earlier process wrote
-for later steps was never kept: its checkpoint was not reached); then one record a train step and pass over its rows::
+batches.jsonl has one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
+"max_tokens": m}`` when process ``p`` resumes after step ``n`` (which voids earlier records of later steps), then one
+record for each train step and epoch, written before its update::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
 
-Each is written before its update. ``{"event": "undo", "step": 3, "records": 1}`` takes the last records of a step back:
-their update failed before it changed anything, and the step ended without it.
+``{"event": "undo", "step": 3, "records": 1}`` voids the last records of a step: their update failed before it changed
+anything.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ class BatchRow:
 
     Attributes:
         step: The train step, counted from 1.
-        epoch: Which pass over the rows of this step, from 0.
-        trajectory: Id of the trajectory.
-        leaf: Index of the leaf segment.
-        tokens: Length of the row.
+        epoch: Pass over the rows of this step, from 0.
         spans: Trained positions, as (start, end) in order.
-        digest: :func:`row_digest` of what was trained.
-        max_tokens: What rows were cut to, or None.
+        max_tokens: Truncation length, or None.
     """
 
     step: int
@@ -56,14 +52,12 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """A file of batches, read.
+    """Contents of a file of batches.
 
     Attributes:
-        rows: Rows of the steps that count.
-        steps: How many steps count.
-        rolled_back: Steps that a killed process trained after its last checkpoint.
-        starts: For each process (its number, the step that it went on from), in order.
-        torn: Whether a line is cut off (a process was killed while it wrote).
+        rolled_back: Steps after the last checkpoint of a killed process.
+        starts: (process index, step resumed from), in order.
+        torn: Whether the last line is cut off by a kill.
     """
 
     rows: list[BatchRow]
@@ -96,14 +90,13 @@ class BatchWriter:
     """Appends the rows of train steps to a file; each record is in the file when :meth:`write` returns.
 
     Args:
-        path: The file; its folder is made.
-        part: Number of this process among those that work on the run, from 0; by default the number of starts that
-            stand in the file.
-        after_step: The step of the checkpoint that training goes on from; 0 at the beginning.
-        max_tokens: What rows are cut to, if they are.
+        path: The file; its folder is created.
+        part: Index of this process among those of the run, from 0; by default the number of starts in the file.
+        after_step: Step of the checkpoint resumed from; 0 at the beginning.
+        max_tokens: Truncation length of rows, if any.
 
     Attributes:
-        records: How many records of steps this process wrote.
+        records: Number of step records that this process wrote.
     """
 
     def __init__(
@@ -123,7 +116,7 @@ class BatchWriter:
             self._file.append(orjson.dumps(start))
 
     def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
-        """Append the rows that a step trains. Raises DiskError where the disk refuses."""
+        """Append the rows of a step. Raises DiskError where the disk refuses."""
         rows = [
             {
                 "trajectory": sample.trajectory_id,
@@ -139,13 +132,13 @@ class BatchWriter:
         self.records += 1
 
     def undo(self, step: int, records: int) -> None:
-        """Take the last records of a step back: nothing was trained. Raises DiskError where the disk refuses."""
+        """Void the last records of a step: nothing was trained. Raises DiskError where the disk refuses."""
         if records:
             with writing(self._path):
                 self._file.append(orjson.dumps({"event": "undo", "step": step, "records": records}))
 
     def close(self) -> None:
-        """Close the file. Closing twice is no error."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 
@@ -153,7 +146,7 @@ def read_batches(path: Path) -> Batches:
     """Read a file of batches.
 
     Raises:
-        FormatError: A line cannot be read that no killed process can have left so, or has another schema version.
+        FormatError: A line is damaged in a way that no kill explains, or has another schema version.
     """
     records: list[tuple[int, list[BatchRow]]] = []
     rolled_back: set[int] = set()
@@ -209,10 +202,9 @@ def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) ->
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trajectory lies in its file.
+    """Place of a trajectory in its file.
 
     Attributes:
-        offset: Where its line begins.
         length: Bytes of the line, without its line break.
         crc: crc32 of them.
     """
@@ -225,7 +217,7 @@ class Place:
 class TrajectoryWriter:
     """Appends trajectories to a file; each is in the file when :meth:`write` returns.
 
-    Half a line that a killed process left is cut off.
+    A partial line of a killed process is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,25 +230,16 @@ class TrajectoryWriter:
         return self._file.size
 
     def write(self, trajectory: Trajectory) -> Place:
-        """Append one trajectory, whole or not at all.
-
-        Raises:
-            FormatError: It cannot be written as JSON.
-            OSError: The disk is full, or the file is gone.
-        """
+        """Append one trajectory, whole or not at all."""
         line = trajectory.to_bytes()
         return Place(self._file.append(line), len(line), zlib.crc32(line))
 
     def holds(self, place: Place) -> bool:
-        """Whether what was written to a place is there."""
+        """Whether the bytes at a place are intact."""
         return zlib.crc32(self._file.read(place.offset, place.length)) == place.crc
 
     def read(self, place: Place) -> Trajectory:
-        """Return the trajectory that lies in a place.
-
-        Raises:
-            FormatError: Something else lies there.
-        """
+        """Return the trajectory at a place."""
         line = self._file.read(place.offset, place.length)
         if zlib.crc32(line) != place.crc:
             raise FormatError(
@@ -266,7 +249,7 @@ class TrajectoryWriter:
         return Trajectory.from_bytes(line)
 
     def lines(self, offset: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield the lines from an offset on, which is where a line begins, with their places."""
+        """Yield lines with their places, from the offset of a line on."""
         with self.path.open("rb") as file:
             file.seek(offset)
             for line in file:
@@ -278,24 +261,24 @@ class TrajectoryWriter:
         self._file.truncate(size)
 
     def strike(self, place: Place) -> None:
-        """Make a line unreadable, so that its trajectory can be written again: half written lines lack the brace."""
+        """Invalidate a line by removing its closing brace, so that its trajectory can be written again."""
         with self.path.open("r+b") as file:
             file.seek(place.offset + place.length - 1)
             file.write(b" ")
 
     def sync(self) -> None:
-        """Force what was written to disk."""
+        """Flush to disk (fsync)."""
         self._file.sync()
 
     def close(self) -> None:
-        """Close the file. Closing twice is no error."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file in the order in which they were written.
+    """Yield the trajectories of a file in order.
 
-    A line that a killed process left half written is passed over; it has no closing brace, or no line break.
+    Partial lines of a killed process, without closing brace or line break, are skipped.
 
     Raises:
         FormatError: Another line cannot be read. The message names file and line.

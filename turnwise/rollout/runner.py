@@ -1,4 +1,4 @@
-"""One episode, from reset to close. The one place where errors become data."""
+"""EpisodeRunner: runs one episode from reset to close, and turns errors into data."""
 
 from __future__ import annotations
 
@@ -36,13 +36,10 @@ from turnwise.types import StopReason
 
 
 class AgentTable:
-    """The agents of a run, each made once for each configuration.
+    """Agents of a run, made once for each configuration.
 
     Args:
-        config: Names the run's agent and the file of names.
-
-    Raises:
-        ConfigError: The file cannot be read, or names an agent twice.
+        config: Names the run's agent and the file of further agents.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -65,27 +62,15 @@ class AgentTable:
             raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
 
     def own(self) -> Agent:
-        """Return the agent of tasks that name none.
-
-        Raises:
-            TurnwiseError: It cannot be made.
-        """
+        """Return the run's default agent."""
         return self._agent(self._default.name, {})
 
     def of(self, task: Task) -> Agent:
-        """Return the agent of a task.
-
-        Raises:
-            TurnwiseError: It cannot be made.
-        """
+        """Return the agent of a task."""
         return self._agent(task.agent or self._default.name, task.agent_config)
 
     def check(self) -> None:
-        """See that every agent of the file is there, whether a task names it or not; none is made.
-
-        Raises:
-            ConfigError: One is not.
-        """
+        """Check that every agent of the file can be loaded; make none."""
         for name, entry in self._named.items():
             try:
                 find_agent(entry.target)
@@ -93,7 +78,7 @@ class AgentTable:
                 raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
 
     async def close(self) -> None:
-        """Release what the agents hold."""
+        """Close the agents."""
         await asyncio.gather(*(agent.close() for agent in self._made.values()))
 
     def _agent(self, name: str, own: dict[str, object]) -> Agent:
@@ -130,13 +115,13 @@ def session_trajectories(
     compare: Compare,
     save_messages: bool,
 ) -> list[Trajectory]:
-    """Return one trajectory for each session, the main one first, else in the order in which they were opened.
+    """Return one trajectory for each session, the main one first, the others in the order of opening.
 
     Args:
-        blank: What all have in common. It is the one that there is where no session was opened.
+        blank: The common fields; the result where no session was opened.
         opened: Session and policy by the session's name.
-        episode: Holds rewards and metrics; None where the environment did not reset.
-        compare: Who is compared with whom.
+        episode: Holds rewards and metrics; None where the reset failed.
+        compare: See :func:`~turnwise.agents.roles.compared_within`.
         save_messages: Whether segments hold their messages.
     """
     rewards = episode.rewards if episode is not None else []
@@ -178,19 +163,15 @@ def _states(episode: Episode | None, agent: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """Which episode to run.
+    """An episode to run.
 
     Attributes:
-        task: The dataset row.
         group_id: The group that the trajectories are compared within.
-        member: Place in the group.
-        attempt: 0 at first, counted up by retries.
         partition: ``train`` or ``val``.
-        env_seed: Seed of the reset: equal for all members of a group.
-        sampling_seed: Seed of the sampling: different for each member.
-        temperature: Instead of the configured one.
-        baseline: Whether its reward is a baseline for the group's members, and it is none of them.
-        episodes: What episode ids begin with, where that is not the group's id (an earlier process began the group).
+        env_seed: Seed of the reset, equal for all members of a group.
+        sampling_seed: Seed of the sampling, different for each member.
+        baseline: Whether it is the group's greedy baseline, not a member.
+        episodes: Prefix of episode ids, where not the group's id (an earlier process began the group).
     """
 
     task: Task
@@ -212,12 +193,7 @@ class EpisodeSpec:
 
 @dataclass(slots=True)
 class EpisodeOutcome:
-    """What an episode left.
-
-    Attributes:
-        trajectories: One for each session, the main one first.
-        error: What ended it, where an error did.
-    """
+    """Result of an episode."""
 
     trajectories: list[Trajectory]
     error: Exception | None = None
@@ -225,7 +201,7 @@ class EpisodeOutcome:
 
 @dataclass(slots=True)
 class _Run:
-    """The state of one running episode."""
+    """State of one running episode."""
 
     spec: EpisodeSpec
     sessions: EpisodeSessions
@@ -238,17 +214,13 @@ class _Run:
 
 
 class EpisodeRunner:
-    """Runs episodes, any number at the same time.
+    """Runs episodes concurrently.
 
     Args:
-        config: Environment, agent and limits.
-        client: Who samples.
-        renderer: Messages to ids and back.
-        context_length: What the server can take.
-        guides: Whether the server holds completions to grammars, for programs that ask for that.
-        executor: Where sync tools and blocking environments run.
+        guides: Whether the server supports structured output.
+        executor: Runs sync tools and blocking environments.
         write: Called with every trajectory, failed and cancelled ones included.
-        frozen: Policies by name that sample besides ``main`` and are not trained.
+        frozen: Further policies by name, never trained.
     """
 
     def __init__(
@@ -286,15 +258,9 @@ class EpisodeRunner:
         self._spare: Env | None = None
 
     async def prepare(self) -> None:
-        """Load the configured tools, hold the environment's against what the renderer places, and try the sandboxes.
+        """Load the configured tools, check the environment's media against the renderer, and probe the sandboxes.
 
-        The environment that is made for it is that of the first episode; what else is wrong with it, trajectories say.
-
-        Raises:
-            ConfigError: A tool cannot be loaded, names collide, or a tool answers with media that the renderer cannot
-                place.
-            EnvError: An MCP server cannot be reached.
-            SandboxError: The sandboxes that are configured cannot be had.
+        The environment made for it serves the first episode; its other faults show in trajectories.
         """
         name = self._config.env.name
         try:
@@ -313,7 +279,7 @@ class EpisodeRunner:
             await self._close_spare()
 
     async def close(self) -> None:
-        """Close the agents, what the configured tools hold, the environment that no episode took, and the gateway."""
+        """Close agents, tools, an unused environment and the gateway."""
         await self._agents.close()
         for gateway in (self.gateway, *(each.gateway for each in self._frozen.values())):
             await gateway.close()
@@ -329,15 +295,11 @@ class EpisodeRunner:
                     await invoke(spare, "close", executor=self._executor)
 
     async def run(self, spec: EpisodeSpec, agent: Agent | None = None) -> EpisodeOutcome:
-        """Run one episode and return what it left.
-
-        Args:
-            spec: Which one.
-            agent: Acts in the place of the configured agent.
+        """Run one episode.
 
         Raises:
-            CancelledError: The caller was cancelled. The environment is closed and the trajectories are written
-                before it is raised.
+            CancelledError: The caller was cancelled; raised after the environment is closed and the trajectories are
+                written.
         """
         run = _Run(spec, self._sessions(spec), agent)
         started = time.monotonic()
@@ -424,7 +386,7 @@ class EpisodeRunner:
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
-        """Make an environment. ``own`` is what its task says of its configuration."""
+        """Make an environment; ``own`` is the task's configuration of it."""
         configured = name == self._config.env.name
         tools = await self._toolbox.tools() if configured else ()
         if configured and not own and self._spare is not None:
@@ -480,9 +442,7 @@ class EpisodeRunner:
             raise EnvError(f"scoring did not end within {self._config.score_timeout} s") from None
 
     async def _close(self, run: _Run) -> bool:
-        """Close the environment. Returns whether this was cancelled meanwhile: the bound on closing holds, and
-        what the environment holds is released before the cancellation goes on.
-        """
+        """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
         if run.env is None:
             return False
         closing = asyncio.ensure_future(invoke(run.env, "close", executor=self._executor))
@@ -528,7 +488,7 @@ class EpisodeRunner:
 
 
 def _budget_spent(error: BaseException | None) -> BudgetExceeded | None:
-    """Return the BudgetSpent that an agent's error is, was raised from, or consists of (a task group's)."""
+    """Return the BudgetExceeded in an agent's error: itself, its cause, or part of a group."""
     while error is not None and not isinstance(error, BudgetExceeded):
         if isinstance(error, BaseExceptionGroup):
             found = [_budget_spent(each) for each in error.exceptions]

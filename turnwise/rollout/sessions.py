@@ -1,4 +1,4 @@
-"""The sessions of one episode."""
+"""Sessions of one episode: their samplers, endpoints and metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ from turnwise.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Who samples for a policy, and what its sessions are opened with.
+    """Client and settings for the sessions of a policy.
 
     Attributes:
-        client: Who samples.
-        renderer: Messages to ids and back.
         context_length: Most tokens of prompt and completion together.
-        gateway: Gives its sessions addresses.
-        temperature: Instead of the episode's.
     """
 
     client: LLMClient
@@ -51,22 +47,17 @@ class Sampler:
 
 
 class EpisodeSessions:
-    """Opens sessions when an agent asks for them.
+    """Opens sessions on demand.
 
     Args:
-        client: Who samples.
-        renderer: Messages to ids and back.
-        config: Sampling and limits.
-        episode_id: Names the main session; others are called ``<episode_id>/<name>``.
-        seed: Sampling seed of the episode; each session draws its own from it and from its name.
-        temperature: Sampling temperature of the episode.
-        trained: Whether its trajectories are trained: they are then sampled at this temperature only.
+        episode_id: Id of the main session; others are ``<episode_id>/<name>``.
+        seed: Sampling seed of the episode; each session derives its own from it and its name.
+        trained: Whether its trajectories are trained, which fixes the temperature.
         context_length: Most tokens of prompt and completion together.
-        gateway: Gives sessions addresses.
-        frozen: Who samples for the policies besides ``main``, by name.
+        frozen: Samplers of the policies besides ``main``, by name.
 
     Attributes:
-        opened: Session and policy by the session's name, in the order in which they were opened.
+        opened: Session and policy by the session's name, in the order of opening.
     """
 
     def __init__(
@@ -106,15 +97,7 @@ class EpisodeSessions:
         )
 
     def open(self, name: str, policy: str) -> Session:
-        """Open the session of that name.
-
-        Args:
-            name: Whose session it is; ``main`` is the agent's own.
-            policy: Which policy samples in it.
-
-        Raises:
-            AgentError: There is no such policy.
-        """
+        """Open a session."""
         sampler = self._samplers.get(policy)
         if sampler is None:
             raise AgentError(
@@ -156,11 +139,7 @@ class EpisodeSessions:
         )
 
     async def door(self, session: Session) -> Door:
-        """Return the address of a session, the same one whenever it is asked for.
-
-        Raises:
-            TurnwiseError: As :meth:`LocalGateway.open`.
-        """
+        """Return the endpoint of a session, always the same."""
         if session.id not in self._doors:
             gateway = self._gateways[session.id]
             if gateway is self._gateway and self._base is None:
@@ -174,11 +153,11 @@ class EpisodeSessions:
 
     @contextlib.asynccontextmanager
     async def acting(self) -> AsyncIterator[None]:
-        """Watch over an agent. Behind it no address answers any more.
+        """Watch over an agent; on exit its endpoints are closed.
 
         Raises:
-            TurnwiseError: What an agent behind an address was told last, where that ended it: whatever it made of it,
-                nothing was left, or it was no fault of the policy.
+            TurnwiseError: The last error at an endpoint, where that ended the agent: an exhausted budget, or an
+                infrastructure failure.
         """
         try:
             try:
@@ -203,12 +182,12 @@ class EpisodeSessions:
 
 
 def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, float]:
-    """Return what was counted of a session and of its episode.
+    """Return the metrics of a session and its episode.
 
     Args:
         session: The session.
-        episode: What was counted of the episode; its temperature is none of a hosted endpoint's, whose requests say at
-            which one they are sampled, if anybody does.
+        episode: Metrics of the episode; its temperature does not apply to a hosted endpoint, whose requests set their
+            own.
     """
     if isinstance(session, TextSession):
         episode = {name: value for name, value in episode.items() if name != "temperature"}
@@ -219,7 +198,7 @@ def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, floa
 
 
 def turn_metrics(session: Session, name: str, episode: Episode | None) -> dict[str, dict[str, float]]:
-    """Return what was counted of the turns of a session, by turn id."""
+    """Return the metrics of a session's turns, by turn id."""
     reported = session.turn_metrics if isinstance(session, TextSession) else {}
     found = {turn: dict(values) for turn, values in reported.items()}
     for (agent, turn), values in episode.turn_metrics.items() if episode else ():

@@ -1,4 +1,4 @@
-"""Places where code runs that nobody trusts: one contract, several backends."""
+"""Sandboxes for untrusted code: one contract, several backends."""
 
 from turnwise.sandboxes.config import SandboxConfig, register_backend
 from turnwise.sandboxes.core import (

@@ -1,4 +1,4 @@
-"""Archives that cross a sandbox's border."""
+"""Tar archives between host and sandbox: packing, and safe extraction of untrusted ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ HEADERS: Final = 256 * 2**20
 
 
 def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid: int = 0) -> None:
-    """Write a file or a folder's content as an archive (:func:`turnwise.sandboxes.packing.write_archive`).
-
-    Raises:
-        FileNotFoundError: There is no such thing.
-        BrokenPipeError: The stream has no reader.
-        SandboxFileError: It is neither a file nor a folder, cannot be read, or became shorter while it was read.
-    """
+    """Write an archive, as :func:`turnwise.sandboxes.packing.write_archive`, with OSError as SandboxFileError."""
     try:
         write_archive(str(source), stream, name, uid, gid)
     except (FileNotFoundError, BrokenPipeError):
@@ -35,12 +29,7 @@ def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid:
 
 
 def opened(source: Path) -> int:
-    """Return a descriptor of a file of the host, to be read; a pipe is refused instead of waited for.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SandboxFileError: It is neither a file nor a folder.
-    """
+    """Open a host file without blocking on a pipe. Raises FileNotFoundError or SandboxFileError."""
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -49,31 +38,18 @@ def opened(source: Path) -> int:
 
 
 def send(source: Path, fd: int) -> None:
-    """Write a folder's content as an archive to a descriptor, and close it.
-
-    Raises:
-        FileNotFoundError: There is no such thing.
-        BrokenPipeError: Nobody reads the archive.
-        SandboxFileError: It cannot be read, or became shorter while it was read.
-    """
+    """Write a folder as an archive to a descriptor, and close it. Raises as :func:`pack`."""
     with os.fdopen(fd, "wb") as stream:
         pack(source, stream)
 
 
 def receive(fd: int, target: Path, max_bytes: int) -> None:
-    """Write what an archive from a descriptor holds to a path, and close the descriptor.
-
-    Raises:
-        SandboxFileTooLarge: Its files hold more than ``max_bytes``.
-        SandboxFileError: It is no archive.
-    """
+    """Extract an archive from a descriptor, and close it. Raises as :func:`unpack`."""
     with os.fdopen(fd, "rb") as stream:
         unpack(stream, target, max_bytes)
 
 
 class _Bounded:
-    """Reads a stream up to a number of bytes."""
-
     def __init__(self, stream: IO[bytes], most: int) -> None:
         self._stream = stream
         self._left = most
@@ -88,14 +64,10 @@ class _Bounded:
 
 
 def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
-    """Write what an archive holds to a path: one file as the target, of a folder (which begins with it) its content.
+    """Extract an archive: one file as the target, or a folder's content into it.
 
-    What would lead out of it, and what is no file, folder or link, is left out; a second name of a file is written as
-    a file of its own.
-
-    Raises:
-        SandboxFileTooLarge: Its files hold more than ``max_bytes``.
-        SandboxFileError: It is no archive.
+    Members that lead out, and those that are not files, folders or links, are skipped; hard links become separate
+    files. Raises SandboxFileTooLarge above ``max_bytes`` in all, SandboxFileError if it is not an archive.
     """
     bounded: Any = _Bounded(stream, max_bytes + HEADERS)
     try:
@@ -118,8 +90,6 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
 
 
 class _Room:
-    """How many bytes of files may still come."""
-
     def __init__(self, most: int) -> None:
         self.left = self._most = most
 
@@ -138,7 +108,7 @@ def _opened(fd: int) -> Iterator[int]:
 
 
 def _parts(name: str) -> list[str]:
-    """Return the folders and the name that a path in an archive is of; nothing where it is no path below its top."""
+    """Split a member's path; empty if it is not below the archive's top."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     return [] if ".." in parts or name.startswith("/") else parts
 
@@ -185,7 +155,6 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _second_name(root: int, member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
-    """Write what another file of the archive holds, which came before it, under one more name."""
     first = _parts(member.linkname)
     if not first:
         return
@@ -202,10 +171,10 @@ def _second_name(root: int, member: tarfile.TarInfo, folder: int, name: str, roo
 
 
 def _stays(parts: list[str], goal: str) -> bool:
-    """Whether a link leads nowhere outside, whatever other links there are.
+    """Whether a relative link stays inside, whatever other links exist.
 
-    Steps upwards come first and are no more than the link's own depth, so they pass real folders only; the steps after
-    them go down, through folders or through links of which the same holds.
+    Its leading ``..`` steps are at most its own depth, so they pass real folders only; the later steps descend through
+    folders or through links of which the same holds.
     """
     steps = [step for step in goal.split("/") if step not in ("", ".")]
     up = 0
@@ -215,7 +184,7 @@ def _stays(parts: list[str], goal: str) -> bool:
 
 
 def _open_folder(root: int, parts: list[str]) -> int:
-    """Open a folder below another, made where it is not there, without following a link."""
+    """Open (or create) a folder below another without following links."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     here = os.dup(root)
     for part in parts:
@@ -230,7 +199,6 @@ def _open_folder(root: int, parts: list[str]) -> int:
 
 
 def _file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
-    """Write one file, in the place of what had its name."""
     if member.size > room.left:
         room.take(member.size, member.name)
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The configuration section of sandboxes, and the names of backends."""
+"""The configuration section of sandboxes, and the backend registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def _size(value: Any) -> Any:
-    """Read ``512m`` and ``2g`` as bytes."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
@@ -41,17 +40,17 @@ Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 
 
 class LimitsConfig(BaseModel):
-    """What may be used in a sandbox; what is left out is as the environment asks for it.
+    """Resource limits that override the environment's.
 
     Attributes:
-        memory: Bytes of memory of all processes together; ``512m`` and ``2g`` are read as such.
-        pids: Processes and threads at the same time.
-        cpus: Processors' worth of time per second.
-        cpu_seconds: Seconds of processor time of a single process.
+        memory: Total memory in bytes; ``512m`` and ``2g`` are accepted.
+        pids: Concurrent processes and threads.
+        cpus: Processor time per second, in processors.
+        cpu_seconds: Processor seconds of a single process.
         disk: Bytes that may be written.
         file_size: Bytes of a single file.
         open_files: Open files of a single process.
-        network: Whether it reaches the network.
+        network: Whether the network is accessible.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +65,7 @@ class LimitsConfig(BaseModel):
     network: bool | None = None
 
     def over(self, limits: SandboxLimits) -> SandboxLimits:
-        """Return limits with what is given here in the place of theirs."""
+        """Return limits overridden by those that are set here."""
         given = {
             "memory": self.memory,
             "pids": self.pids,
@@ -82,15 +81,15 @@ class LimitsConfig(BaseModel):
 
 
 class SandboxConfig(BaseModel):
-    """Where sandboxes come from.
+    """The sandbox backend and its bounds.
 
     Attributes:
         name: The backend: ``local``, ``docker``, ``e2b``, ``pkg.module:Class`` or ``path/to/file.py:Class``.
-        config: Keyword arguments of its constructor; null, as another file may say above this one, for none.
-        limits: What may be used in each, instead of what the environment asks for.
-        max_starts: Sandboxes that may be starting at the same time.
-        start_retries: How often a start that failed is tried again.
-        prewarm: Sandboxes that are kept started ahead for the kind that was asked for last.
+        config: Keyword arguments of its constructor; null for none.
+        limits: Limits that override the environment's.
+        max_starts: Maximum number of concurrent starts.
+        start_retries: Retries of a failed start.
+        prewarm: Number of sandboxes started ahead, of the most recently requested spec.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -110,11 +109,7 @@ class SandboxConfig(BaseModel):
 
 
 def register_backend(name: str) -> Callable[[B], B]:
-    """Give a backend a name that a configuration takes; the decorator of a class.
-
-    Raises:
-        RegistryError: The name is taken by another backend, or the class is none.
-    """
+    """Register a backend class under a name. Raises RegistryError."""
 
     def register(cls: B) -> B:
         if not issubclass(cls, SandboxBackend):
@@ -129,12 +124,7 @@ def register_backend(name: str) -> Callable[[B], B]:
 
 
 def open_backend(config: SandboxConfig) -> SandboxBackend:
-    """Make the backend that a configuration names.
-
-    Raises:
-        ConfigError: There is no such backend, it does not take its ``config``, or a package that it needs is not
-            installed (the message names the extra).
-    """
+    """Create the configured backend; ConfigError if it is unknown, misconfigured or lacks an extra."""
     found = BACKENDS.get(config.name, config.name)
     if isinstance(found, str):
         if ":" not in found:

@@ -1,4 +1,4 @@
-"""The contract of sandboxes: a place where code runs that nobody trusts."""
+"""The sandbox contract: specs, limits, capabilities, commands, files, snapshots and backends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ Command: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What a command left. A time-out and a failure are results, never exceptions.
+    """The result of a command. Timeouts and failures are results, never exceptions.
 
     Attributes:
-        exit_code: As a shell tells it: 127 for a program that is not there, 128 + n for one that signal n ended, 124
-            where the time-out ended it.
-        stdout: What it wrote; of more than ``max_output`` bytes, the head and the tail with a line between them that
-            says how many are missing.
-        stderr: The same of its other stream.
-        timed_out: Whether it was ended, with everything that it had started, because its time was over.
+        exit_code: As a shell reports it: 127 for a missing program, 128 + n after signal n, 124 after a timeout.
+        stdout: Standard output; above ``max_output`` bytes its head and tail, with a line between them that counts the
+            missing bytes.
+        stderr: Standard error, likewise.
+        timed_out: Whether the command and all its processes were killed by the timeout.
         truncated: Whether one of the streams is cut.
         duration: Seconds from the request to the end of the command.
     """
@@ -46,28 +45,28 @@ class ExecResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself and said so with 0."""
+        """Whether the exit code is 0, without a timeout."""
         return self.exit_code == 0 and not self.timed_out
 
     @property
     def text(self) -> str:
-        """Both streams as text, stdout first; bytes that are no UTF-8 are replaced."""
+        """Both streams as text, stdout first; invalid UTF-8 is replaced."""
         return (self.stdout + self.stderr).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What may be used inside. Every number is for the whole sandbox unless it says otherwise.
+    """Resource limits of the whole sandbox, except where noted.
 
     Attributes:
         memory: Bytes of memory of all processes together.
-        pids: Processes and threads at the same time.
-        cpus: Processors' worth of time per second; None: as many as the machine has.
-        cpu_seconds: Seconds of processor time that a single process may use; None: no bound but the time-outs.
+        pids: Concurrent processes and threads.
+        cpus: Processor time per second, in processors; None: as many as the machine has.
+        cpu_seconds: Processor seconds of a single process; None: unlimited.
         disk: Bytes that may be written to its file systems.
         file_size: Bytes of a single file.
         open_files: Open files of a single process.
-        network: Whether it reaches the network. Without, it reaches nothing but what is exposed to it.
+        network: Whether the network is accessible. Without, only exposed addresses are.
     """
 
     memory: int = 2 * 2**30
@@ -82,12 +81,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A folder or file of the host that is seen inside, and cannot be changed there.
-
-    Attributes:
-        source: Where it is on the host.
-        target: Where it is seen inside, an absolute path.
-    """
+    """A read-only mount of the host path ``source`` at the absolute path ``target`` inside."""
 
     source: Path
     target: str
@@ -95,19 +89,19 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What a sandbox is asked for. It travels: nothing in it is a live object.
+    """The specification of a sandbox; serialisable.
 
     Attributes:
-        image: What its root file system is: a name that the backend knows (of a container image; of a rootfs folder
-            for ``local``), or None for the backend's own.
-        workspace: A folder of the host whose content the workdir has at the start. Writes inside never reach it.
-        snapshot: The name of a snapshot to begin from (:meth:`Sandbox.snapshot`) instead of image and workspace.
-        workdir: Where commands run; made where it is not there.
-        env: Environment variables of every command. Nothing of the host's environment is inherited.
-        mounts: What of the host is seen inside, read-only.
-        user: Who runs commands, where the backend has several users; None: an unprivileged one.
-        limits: What may be used.
-        labels: Names that tell its containers and processes apart for whoever looks.
+        image: Name of the root file system (a container image, or a rootfs folder for ``local``); None is the backend's
+            default.
+        workspace: A host folder copied to the workdir at the start; it is never modified.
+        snapshot: A snapshot to start from (:meth:`Sandbox.snapshot`) instead of image and workspace.
+        workdir: Working directory of commands; created if missing.
+        env: Environment variables of every command. The host's environment is not inherited.
+        mounts: Read-only mounts.
+        user: User of commands, for backends with several; None: an unprivileged one.
+        limits: Resource limits.
+        labels: Labels of its containers and processes, for inspection.
     """
 
     image: str | None = None
@@ -123,23 +117,23 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a sandbox really holds back, and what it can do, on this machine. Found by trying, not by configuration.
+    """The isolation and features of a sandbox on this machine, as probed.
 
     Attributes:
-        isolation: How, in one word: ``bubblewrap``, ``landlock``, ``plain``, ``docker``, ``docker/runsc``, ``e2b``.
-        filesystem: Whether host files outside its own are out of reach, for reading and for writing.
-        processes: Whether processes outside cannot be seen, signalled or traced.
-        network: Whether the network, the host's loopback and abstract sockets are out of reach (limits.network False).
+        isolation: ``bubblewrap``, ``landlock``, ``plain``, ``docker``, ``docker/runsc`` or ``e2b``.
+        filesystem: Whether host files outside the sandbox are inaccessible, for reading and writing.
+        processes: Whether host processes cannot be seen, signalled or traced.
+        network: Whether the network, the host's loopback and abstract sockets are inaccessible (limits.network False).
         memory: Whether ``limits.memory`` holds for all processes together (not each on its own).
         pids: Whether ``limits.pids`` holds.
         disk: Whether ``limits.disk`` holds.
-        kernel: Whether what no sandbox needs of the kernel is out of reach: settings under ``/proc/sys``, keyrings,
-            mounts, device nodes, namespaces of its own.
-        survives_host: Whether it lives on when the host process is killed, until a reaper ends it.
+        kernel: Whether settings under ``/proc/sys``, keyrings, mounts, device nodes and new namespaces are
+            inaccessible.
+        survives_host: Whether it outlives a killed host process, until it is reaped.
         snapshots: Whether :meth:`Sandbox.snapshot` and :meth:`Sandbox.fork` work.
         expose: Whether ``listen`` and ``expose`` of a sandbox work.
-        images: Whether ``spec.image`` is taken.
-        notes: In words, what it does not hold back and why.
+        images: Whether ``spec.image`` is supported.
+        notes: Gaps of the isolation and their causes.
     """
 
     isolation: str
@@ -158,54 +152,44 @@ class Capabilities:
 
 
 class SandboxProcess(ABC):
-    """A command that goes on: its input can be written and its output read while it runs.
-
-    Its two output streams are one, in the order in which they were written.
-    """
+    """A running command with interactive input and output; its two output streams are merged in order."""
 
     @abstractmethod
     async def write(self, data: bytes) -> None:
-        """Write to its input.
-
-        Raises:
-            BrokenPipeError: It has ended, or closed its input.
-        """
+        """Write to its input. Raises BrokenPipeError."""
 
     @abstractmethod
     async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
-        """Return output as soon as there is any; empty where it has ended and all was read."""
+        """Return output as soon as there is any; empty at the end."""
 
     @abstractmethod
     async def close_stdin(self) -> None:
-        """Close its input. Closing twice is no error."""
+        """Close its input; idempotent."""
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """Send SIGINT to the command's process group, as Ctrl-C does. Nothing happens where it has ended."""
+        """Send SIGINT to the command's process group, as Ctrl-C does; a no-op after its end."""
 
     @abstractmethod
     async def kill(self) -> None:
-        """End it with everything that it started. Nothing happens where it has ended."""
+        """Kill it with all its processes; a no-op after its end."""
 
     @abstractmethod
     async def wait(self) -> int:
-        """Wait for its end and return its exit code, as a shell tells it."""
+        """Wait for its end and return its exit code, as a shell reports it."""
 
 
 class Sandbox(Reaching, ABC):
-    """One place in which commands run: started once, closed once, any number of commands at the same time.
+    """An isolated environment for commands: started once, closed once, with any number of concurrent commands.
 
-    An async context manager: entering starts it, leaving closes it. Whatever path is given is resolved inside: no path
-    and no link leads out of the sandbox.
-
-    Args:
-        spec: What is asked for.
+    An async context manager that starts and closes it. All paths are resolved inside: none leads out by links or
+    ``..``. Once it has ended, every method except ``close`` raises SandboxDied.
 
     Attributes:
-        backend: The registered name of its kind.
-        spec: What was asked for.
-        id: Names it, unique on this machine.
-        capabilities: What it holds back; known once it has started.
+        backend: Registered name of its backend.
+        spec: The requested spec.
+        id: Unique on this machine.
+        capabilities: Known once it has started.
     """
 
     backend: ClassVar[str]
@@ -224,16 +208,16 @@ class Sandbox(Reaching, ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start it. A start that fails or is cancelled leaves nothing behind.
+        """Start it. A failed or cancelled start leaves nothing behind.
 
         Raises:
-            SandboxUnavailable: This machine cannot give what the spec asks for.
-            SandboxStartError: It did not start; trying again may help.
+            SandboxUnavailable: The spec is impossible on this machine.
+            SandboxStartError: It did not start; retrying may help.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything inside and free what it holds. Closing twice, or before a start, is no error."""
+        """Kill everything inside and free its resources; idempotent, also before a start."""
 
     @abstractmethod
     async def exec(
@@ -248,141 +232,112 @@ class Sandbox(Reaching, ABC):
     ) -> ExecResult:
         """Run a command to its end.
 
-        It ends when the program that was started ends: what that left in the background runs on, and its output is
-        dropped from then on. Cancelled, the command is ended like one whose time is over.
+        It ends with its program: background processes survive, and their later output is dropped. Cancellation kills it
+        like a timeout.
 
         Args:
-            command: What is run.
-            timeout: Seconds after which it is ended with everything that it started, however that hid itself. The
-                sandbox, and what other commands left in the background, live on. None: no bound.
-            cwd: Where, absolute or relative to the workdir.
+            command: The command.
+            timeout: Seconds after which it is killed with all its processes, however detached; the sandbox and other
+                commands' processes survive. None: unlimited.
+            cwd: Working directory, absolute or relative to the workdir; SandboxFileNotFound if it is not a folder.
             env: Variables besides those of the spec.
-            stdin: Its input; without, it is empty.
-            max_output: Bytes that are kept of each stream.
-
-        Raises:
-            SandboxFileNotFound: ``cwd`` is no folder.
-            SandboxDied: The sandbox ended before the command did.
+            stdin: Its input, empty by default.
+            max_output: Bytes kept of each stream.
         """
 
     @abstractmethod
     async def spawn(
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> SandboxProcess:
-        """Start a command that goes on: a shell, an interpreter, a server. Closing the sandbox ends it.
+        """Start a long-running command: a shell, an interpreter, a server. Closing the sandbox kills it.
 
         Raises:
-            SandboxFileNotFound: ``cwd`` is no folder, or there is no such program.
-            SandboxDied: The sandbox has ended.
+            SandboxFileNotFound: ``cwd`` is not a folder, or the program is missing.
         """
 
     @abstractmethod
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
-        """Return what a file inside holds.
+        """Return a file's content.
 
         Raises:
             SandboxFileNotFound: There is no such file.
-            SandboxFileTooLarge: It holds more than ``max_bytes``.
-            SandboxFileError: It is no regular file, or may not be read.
-            SandboxDied: The sandbox has ended.
+            SandboxFileTooLarge: It exceeds ``max_bytes``.
+            SandboxFileError: It is not a regular file, or not readable.
         """
 
     @abstractmethod
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write a file inside, with the folders above it.
+        """Write a file, creating parent folders.
 
         Args:
             path: Absolute, or relative to the workdir.
-            data: What it holds then.
-            mode: Its permissions; None keeps those of a file that is there (0o644 for a new one).
+            data: The new content.
+            mode: Permissions; None keeps those of an existing file (0o644 for a new one).
 
         Raises:
-            SandboxFileError: It may not be written, or a limit holds it back (the message says which).
-            SandboxDied: The sandbox has ended.
+            SandboxFileError: It is not writable, or exceeds a limit (the message says which).
         """
 
     @abstractmethod
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file or a folder of the host to the path ``target`` inside; a folder's content is merged into it.
+        """Copy a host file or folder to ``target``; a folder is merged into an existing one.
 
-        Symbolic links travel as links, devices and sockets not at all.
+        Symbolic links are copied as links; devices and sockets are skipped.
 
         Raises:
-            FileNotFoundError: There is no such thing on the host.
-            SandboxFileError: It may not be written, or a limit holds it back.
-            SandboxDied: The sandbox has ended.
+            FileNotFoundError: ``source`` does not exist.
+            SandboxFileError: ``target`` is not writable, or a limit is exceeded.
         """
 
     @abstractmethod
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
-        """Copy a file or a folder inside to the path ``target`` on the host.
+        """Copy a file or folder to ``target`` on the host.
 
-        Nothing is written outside ``target``, whatever names and links there are inside: what would lead out is left
-        out, and so are devices and sockets. Of a file that grows meanwhile comes what it held at one moment; what goes
-        away or becomes something else meanwhile is left out.
+        Nothing is written outside ``target``: links and names that lead out are skipped, as are devices and sockets. A
+        growing file is copied as of one moment; one that vanishes or changes kind is skipped.
 
         Raises:
-            SandboxFileNotFound: There is no such thing inside.
-            SandboxFileTooLarge: It holds more than ``max_bytes``.
-            SandboxFileError: It may not be read, or a file became shorter while it was read.
-            SandboxDied: The sandbox has ended.
+            SandboxFileNotFound: ``source`` does not exist.
+            SandboxFileTooLarge: It exceeds ``max_bytes``.
+            SandboxFileError: It is not readable, or a file shrank while it was read.
         """
 
     @abstractmethod
     async def snapshot(self) -> str:
-        """Keep the files as they are now, and return the name that a spec begins from (``spec.snapshot``).
+        """Snapshot the files, without processes; return the name for ``spec.snapshot``. Raises SandboxUnavailable.
 
-        Processes are not kept. Snapshots are removed when the host's manager closes, or by :func:`drop_snapshot` of
-        the backend.
-
-        Raises:
-            SandboxUnavailable: This backend cannot.
-            SandboxDied: The sandbox has ended.
+        Snapshots are removed when the manager closes, or by the backend's ``drop_snapshot``.
         """
 
     @abstractmethod
     async def fork(self) -> Sandbox:
-        """Return a started sandbox of the same spec whose files are what these are now.
-
-        Raises:
-            SandboxUnavailable: This backend cannot.
-            SandboxStartError: It did not start.
-            SandboxDied: The sandbox has ended.
-        """
+        """Return a started copy with the current files. Raises SandboxUnavailable or SandboxStartError."""
 
 
 class SandboxBackend(ABC):
-    """One kind of sandboxes, as configured: makes them, and removes what dead hosts left of them.
-
-    Attributes:
-        name: Its registered name.
-    """
+    """A configured kind of sandboxes: creates them, and reaps leftovers of dead hosts."""
 
     name: ClassVar[str]
 
     @abstractmethod
     async def probe(self) -> Capabilities:
-        """Try what this machine gives.
-
-        Raises:
-            SandboxUnavailable: Nothing that may be used; the message names the remedy.
-        """
+        """Probe this machine; SandboxUnavailable names the remedy."""
 
     @abstractmethod
     def make(self, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that was not started."""
+        """Return an unstarted sandbox."""
 
     @abstractmethod
     async def drop_snapshot(self, snapshot: str) -> None:
-        """Remove a snapshot. One that is not there is no error."""
+        """Remove a snapshot; a missing one is ignored."""
 
     @abstractmethod
     async def reap(self) -> int:
-        """Remove what hosts that are dead left on this machine, and return how many sandboxes that were."""
+        """Remove leftovers of dead hosts on this machine; return the number of sandboxes."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Free what the backend itself holds, snapshots included. Its sandboxes are closed before."""
+        """Free the backend's own resources and snapshots, after its sandboxes were closed."""
 
 
 _SLACK: Final = 65_536
@@ -390,14 +345,7 @@ _SLACK: Final = 65_536
 
 
 class Kept:
-    """The head and the tail of what is written.
-
-    Args:
-        most: Bytes that are kept.
-
-    Attributes:
-        total: Bytes that were written.
-    """
+    """The head and tail of a byte stream, ``most`` bytes in all; ``total`` counts the bytes written."""
 
     __slots__ = ("_head", "_most", "_tail", "total")
 
@@ -409,19 +357,19 @@ class Kept:
 
     @property
     def truncated(self) -> bool:
-        """Whether more was written than is kept."""
+        """Whether more than ``most`` bytes were written."""
         return self.total > self._most
 
     @property
     def data(self) -> bytes:
-        """What is kept, with a line in the place of what is missing."""
+        """The kept bytes, with a line that counts the missing ones."""
         if not self.truncated:
             return bytes(self._head + self._tail)
         tail = self._tail[len(self._tail) - (self._most - self._most // 2) :]
         return bytes(self._head) + b"\n[%d bytes are missing here]\n" % (self.total - self._most) + bytes(tail)
 
     def add(self, data: bytes) -> None:
-        """Take what was written."""
+        """Append bytes."""
         self.total += len(data)
         room = max(self._most // 2 - len(self._head), 0)
         self._head += data[:room]

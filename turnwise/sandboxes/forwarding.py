@@ -1,11 +1,9 @@
-"""What of the host the inside of a sandbox can be let reach: nothing but what is put there for it.
+"""Forwarding: host services that a sandbox can reach through its own loopback.
 
-A way out is a socket that listens inside, on the loopback that only the sandbox has, while it is held and answered out
-here. So nothing of the host is mounted for it, no process of it runs inside that could be killed or read there, and
-who is inside reaches what answers the socket, and nothing beside it.
-
-A process of its own enters the namespace, since threads of this one must stay where they are, and hands the socket
-over. That needs the right to enter: root's, or a namespace that belongs to a user namespace of this user's.
+A listening socket is created inside the sandbox's network namespace, but held and accepted on the host. Nothing of the
+host is mounted, no forwarding process runs inside, and only what serves the socket is reachable. A helper process
+enters the namespace, since threads of this one must not, and passes the socket back; that needs root or a namespace of
+this user.
 """
 
 from __future__ import annotations
@@ -25,24 +23,20 @@ _CONNECT_S: Final = 10.0
 
 
 class Reaching:
-    """The ways out of a sandbox. A backend says how a socket inside is made, and ends relays when it closes."""
+    """Forwarding into a sandbox. Backends implement ``listen`` and stop relays when they close."""
 
     backend: ClassVar[str]
     _relays: dict[tuple[str, int], Relay] | None = None
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Return a socket that listens inside, at 127.0.0.1, and whose connections are accepted here.
+        """Return a socket that listens inside, at 127.0.0.1, and is accepted on the host; ``port`` 0 takes a free one.
 
-        It is whose asked for it: what accepts its connections decides what the inside can reach, and closes it. It
-        goes deaf with the sandbox. Where ``limits.network`` is given, others may reach it, too.
-
-        Args:
-            port: Which one; 0 takes a free one (``getsockname`` tells it).
+        The caller owns it and decides by what it serves what is reachable; it stops with the sandbox. With
+        ``limits.network`` it may also be reachable from elsewhere.
 
         Raises:
-            SandboxUnavailable: This backend cannot.
-            SandboxError: The port is taken.
-            SandboxDied: The sandbox has ended.
+            SandboxUnavailable: The backend has no forwarding.
+            SandboxError: The port is taken, or (SandboxDied) the sandbox has ended.
         """
         del port
         raise SandboxUnavailable(
@@ -51,17 +45,10 @@ class Reaching:
         )
 
     async def expose(self, host: str, port: int) -> str:
-        """Let the inside reach one TCP address of the host, and nothing else of it.
+        """Make one TCP address of the host reachable from inside; return its URL there (``http://127.0.0.1:8000``).
 
-        Whatever listens there is reached with all that it answers. Of a server that answers several, let the inside
-        reach a part of it by a server of that part, at a socket of :meth:`listen`.
-
-        Returns:
-            The base URL inside, such as ``http://127.0.0.1:8000``; for the same address always the same.
-
-        Raises:
-            SandboxUnavailable: This backend cannot.
-            SandboxDied: The sandbox has ended.
+        To expose a part of a server, serve that part on a socket of :meth:`listen`. Raises SandboxUnavailable or
+        SandboxDied.
         """
         relays = self._relays = {} if self._relays is None else self._relays
         if (host, port) not in relays:
@@ -80,19 +67,13 @@ class Reaching:
         return f"http://127.0.0.1:{relays[host, port].port}"
 
     async def stop_relays(self) -> None:
-        """Pass nothing on any more. Every backend's ``close`` calls it."""
+        """Stop all relays; called by every backend's ``close``."""
         relays, self._relays = self._relays or {}, None
         await asyncio.gather(*(relay.close() for relay in relays.values()))
 
 
 class Relay:
-    """Passes what comes to a listening socket, which it owns, on to one TCP address, and back.
-
-    A side that has said all is told to the other side, which may go on; one that does not read holds the other back.
-
-    Attributes:
-        port: Where it listens.
-    """
+    """Relays connections of an owned listening socket to one TCP address, with half-close and backpressure."""
 
     def __init__(self, listener: socket.socket, host: str, port: int) -> None:
         self.port: int = listener.getsockname()[1]
@@ -103,7 +84,7 @@ class Relay:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Begin to pass on."""
+        """Start relaying."""
         self._listener.setblocking(False)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = await asyncio.start_server(self._accept, sock=self._listener, limit=_PIECE)
@@ -113,7 +94,7 @@ class Relay:
             self._server = server
 
     async def close(self) -> None:
-        """Stop listening and end all connections. Closing twice is no error."""
+        """Stop listening and drop all connections; idempotent."""
         self._closed = True
         server, self._server = self._server, None
         if server is not None:
@@ -143,7 +124,6 @@ _Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _both_ways(one: _Side, other: _Side) -> None:
-    """Pass on what each side says until both have said all, or one failed."""
     pumps = {asyncio.create_task(_pump(one[0], other[1])), asyncio.create_task(_pump(other[0], one[1]))}
     try:
         ended, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
@@ -196,16 +176,7 @@ socket.send_fds(channel, [b"."], [made.fileno()])
 
 
 async def listen_in(pid: int, port: int = 0) -> socket.socket:
-    """Return a socket that listens at 127.0.0.1 in the network namespace of a process.
-
-    Args:
-        pid: The process, as this one sees it.
-        port: Where; 0 takes a free one.
-
-    Raises:
-        SandboxUnavailable: The namespace may not be entered.
-        SandboxError: The process is gone, or the port is taken.
-    """
+    """Return a socket that listens at 127.0.0.1 in a process's network namespace; ``port`` 0 takes a free one."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = await asyncio.create_subprocess_exec(

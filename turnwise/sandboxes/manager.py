@@ -1,4 +1,4 @@
-"""The sandboxes of one process: opened with bounds and retries, kept ahead, and all closed at its end."""
+"""The sandboxes of one process: bounded and retried starts, prewarming, and cleanup."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ _BACKOFF: Final = 0.1
 
 @dataclass(slots=True)
 class SandboxStats:
-    """What a manager did so far.
-
-    Attributes:
-        opened: Sandboxes that were handed out.
-        warm: How many of them had been started ahead.
-        retries: Starts that failed and were tried again.
-        failed: Sandboxes that did not start at all.
-        start_seconds: Seconds of all starts that went well.
-    """
+    """Counters of a manager: sandboxes opened, of these prewarmed, start retries, failures and seconds."""
 
     opened: int = 0
     warm: int = 0
@@ -37,12 +29,7 @@ class SandboxStats:
 
 
 class SandboxManager:
-    """Opens sandboxes of one configuration, and closes them. Nothing is started before the first is asked for.
-
-    Args:
-        config: Which backend, and its bounds.
-        backend: In the place of the configured one.
-    """
+    """Opens and closes the sandboxes of one configuration, lazily; ``backend`` replaces the configured one."""
 
     def __init__(self, config: SandboxConfig | None = None, backend: SandboxBackend | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -60,21 +47,13 @@ class SandboxManager:
 
     @property
     def backend(self) -> SandboxBackend:
-        """The backend; made when it is first asked for.
-
-        Raises:
-            ConfigError: It cannot be made as it is configured.
-        """
+        """The backend, created on first access. Raises ConfigError."""
         if self._backend is None:
             self._backend = open_backend(self.config)
         return self._backend
 
     async def probe(self) -> Capabilities:
-        """Return what the backend's sandboxes hold back on this machine; what dead hosts left is removed first.
-
-        Raises:
-            SandboxUnavailable: The machine gives nothing that may be used.
-        """
+        """Reap leftovers of dead hosts and return the backend's capabilities. Raises SandboxUnavailable."""
         async with self._first:
             if self._probed is None:
                 self._probed = await self.backend.probe()
@@ -82,24 +61,14 @@ class SandboxManager:
         return self._probed
 
     async def check(self) -> None:
-        """Try the backend where one is configured; what an environment may need beside that, it says itself.
-
-        Raises:
-            ConfigError: There is no such backend, or it cannot be made as it is configured.
-            SandboxUnavailable: The machine gives nothing that may be used.
-        """
+        """Create and probe an explicitly configured backend. Raises ConfigError or SandboxUnavailable."""
         if self.config != SandboxConfig():
             await self.probe()
 
     async def open(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """Return a started sandbox, one that was started ahead where there is one of that kind.
+        """Return a started sandbox, prewarmed if there is one of this spec; configured limits override the spec's.
 
-        Args:
-            spec: What it is asked for; the configured limits go before its own.
-
-        Raises:
-            SandboxUnavailable: This machine cannot give it.
-            SandboxStartError: It did not start, however often that was tried.
+        Raises SandboxUnavailable, or SandboxStartError after all retries.
         """
         await self.probe()
         spec = self.config.apply(spec or SandboxSpec())
@@ -118,7 +87,7 @@ class SandboxManager:
         return sandbox
 
     async def fork(self, sandbox: Sandbox) -> Sandbox:
-        """Return a started sandbox with the files of another; closed with the manager like any that it opened."""
+        """Return a started sandbox with another's files; the manager closes it."""
         async with self._starts:
             made = await sandbox.fork()
         if self._closed:
@@ -128,15 +97,12 @@ class SandboxManager:
         return made
 
     async def release(self, sandbox: Sandbox) -> None:
-        """Close a sandbox. It is never handed out again: what ran in it cannot be known.
-
-        Cancelled, it goes on being closed: the manager's own close waits for that.
-        """
+        """Close a sandbox, which is never reused. If cancelled, closing continues in the background."""
         self._open.pop(sandbox.id, None)
         await asyncio.shield(self._dropped(sandbox))
 
     async def close(self) -> None:
-        """Close all sandboxes, and the backend. Closing twice is no error."""
+        """Close all sandboxes and the backend; idempotent."""
         self._closed, self._wanted = True, None
         for task in self._starting:
             task.cancel()
@@ -172,7 +138,7 @@ class SandboxManager:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _warm_up(self) -> None:
-        """Start ahead what is missing of the kind that was asked for last; others make room."""
+        """Prewarm sandboxes of the latest spec, in place of those of others."""
         if self._closed:
             return
         for each in [each for each in self._warm if each.spec != self._wanted]:
@@ -187,7 +153,6 @@ class SandboxManager:
                 task.add_done_callback(lambda done: self._starting.pop(done, None))
 
     def _dropped(self, sandbox: Sandbox) -> asyncio.Task[None]:
-        """Begin to close a sandbox."""
         task = asyncio.create_task(sandbox.close())
         self._dropping.add(task)
         task.add_done_callback(self._closed_one)

@@ -1,8 +1,7 @@
-"""Archives of files and folders, written where the files are: on the host or inside a sandbox.
+"""Tar archives of files and folders, written on the host or inside a sandbox.
 
-:func:`write_archive` packs, and copes with files that change meanwhile; :func:`extract` writes one member of an archive
-of the host. What comes out of a sandbox is read elsewhere (``archives.py``). It imports nothing of this package: its
-text and its compiled form travel into sandboxes.
+It imports nothing of this package, because its source and compiled form are sent into sandboxes. Untrusted archives are
+read in :mod:`turnwise.sandboxes.archives`.
 """
 
 from __future__ import annotations
@@ -23,22 +22,11 @@ _GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
 
 
 def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0, gid: int = 0) -> None:
-    """Write a file, or a folder's content, as an archive: files, folders and links; hard links as files of their own.
+    """Write a file or a folder's content as an archive: files, folders and links; hard links as separate files.
 
-    What is asked for is followed where it is a link; links below it travel as links. Of a file that grows meanwhile
-    comes what it held when it was opened; what goes away or becomes something else meanwhile is left out.
-
-    Args:
-        source: What is packed.
-        stream: Where the archive goes.
-        name: What it is called in the archive; what is in a folder stands below.
-        uid: Whose it is there.
-        gid: Of which group.
-
-    Raises:
-        FileNotFoundError: There is no such thing.
-        OSError: It is neither a file nor a folder, cannot be read, or became shorter while it was read; or nobody
-            reads the archive.
+    A link given as ``source`` is followed, links below it are not. A growing file is copied as of its opening; entries
+    that vanish or change kind are skipped. ``name`` is the top-level name in the archive. Raises OSError, also if a
+    file shrinks.
     """
     source = os.path.realpath(source)
     if stat.S_IFMT(os.stat(source).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
@@ -57,13 +45,7 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
 
 
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
-    """Write one member of an archive into a folder, without special permission bits.
-
-    These are the rules of the filter ``tar`` of ``tarfile``, which Python has only from 3.11.4 on.
-
-    Raises:
-        OSError: It would be written outside of the folder, or cannot be written.
-    """
+    """Extract one member without special permission bits, as ``tarfile``'s filter ``tar``. Raises OSError."""
     top = os.path.realpath(folder)
     place = os.path.realpath(os.path.join(top, member.name))
     if os.path.commonpath((place, top)) != top:  # a folder of that name is a link that leads elsewhere
@@ -76,7 +58,6 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> N
 
 
 def _add(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:
-    """Write what a path is now, and return what is in it."""
     member = tarfile.TarInfo(name)
     member.uid, member.gid = uid, gid
     status = os.lstat(path)

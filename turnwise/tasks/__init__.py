@@ -1,4 +1,4 @@
-"""Tasks: the rows of datasets, wherever they come from, and the order in which they are taken."""
+"""Tasks: dataset rows from files, hubs and functions, and the order in which they are taken."""
 
 from turnwise.tasks.config import SourceConfig, Sources, SpecRow, TasksConfig, sources_of
 from turnwise.tasks.core import Task

@@ -26,11 +26,11 @@ _Source: TypeAlias = Annotated[ConfigSource, AfterValidator(_said)]
 
 
 class SpecRow(BaseModel):
-    """An environment or an agent that the tasks of a source have unless a row names its own.
+    """The default environment or agent of a source's tasks.
 
     Attributes:
         name: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``; None is the run's.
-        config: Keyword arguments of its constructor, over those that the run gives it.
+        config: Keyword arguments of its constructor, merged over the run's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,20 +49,19 @@ class SourceConfig(BaseModel):
     Attributes:
         source: A ``.jsonl`` or ``.parquet`` file, a folder with ``:split``, ``hf://owner/name:split``, or
             ``pkg.module:function?key=value``.
-        name: What its figures are counted under; by default what the file or function is called.
-        weight: Its share of what is taken from several sources, relative to the others' weights.
+        name: Name in metrics; by default the file's or function's.
+        weight: Relative share of draws in a mix of sources.
         format: ``turnwise`` (rows have the columns of a task), or ``verl`` (the columns that verl's datasets have).
-        columns: Which column of a row is which field of a task: ``{prompt: question, data.answer: answer}``.
-        map: ``pkg.module:function`` that makes a task (or its columns) of a row, or None to leave it out.
-        env: Environment of its tasks, where a row names none: a name, or ``{name, config}``.
+        columns: Field of a task by column: ``{prompt: question, data.answer: answer}``.
+        map: ``pkg.module:function`` from a row to a task (or its columns), or to None to drop the row.
+        env: Environment of rows that name none: a name, or ``{name, config}``.
         agent: The same for the agent.
-        split: Take only this part of the rows, drawn by task id: a row never moves from one part to the other.
+        split: ``train`` or ``test`` part of the rows, split by task id so that no row ever changes parts.
         test_fraction: Share of the rows that are ``test`` where ``split`` is given.
-        id_prefix: Put before the ids of its tasks, where they would be those of another source.
-        limit: Take at most this many tasks.
-        stream: Whether its tasks are read as they are needed, and only so many of them held as ``shuffle_buffer``
-            says; by default where there are more than 100,000 of them.
-        shuffle_buffer: Out of how many a streamed source's next task is drawn.
+        id_prefix: Prefix of task ids, to keep the sources of a mix apart.
+        limit: Maximum number of tasks.
+        stream: Read tasks as they are needed, holding ``shuffle_buffer`` of them; by default above 100,000 tasks.
+        shuffle_buffer: Size of the buffer from which a streamed source is shuffled.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -134,7 +133,7 @@ Sources: TypeAlias = "str | SourceConfig | Sequence[str | SourceConfig]"
 
 
 def sources_of(tasks: Sources) -> list[SourceConfig]:
-    """Return the sources that ``tasks:`` names, each with its keys."""
+    """Normalise ``tasks:`` to a list of sources."""
     listed = [tasks] if isinstance(tasks, (str, SourceConfig)) else list(tasks)
     return [each if isinstance(each, SourceConfig) else SourceConfig(source=each) for each in listed]
 
@@ -150,19 +149,19 @@ _TOLERANCE = 1e-9
 
 
 def pools_of(rates: NDArray[np.float64], buckets: Sequence[float]) -> NDArray[np.intp]:
-    """Return the number of each rate's pool; of one that is not known (nan), that of a half."""
+    """Return the pool index of each rate; an unknown rate (nan) counts as 0.5."""
     return np.searchsorted(buckets[1:-1], np.where(np.isnan(rates), _UNKNOWN, rates), side="right")
 
 
 class CurriculumConfig(BaseModel):
-    """Tasks are drawn from pools of difficulty. How hard a task is says its running success rate.
+    """Draws tasks from difficulty pools by their running success rate.
 
     Attributes:
-        buckets: The bounds of the pools, from 0 to 1; a rate that is a bound belongs to the pool above it.
-        weights: How often each pool is drawn from, relative to the others.
-        floor: The least share of every pool that holds a task.
-        decay: How much of a task's rate the next group leaves: rate = decay * rate + (1 - decay) * its successes.
-        success_reward: The least reward of a success.
+        buckets: Bounds of the pools, from 0 to 1; a rate equal to a bound belongs to the pool above it.
+        weights: Relative frequency of each pool.
+        floor: Minimum share of every non-empty pool.
+        decay: Exponential decay: rate = decay * rate + (1 - decay) * successes of the group.
+        success_reward: Minimum reward of a success.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -188,21 +187,16 @@ class CurriculumConfig(BaseModel):
 
     @property
     def pools(self) -> list[str]:
-        """What the pools are called in metrics."""
+        """Names of the pools in metrics."""
         return [f"{low:g}-{high:g}" for low, high in zip(self.buckets, self.buckets[1:], strict=False)]
 
     def rate(self, before: float, rewards: Sequence[float]) -> float:
-        """Return the running success rate of a task after a group of it.
-
-        Args:
-            before: The rate before; nan where there was none.
-            rewards: What the members of the group earned.
-        """
+        """Return a task's running success rate after a group; ``before`` is nan for the first one."""
         found = sum(each >= self.success_reward - _TOLERANCE for each in rewards) / len(rewards)
         return found if np.isnan(before) else self.decay * before + (1 - self.decay) * found
 
     def figures(self, rates: Iterable[float]) -> dict[str, float]:
-        """Return the mean of running success rates, and the share of the tasks in each pool."""
+        """Return the mean success rate and the share of tasks in each pool, as metrics."""
         known = np.array(list(rates), np.float64)
         if not len(known):
             return {}

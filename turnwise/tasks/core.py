@@ -1,4 +1,4 @@
-"""What a task is, and how a row becomes one."""
+"""The Task dataclass and its parsing from rows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Task:
 
     Attributes:
         id: Unique in its dataset; part of every seed, so keep it stable between runs.
-        prompt: What the episode starts from: the user's text, or whole messages.
-        data: What the environment needs to set the task up and to score it. Never shown to the model by itself.
+        prompt: The initial user text, or whole messages.
+        data: The environment's setup and scoring data; never shown to the model by itself.
         env: Registered name or reference of the environment, where it is not the run's.
         agent: The same for the agent.
-        env_config: Keyword arguments of the environment's constructor, over those that the run gives it.
+        env_config: Keyword arguments of the environment's constructor, merged over the run's.
         agent_config: The same for the agent.
-        source: What its figures are counted under, where there are several sources; no part of the row.
+        source: Source name in metrics, where there are several; not part of the row.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Task:
         return list(self.prompt)
 
     def to_record(self) -> dict[str, Any]:
-        """Return the row as JSON values; :meth:`from_record` reads it back."""
+        """Return the row as JSON values; :meth:`from_record` is the inverse."""
         prompt = self.prompt if isinstance(self.prompt, str) else [_message_record(each) for each in self.prompt]
         record: dict[str, Any] = {"id": self.id, "prompt": prompt, "data": self.data}
         specs = {"env": (self.env, self.env_config), "agent": (self.agent, self.agent_config)}
@@ -61,15 +61,15 @@ class Task:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, where: str = "task", default_id: str | None = None) -> Task:
-        """Read a row. Columns other than those of a task become entries of ``data``.
+        """Parse a row. Unknown columns become entries of ``data``.
 
         Args:
             record: The row.
-            where: Where it stands, for messages.
-            default_id: The id of a row that has none.
+            where: File and row number, for error messages.
+            default_id: Id of a row without one.
 
         Raises:
-            TaskError: A field is missing or of the wrong type; the message names it and what to write.
+            TaskError: A field is missing or of the wrong type; the message names it and the remedy.
         """
         if not isinstance(record, Mapping):
             raise TaskError(f"{where}: a row is an object with the field 'prompt', not {kind(record)}")
@@ -121,15 +121,7 @@ def _data(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_spec(value: Any, where: str) -> tuple[str | None, dict[str, Any]]:
-    """Return name and configuration of an environment or an agent that a row names.
-
-    Args:
-        value: A name, an object of ``name`` and ``config`` (either may be missing), or nothing.
-        where: What it is, for messages.
-
-    Raises:
-        TaskError: It is something else.
-    """
+    """Return name and configuration of a row's environment or agent (None for absent ones). Raises TaskError."""
     if value is None or value == "":
         return None, {}
     if isinstance(value, str):
@@ -194,5 +186,5 @@ def _call(value: Any, where: str) -> ToolCall:
 
 
 def kind(value: Any) -> str:
-    """Return what a message calls a value that is not what it should be."""
+    """Return the name of a value's JSON type for error messages."""
     return f"a value of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Several sources together."""
+"""Mixes of task sources: loaded as a whole, or drawn by weight in a training order."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ EVALUATED_AT_MOST = 1_000_000
 
 
 class Shares:
-    """Whose turn it is, such that at any time each source was taken as often as its share says, to within one task.
+    """Schedule of a mix: at any time each source was taken as often as its share says, to within one task.
 
-    With k sources, of which i has the share p_i and was taken x_i times before turn n, those with
-    n p_i - x_i >= 1 / (2k - 2) may be next, and of them the one is whose share will be used up first: the least
-    (1 - 1 / (2k - 2) - (n p_i - x_i)) / p_i. Then |n p_i - x_i| <= 1 - 1 / (2k - 2) always holds (Tijdeman 1980, "The
-    chairman assignment problem").
+    With k sources, of which i has the share p_i and was taken x_i times before turn n, those with n p_i - x_i >= 1 /
+    (2k - 2) are eligible, and the one whose share is used up first is taken: the least (1 - 1 / (2k - 2) - (n p_i -
+    x_i)) / p_i. Then |n p_i - x_i| <= 1 - 1 / (2k - 2) always holds (Tijdeman 1980, "The chairman assignment problem").
 
     Args:
         weights: By source; shares are weights over their sum.
-        seed: Decides between sources whose turn it is equally.
+        seed: Breaks ties.
     """
 
     def __init__(self, weights: Mapping[str, float], *, seed: int = 0) -> None:
@@ -44,11 +43,7 @@ class Shares:
         self._least = Fraction(1, max(2 * len(weights) - 2, 1))
 
     def next(self, taken: Mapping[str, int]) -> str:
-        """Return whose turn it is.
-
-        Args:
-            taken: How often each was taken before.
-        """
+        """Return the source of the next draw, given how often each was taken before."""
         if len(self._shares) == 1:
             return next(iter(self._shares))
         turn = sum(taken.values()) + 1
@@ -58,14 +53,7 @@ class Shares:
 
 
 class MixedOrder(TaskOrder):
-    """Takes from several orders by their shares. It has no epochs of its own; each source has.
-
-    Args:
-        members: The orders, by the name of their source.
-        weights: Their weights, by the same names.
-        seed: Decides between sources whose turn it is equally.
-        state: Where the mix stood; the members have gone on from theirs.
-    """
+    """Draws from several orders by their shares (:class:`Shares`). Epochs are counted per source."""
 
     epoch = 0
 
@@ -84,7 +72,7 @@ class MixedOrder(TaskOrder):
         self.position = sum(self._taken.values())
 
     def next(self) -> tuple[Task, int]:
-        """Return the next task, and the epoch of its source."""
+        """Return the next task and its source's epoch."""
         name = self._shares.next(self._taken)
         found = self._members[name].next()
         self._taken[name] += 1
@@ -96,30 +84,30 @@ class MixedOrder(TaskOrder):
         return itertools.chain.from_iterable(order.ahead() for order in self._members.values())
 
     def state(self) -> dict[str, Any]:
-        """Return where this and its members stand."""
+        """Return the state of the mix and its members."""
         sources = {name: {"taken": self._taken[name], **order.state()} for name, order in self._members.items()}
         return {"epoch": self.epoch, "position": self.position, "sources": sources}
 
     def dropped(self) -> dict[str, int]:
-        """Return how many rows of all sources were left out so far, by reason."""
+        """Return the number of dropped rows of all sources by reason."""
         total: Counter[str] = Counter()
         for order in self._members.values():
             total.update(order.dropped())
         return dict(total)
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """Have the order that has the task hear what a group of it earned."""
+        """Pass a group's rewards to the order of its task."""
         for order in self._members.values():
             order.learn(task_id, rewards)
 
     def rates(self) -> list[float]:
-        """Return the running success rates of the tasks of all sources."""
+        """Return the running success rates of all sources' tasks."""
         return [rate for order in self._members.values() for rate in order.rates()]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """Tasks in memory, and what became of the rows of their sources."""
+    """Tasks in memory, with a report of each source."""
 
     tasks: list[Task]
     reports: list[SourceReport]
@@ -136,23 +124,17 @@ def open_order(
     held_at_most: int = HELD_AT_MOST,
     curriculum: CurriculumConfig | None = None,
 ) -> tuple[TaskOrder, list[SourceReport]]:
-    """Return the order in which tasks are trained.
+    """Open the order in which tasks are trained, with a report of each source.
 
     Args:
-        tasks: One source, or several that are mixed by their weights.
-        seed: Decides the order.
+        tasks: One source, or several that are mixed by their weights; TaskError if one is unreadable or empty.
+        seed: Seed of the shuffle.
         shuffle: Whether tasks are shuffled within their source.
-        limit: Take at most so many of a single source.
-        keep: Says which tasks are left out.
-        state: Where to go on (:meth:`TaskOrder.state`); the beginning where it is None.
-        held_at_most: Sources with more tasks are streamed, unless they say otherwise.
-        curriculum: By which difficulty tasks are taken within their source; None takes all equally often.
-
-    Returns:
-        The order, and a report of each source.
-
-    Raises:
-        TaskError: A source cannot be read or holds no task, two tasks have the same id, or the state is another mix's.
+        limit: Maximum number of tasks of a single source.
+        keep: Filter of tasks.
+        state: State to resume from (:meth:`TaskOrder.state`); None for a new order.
+        held_at_most: Sources with more tasks are streamed, unless configured otherwise.
+        curriculum: Difficulty curriculum within each source; None takes all tasks equally often.
     """
     sources = _opened(tasks, keep)
     if limit is not None and len(sources) > 1:
@@ -178,16 +160,12 @@ def open_order(
 
 
 def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = None) -> LoadedTasks:
-    """Load the tasks of one or several sources, each once.
+    """Load the tasks of one or several sources, each once. Raises TaskError.
 
     Args:
         tasks: The sources.
-        limit: Take at most so many, from several sources by their weights. A source that has no more gives the others
-            its turns.
-        keep: Says which tasks are left out.
-
-    Raises:
-        TaskError: A source cannot be read or holds no task, or two tasks have the same id.
+        limit: Maximum number of tasks, divided by weight; exhausted sources pass their share on.
+        keep: Filter of tasks.
     """
     sources = _opened(tasks, keep)
     held: dict[str, list[Task]] = {}
@@ -275,7 +253,6 @@ def _order(
 
 
 def _check_apart(own: Mapping[str, str], places: dict[str, str]) -> None:
-    """Refuse an id that another source has too."""
     both = next((task_id for task_id in own if task_id in places), None)
     if both is not None:
         raise TaskError(
@@ -297,7 +274,6 @@ def _check_state(sources: Sequence[_Source], state: Mapping[str, Any] | None) ->
 
 
 def _divided(limit: int, sizes: Mapping[str, int], sources: Sequence[_Source]) -> dict[str, int]:
-    """Return how many tasks of each source are taken, ``limit`` in all where there are so many."""
     counts = dict.fromkeys(sizes, 0)
     for name in _turns({source.name: source.config.weight for source in sources}, sizes):
         if sum(counts.values()) == limit:

@@ -1,4 +1,4 @@
-"""The order in which the tasks of a source are taken, and where that stands."""
+"""Task orders: shuffled, streamed and by curriculum, each with a resumable state."""
 
 from __future__ import annotations
 
@@ -22,23 +22,14 @@ REMEDY = "resume with the same tasks, or start a new run"
 
 
 class TaskOrder(ABC):
-    """Tasks, one after the other, without an end.
-
-    Attributes:
-        epoch: How often the source was gone through.
-        position: How many tasks of the current epoch were taken.
-    """
+    """An endless sequence of tasks; ``position`` tasks of the pass ``epoch`` over the source were taken."""
 
     epoch: int
     position: int
 
     @abstractmethod
     def next(self) -> tuple[Task, int]:
-        """Return the next task, and the epoch that it belongs to.
-
-        Raises:
-            TaskError: A row that was reached cannot be read.
-        """
+        """Return the next task and its epoch. Raises TaskError for an unreadable row."""
 
     @abstractmethod
     def ahead(self) -> Iterable[Task]:
@@ -46,35 +37,23 @@ class TaskOrder(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return where this stands, as JSON values."""
+        """Return the state to resume from, as JSON values."""
 
     @abstractmethod
     def dropped(self) -> dict[str, int]:
-        """Return how many rows were left out so far, by reason."""
+        """Return the number of rows dropped so far by reason."""
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """Hear what the members of a group of a task earned. An order that depends on it is ``curriculum.py``'s."""
+        """Update task statistics with the rewards of a group; used by :class:`CurriculumOrder`."""
         del task_id, rewards
 
     def rates(self) -> list[float]:
-        """Return the running success rates of tasks, where the order depends on them."""
+        """Return the running success rates of tasks; empty without a curriculum."""
         return []
 
 
 class HeldOrder(TaskOrder):
-    """Goes through tasks in memory again and again; each epoch is shuffled as a whole, by a seed.
-
-    Args:
-        tasks: The tasks.
-        seed: Decides every epoch's order.
-        shuffle: Whether they are shuffled; else they keep their order.
-        state: Where to go on; the beginning where it is None.
-        name: What the source is called in messages.
-        dropped: How many rows were left out when they were read, by reason.
-
-    Raises:
-        TaskError: There is no task, or the state does not fit them.
-    """
+    """Repeats tasks in memory, shuffled per epoch; TaskError if ``state`` does not match them."""
 
     def __init__(
         self,
@@ -108,7 +87,7 @@ class HeldOrder(TaskOrder):
         self._order = self._ordered()
 
     def next(self) -> tuple[Task, int]:
-        """Return the next task, and the epoch that it belongs to."""
+        """Return the next task and its epoch."""
         if self.position == len(self._tasks):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._ordered()
@@ -121,11 +100,11 @@ class HeldOrder(TaskOrder):
         return self._tasks
 
     def state(self) -> dict[str, Any]:
-        """Return where this stands."""
+        """Return the state to resume from."""
         return {"epoch": self.epoch, "position": self.position, "ids": self._digest}
 
     def dropped(self) -> dict[str, int]:
-        """Return how many rows were left out, by reason."""
+        """Return the number of dropped rows by reason."""
         return self._dropped
 
     def _ordered(self) -> Sequence[int]:
@@ -136,21 +115,10 @@ class HeldOrder(TaskOrder):
 
 
 class LazyOrder(TaskOrder):
-    """Reads tasks as they are needed, and draws the next one out of a buffer of those that were read last.
+    """Streams tasks and shuffles them through a ``buffer`` of those read last; ``limit`` tasks per epoch.
 
-    An epoch ends when the source does and the buffer is empty: each of its tasks was then taken once. A state names the
-    rows that the buffer held, and the next one to read.
-
-    Args:
-        reader: Reads the source.
-        seed: Decides what is drawn.
-        shuffle: Whether tasks are drawn; else they keep their order.
-        buffer: How many are held at most where they are drawn.
-        limit: Take at most so many in an epoch.
-        state: Where to go on; the beginning where it is None.
-
-    Raises:
-        TaskError: One of the first tasks cannot be read, there is none, or the state does not fit the source.
+    An epoch ends when source and buffer are exhausted: each task was then taken once. The state holds the row numbers
+    in the buffer and the next one to read; TaskError if it does not match the source.
     """
 
     def __init__(
@@ -176,7 +144,7 @@ class LazyOrder(TaskOrder):
             self._restore(state)
 
     def next(self) -> tuple[Task, int]:
-        """Return the next task, and the epoch that it belongs to."""
+        """Return the next task and its epoch."""
         if not self._buffer:
             self.epoch += 1
             self._begin()
@@ -200,7 +168,7 @@ class LazyOrder(TaskOrder):
         return [task for _, task in self._buffer]
 
     def state(self) -> dict[str, Any]:
-        """Return where this stands."""
+        """Return the state to resume from."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -211,7 +179,7 @@ class LazyOrder(TaskOrder):
         }
 
     def dropped(self) -> dict[str, int]:
-        """Return how many rows were left out so far, all epochs together, by reason."""
+        """Return the number of rows dropped so far, over all epochs, by reason."""
         return dict(self._dropped)
 
     def _begin(self) -> None:
@@ -226,7 +194,7 @@ class LazyOrder(TaskOrder):
             raise TaskError(f"{self._reader.name} holds no task{left_out(self._dropped)}")
 
     def _pull(self) -> Read | None:
-        """Return the next row that has a task, or None where the epoch has no more."""
+        """Return the next row that has a task, or None at the end of the epoch."""
         if self._limit is not None and self.position + len(self._buffer) >= self._limit:
             return None
         for read in self._rows:
@@ -286,21 +254,16 @@ def _check_digest(state: Mapping[str, Any], digest: int, name: str) -> None:
 
 
 def left_out(dropped: Mapping[str, int]) -> str:
-    """Return what a message about a source without tasks says of those that were left out."""
+    """Return the suffix of an error message that counts dropped rows."""
     reasons = ", ".join(f"{number:,} ({reason})" for reason, number in dropped.items())
     return f": all of its rows were left out: {reasons}" if reasons else ""
 
 
 def shares_of(held: Sequence[int], weights: Sequence[float], floor: float) -> list[float]:
-    """Return how often each pool is drawn from.
+    """Return the sampling share of each pool, of ``held`` tasks by pool.
 
-    A pool without a task has 0. Of n others, pool i has floor + (1 - n floor) w_i / sum w; where all their weights are
-    0, they are equal.
-
-    Args:
-        held: How many tasks each pool holds; one of them holds some.
-        weights: By pool.
-        floor: The least share of a pool that holds a task.
+    An empty pool has 0. Of n others, pool i has floor + (1 - n floor) w_i / sum w; equal shares where all weights are
+    0.
     """
     having = [number > 0 for number in held]
     count = sum(having)
@@ -312,23 +275,11 @@ def shares_of(held: Sequence[int], weights: Sequence[float], floor: float) -> li
 
 
 class CurriculumOrder(TaskOrder):
-    """Takes every task once, and then those whose difficulty is wanted. It has no epochs of its own.
+    """Takes every task once, then samples by difficulty. It has no epochs.
 
-    A pool is drawn by the shares of :func:`shares_of`; in it the task is next that was taken the longest ago. What is
-    drawn depends on the seed, on how many were taken, and on the rates. The number beside a task, its epoch, is how
-    often it was taken before, so each of its groups begins otherwise.
-
-    Args:
-        tasks: The tasks.
-        config: What is wanted.
-        seed: Decides the first round, and what is drawn.
-        shuffle: Whether the first round is shuffled.
-        state: Where to go on; the beginning where it is None.
-        name: What the source is called in messages.
-        dropped: How many rows were left out when they were read, by reason.
-
-    Raises:
-        TaskError: There is no task, or the state does not fit them.
+    Pools are drawn by :func:`shares_of`, and within a pool the least recently taken task. Draws depend on the seed, the
+    number of draws and the rates. A task's epoch is how often it was taken before, so that each of its groups has other
+    seeds. TaskError if the state does not match the tasks.
     """
 
     epoch = 0
@@ -371,7 +322,7 @@ class CurriculumOrder(TaskOrder):
         return self._tasks[place], before
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """Take into account what the members of a group of a task earned."""
+        """Update a task's success rate with a group's rewards."""
         place = self._places.get(task_id)
         if place is None or not rewards:
             return
@@ -382,17 +333,17 @@ class CurriculumOrder(TaskOrder):
         return self._tasks
 
     def state(self) -> dict[str, Any]:
-        """Return where this stands."""
+        """Return the state to resume from."""
         rates = [None if np.isnan(rate) else float(rate) for rate in self._rates]
         known = {"taken": self._taken.tolist(), "last": self._last.tolist(), "rates": rates}
         return {**self._first.state(), "epoch": self.epoch, "position": self.position, "curriculum": known}
 
     def dropped(self) -> dict[str, int]:
-        """Return how many rows were left out, by reason."""
+        """Return the number of dropped rows by reason."""
         return self._first.dropped()
 
     def rates(self) -> list[float]:
-        """Return the running success rates of the tasks that have one."""
+        """Return the known running success rates."""
         return [float(rate) for rate in self._rates if not np.isnan(rate)]
 
     def _drawn(self) -> int:

@@ -1,4 +1,4 @@
-"""The tasks of one source, read one after the other."""
+"""Reading the tasks of one source: column mapping, filters, splits and whole-dataset loading."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ DATA_SOURCE = "data_source"
 
 
 def mapping_of(config: SourceConfig) -> RowMap:
-    """Return what is done to each row of a source.
-
-    Raises:
-        TaskError: ``map`` names nothing that can be called.
-    """
+    """Return the row mapping of a source; raise TaskError if ``map`` names no callable."""
     if config.map is not None:
         return _function(config.map)
     if config.format == "verl":
@@ -40,7 +36,7 @@ def mapping_of(config: SourceConfig) -> RowMap:
 
 
 class _Columns:
-    """Moves columns to fields; a column that no field takes becomes an entry of ``data``, as always."""
+    """Moves columns to fields; other columns become entries of ``data``."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self._columns = columns
@@ -68,7 +64,6 @@ class _Columns:
 
 
 def _at(row: Mapping[str, Any], column: str, where: str) -> Any:
-    """Return a column, or with dots what stands inside of one."""
     if column in row:
         return row[column]
     value: Any = row
@@ -113,10 +108,10 @@ def _function(reference: str) -> RowMap:
 
 
 def _verl(row: Any, where: str) -> Any:
-    """Read a row as verl's datasets have them.
+    """Map a row of a verl dataset.
 
-    ``prompt`` and the columns beside it stay, ``agent_name`` becomes the agent, ``reward_model.ground_truth`` is also
-    ``data["ground_truth"]``, and ``extra_info.tools_kwargs`` and ``extra_info.tool_selection`` move to ``data``.
+    ``agent_name`` becomes the agent, ``reward_model.ground_truth`` also ``data["ground_truth"]``, and
+    ``extra_info.tools_kwargs`` and ``extra_info.tool_selection`` move to ``data``; other columns stay.
     """
     if not isinstance(row, Mapping):
         raise TaskError(f"{where}: a row of verl's format has columns, it is not {kind(row)}")
@@ -156,7 +151,7 @@ _DROPPED_IN_A_ROW = 100_000
 
 
 class Read(NamedTuple):
-    """One row that was read: its task, or why it is left out (the empty text: it belongs to the other part)."""
+    """A row: its task, or the reason it was dropped (empty: it belongs to the other split)."""
 
     number: int
     where: str
@@ -166,13 +161,7 @@ class Read(NamedTuple):
 
 @dataclass(slots=True)
 class SourceReport:
-    """What became of a source's rows.
-
-    Attributes:
-        name: The source.
-        tasks: How many tasks it holds; None where it is streamed and nobody knows.
-        dropped: How many rows were left out so far, by reason.
-    """
+    """Task and drop counts (by reason) of a source; ``tasks`` is None for a streamed source of unknown length."""
 
     name: str
     tasks: int | None = None
@@ -189,19 +178,7 @@ class SourceReport:
 
 
 class TaskReader:
-    """Reads the tasks of a source.
-
-    Args:
-        config: The source, and what is made of its rows.
-        keep: Says which tasks are left out.
-        named: Whether its tasks carry the source's name (there are several sources).
-
-    Attributes:
-        name: What the source is called.
-
-    Raises:
-        TaskError: There is no such source.
-    """
+    """Reads the tasks of a source; ``named`` tasks carry its name (in a mix). TaskError if it does not exist."""
 
     def __init__(self, config: SourceConfig, *, keep: Keep | None = None, named: bool = False) -> None:
         self._rows = open_rows(config.source, {})
@@ -213,11 +190,7 @@ class TaskReader:
         self._env_given, self._agent_given = config.env != SpecRow(), config.agent != SpecRow()
 
     def read(self, start: int = 0) -> Iterator[Read]:
-        """Yield what is read from a row on.
-
-        Raises:
-            TaskError: A row is malformed, or a hundred thousand rows in a row of what may have no end are left out.
-        """
+        """Yield the rows from ``start`` on; TaskError for malformed ones, or after 100,000 consecutive dropped rows."""
         left_out = 0
         for row in self._rows.read(start):
             read = self._one(row)
@@ -243,7 +216,6 @@ class TaskReader:
         return Read(row.number, row.where, None if reason else task, reason or "")
 
     def _completed(self, task: Task) -> Task:
-        """Return a task with what its source gives all of them; what the row says itself stays."""
         config = self._config
         changes: dict[str, Any] = {}
         if config.id_prefix:
@@ -264,18 +236,12 @@ def _task(value: Any, row: Row) -> Task:
 
 
 def _part(task_id: str, test_fraction: float) -> str:
-    """Return the part of a task: by its id alone, and with a larger fraction only more of them are ``test``."""
+    """Return the split of a task id; a larger fraction only moves ids from ``train`` to ``test``."""
     return "test" if stable_hash("split", task_id) < test_fraction * 2**63 else "train"
 
 
 class Collected:
-    """Tasks that were read, with the places of their ids.
-
-    Attributes:
-        tasks: The tasks.
-        places: Where the task with an id was read.
-        dropped: How many rows were left out, by reason.
-    """
+    """Tasks in memory, with the location of each id and the number of dropped rows by reason."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -283,11 +249,7 @@ class Collected:
         self.dropped: Counter[str] = Counter()
 
     def take(self, rows: Iterable[Read], limit: int | None = None) -> None:
-        """Take tasks until there are no more, or ``limit`` of them.
-
-        Raises:
-            TaskError: Two tasks have the same id.
-        """
+        """Read all tasks, or ``limit`` of them; raise TaskError for a duplicate id."""
         if limit is not None and len(self.tasks) >= limit:
             return
         for number, where, task, dropped in rows:
@@ -304,35 +266,31 @@ class Collected:
 
 
 def check_new(task_id: str, where: str, before: str | None) -> None:
-    """Refuse an id that was given before. Raises TaskError."""
+    """Raise TaskError for a duplicate id."""
     if before is not None:
         raise TaskError(f"{where}: the id {task_id!r} was given before ({before}): ids must be unique in a dataset")
 
 
 def load_tasks(source: TaskSource | SourceConfig, *, limit: int | None = None, **arguments: Any) -> list[Task]:
-    """Load tasks from wherever they are.
+    """Load the tasks of a source into memory, in its order.
 
     Args:
         source: One of
 
             - ``rows.jsonl``: one JSON object per line;
             - ``rows.parquet`` (extra ``parquet``);
-            - a folder whose files are called after splits (``train.jsonl``, ``test-00000-of-00002.parquet``), or that
+            - a folder whose files are named after splits (``train.jsonl``, ``test-00000-of-00002.parquet``), or that
               ``datasets`` wrote or can read (extra ``datasets``); ``folder:split`` where it has several splits;
             - ``hf://owner/name:split?name=main``, a dataset of the Hugging Face hub, streamed (extra ``datasets``);
-            - ``pkg.module:function`` or ``path/file.py:function``, which returns tasks or rows when it is called.
-              Its arguments may follow as ``?n=200&split=test``;
+            - ``pkg.module:function`` or ``path/file.py:function``, which returns tasks or rows; arguments may follow as
+              ``?n=200&split=test``;
             - such a function itself, or any iterable of tasks and rows;
-            - a :class:`~turnwise.tasks.config.SourceConfig`, which also says what is made of the rows.
-        limit: Take at most this many.
-        **arguments: For functions: what they are called with.
-
-    Returns:
-        The tasks, in the order of the source. A row without an id gets one from its number, which does not depend
-        on ``limit``.
+            - a :class:`~turnwise.tasks.config.SourceConfig`, which also maps the rows.
+        limit: Maximum number of tasks. Ids of rows without one are row numbers, independent of ``limit``.
+        **arguments: Arguments of a function.
 
     Raises:
-        TaskError: Nothing can be read there, a row is malformed, or two rows have the same id.
+        TaskError: The source cannot be read, a row is malformed, or an id repeats.
         MissingExtraError: The package that reads this kind of source is not installed.
     """
     if limit is not None and limit < 0:
@@ -344,14 +302,10 @@ def load_tasks(source: TaskSource | SourceConfig, *, limit: int | None = None, *
 
 
 def iter_tasks(source: TaskSource | SourceConfig, **arguments: Any) -> Iterator[Task]:
-    """Yield tasks while they are read: nothing is held but a batch of rows, and the source may be endless.
-
-    Args:
-        source: As in :func:`load_tasks`.
-        **arguments: For functions: what they are called with.
+    """Stream the tasks of a source as of :func:`load_tasks`, which may be endless; one batch of rows is held at a time.
 
     Raises:
-        TaskError: When it is reached: a row is malformed. Ids are not compared.
+        TaskError: A row is malformed (when it is reached). Duplicate ids are not detected.
         MissingExtraError: The package that reads this kind of source is not installed.
     """
     return (read.task for read in _reads(source, arguments) if read.task is not None)

@@ -1,4 +1,4 @@
-"""Where rows come from, read one after the other."""
+"""Row sources: JSON lines, functions, iterables and folders, read as streams of rows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class Row(NamedTuple):
-    """One row.
-
-    Attributes:
-        number: Its place in the source; numbers rise, and the same row has the same one at every reading.
-        where: Where it stands, for messages.
-        id: The id of a row that has none.
-        value: The row itself.
-    """
+    """One row: an increasing, reproducible number, its location for error messages, a default id, the value."""
 
     number: int
     where: str
@@ -41,11 +34,11 @@ class Row(NamedTuple):
 
 
 class Rows(ABC):
-    """A source that can be read again and again, without holding more of it than a batch.
+    """A source that can be read repeatedly in bounded memory.
 
     Attributes:
-        name: What it is called in figures and messages.
-        may_be_endless: Whether nobody knows that it has an end.
+        name: Name in metrics and messages.
+        may_be_endless: Whether its length is unknown and possibly infinite.
     """
 
     name: str
@@ -53,23 +46,18 @@ class Rows(ABC):
 
     @abstractmethod
     def read(self, start: int = 0) -> Iterator[Row]:
-        """Yield the rows whose numbers are at least ``start``.
-
-        Raises:
-            TaskError: A row cannot be read; the message says where it stands.
-            MissingExtraError: The package that reads this kind of source is not installed.
-        """
+        """Yield the rows numbered ``start`` and above. Raises TaskError or MissingExtraError."""
 
 
 class JsonlRows(Rows):
-    """Lines of JSON; numbers are those of lines, from 0."""
+    """Lines of JSON, numbered by line from 0."""
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.name = name or path.stem
         self._path = path
 
     def read(self, start: int = 0) -> Iterator[Row]:
-        """Yield the rows from a line on; blank lines count and hold none."""
+        """Yield the rows from a line on; blank lines are counted and skipped."""
         try:
             lines = self._path.open("rb")
         except OSError as error:
@@ -89,11 +77,7 @@ class JsonlRows(Rows):
 
 
 class FunctionRows(Rows):
-    """What a function returns or yields when it is called.
-
-    A function with a parameter ``start`` is asked for the rows from that number on; others are called again, and what
-    was taken before is skipped.
-    """
+    """The rows that a function returns or yields; ``start`` is passed to such a parameter, else rows are skipped."""
 
     may_be_endless = True
 
@@ -138,7 +122,7 @@ class FunctionRows(Rows):
 
 
 class IterableRows(Rows):
-    """A collection of tasks and rows; an iterator can be read once."""
+    """A collection of tasks and rows; an iterator can be read only once."""
 
     may_be_endless = True
 
@@ -160,14 +144,14 @@ class IterableRows(Rows):
 
 
 class ChainedRows(Rows):
-    """Files that together are one source: shards of a split."""
+    """Shards of a split, read as one source."""
 
     def __init__(self, parts: list[Path], name: str) -> None:
         self.name = name
         self._parts = parts
 
     def read(self, start: int = 0) -> Iterator[Row]:
-        """Yield the rows of one file after the other; they are numbered on."""
+        """Yield the rows of all files, numbered consecutively."""
         number = 0
         for path in self._parts:
             for row in _rows_of(path, self.name).read():
@@ -177,15 +161,7 @@ class ChainedRows(Rows):
 
 
 def open_rows(source: TaskSource, arguments: Mapping[str, Any]) -> Rows:
-    """Return the rows of a source; nothing of it is read yet.
-
-    Args:
-        source: As :func:`~turnwise.tasks.reader.load_tasks` takes it.
-        arguments: For functions: what they are called with.
-
-    Raises:
-        TaskError: There is nothing that could be read, or it takes no such arguments.
-    """
+    """Open a source of :func:`~turnwise.tasks.reader.load_tasks` without reading it. Raises TaskError."""
     if isinstance(source, (str, Path)):
         return _open_text(str(source), arguments)
     if callable(source):
@@ -234,7 +210,7 @@ def _rows_of(path: Path, name: str | None = None) -> Rows:
 
 
 def _folder(path: Path, split: str | None) -> Rows:
-    """Return a split of a folder: of its own files where they are named after splits, else as datasets reads it."""
+    """Return a split of a folder: files named after splits, else what ``datasets`` finds."""
     splits: dict[str, list[Path]] = {}
     for file in sorted(path.iterdir()):
         if file.suffix in (*_LINES, ".parquet"):
@@ -249,11 +225,7 @@ def _folder(path: Path, split: str | None) -> Rows:
 
 
 def choose_split(place: str, known: list[str], split: str | None) -> str:
-    """Return the split that is meant.
-
-    Raises:
-        TaskError: It is not there, or none is named where there are several.
-    """
+    """Return the requested split, or the only one; raise TaskError otherwise."""
     names = ", ".join(sorted(known))
     if split is None and len(known) > 1:
         raise TaskError(f"{place}: this dataset has several splits ({names}): write {place}:{sorted(known)[0]}")
@@ -279,7 +251,7 @@ def _referred(text: str, arguments: Mapping[str, Any]) -> Rows:
 
 
 def query_arguments(query: str) -> dict[str, Any]:
-    """Return ``n=200&split=test`` as arguments; a value that is JSON is read as JSON."""
+    """Parse ``n=200&split=test`` to arguments; values that are JSON are decoded."""
     return {key: _query_value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
 
 

@@ -1,4 +1,4 @@
-"""Exact arithmetic on what a model wrote: the calculator of the environments that ship."""
+"""Exact arithmetic on model-written expressions, as used by the calculator tools that ship."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ _WRITTEN: Final = str.maketrans(
 def evaluate(expression: str) -> Fraction:
     """Return the exact value of an arithmetic expression.
 
-    Understood are ``+ - * / // ** ^ ( )`` with the usual precedence, whole exponents, decimals (``.5``), thousands
-    separators (``1,200``), a percent sign behind a value (``20%`` is a fifth), and signs for currency, which count for
-    nothing.
+    Supported are ``+ - * / // ** ^ ( )`` with the usual precedence, whole exponents, decimals (``.5``), thousands
+    separators (``1,200``), a trailing percent sign (``20%`` is a fifth), and currency signs, which are ignored.
 
     Raises:
-        ToolError: It cannot be read, divides by zero, or its value is too large; the text is for the model.
+        ToolError: The expression is malformed, divides by zero or is too large; the text is for the model.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters: at most {MAX_CHARACTERS} are evaluated")
@@ -47,7 +46,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 class _Parser:
-    """A recursive descent; each method reads what binds tighter than its caller's signs."""
+    """Recursive descent; each method parses a tighter-binding level than its caller."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -133,7 +132,7 @@ class _Parser:
 
 
 class _Deeper:
-    """Counts how deep the parser is: the bound keeps Python's stack out of a model's reach."""
+    """Bounds the parser's recursion depth."""
 
     def __init__(self, parser: _Parser) -> None:
         self._parser = parser
@@ -191,7 +190,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def write_number(value: Fraction) -> str:
-    """Return a number as people write it: ``42``, ``0.125``; rounded to 12 significant digits where it does not end."""
+    """Format a number: ``42``, ``0.125``; non-terminating ones are rounded to 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     rounded = _ROUNDING.divide(value.numerator, value.denominator)
@@ -202,10 +201,10 @@ def write_number(value: Fraction) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return the value of a text that is one number, or None.
+    """Parse a text that is one number, or return None.
 
-    A sign, decimals, thousands separators and a simple fraction (``3/4``) are read; signs for currency and percent and
-    a full stop at the end count for nothing, so ``$1,200.`` is 1200 and ``50%`` is 50.
+    Signs, decimals, thousands separators and simple fractions (``3/4``) are read; currency and percent signs and a
+    final full stop are ignored, so ``$1,200.`` is 1200 and ``50%`` is 50.
     """
     if len(text) > MAX_CHARACTERS:
         return None

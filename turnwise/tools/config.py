@@ -1,4 +1,4 @@
-"""The configuration sections of tools that are not written in an environment's class: where they come from."""
+"""Configuration sections of tools from files, MCP servers and the set that ships."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ class MCPServerConfig(BaseModel):
     """An MCP server whose tools are offered. Exactly one of ``command`` and ``url`` is given.
 
     Attributes:
-        command: What starts a server that speaks over its standard input and output: the program and its arguments.
+        command: Program and arguments of a server on standard input and output.
         env: Environment variables of that process, besides HOME, PATH and the like. ``{secret_env: NAME}`` passes a
-            variable of this process on, and keeps its value out of errors.
+            variable of this process and redacts its value from errors.
         cwd: Its working directory.
-        url: The address of a server that speaks streamable HTTP, such as ``http://127.0.0.1:8000/mcp``.
+        url: URL of a streamable HTTP server, such as ``http://127.0.0.1:8000/mcp``.
         headers: HTTP headers of every request; ``{secret_env: NAME}`` as in ``env``.
-        include: Which of its tools are offered; by default all.
-        prefix: Put before the names of its tools.
-        scope: ``run``: one connection for all episodes of the process, made anew where it was lost. ``episode``: each
-            episode has a connection (with ``command``: a process) of its own, so that what the server keeps is the
-            episode's; one that is lost ends the episode with an error.
+        include: Names of the tools that are offered; by default all.
+        prefix: Prefix of the tools' names.
+        scope: ``run``: one connection for all episodes of the process, with reconnects. ``episode``: one connection
+            (with ``command``: one process) per episode, for servers with state; losing it fails the episode.
         concurrent: Whether calls of one episode may run at the same time.
-        media: Kinds of media that its tools answer with besides text: ``image``, ``audio``.
-        timeout: Seconds that a call may take; it is then answered with the error ``timeout``.
-        connect_timeout: Seconds that connecting and listing the tools may take.
+        media: Kinds of media in results besides text: ``image``, ``audio``.
+        timeout: Seconds per call; then the model gets the error ``timeout``.
+        connect_timeout: Seconds for connecting and listing the tools.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,7 +64,7 @@ class NamedToolConfig(BaseModel):
 
     Attributes:
         name: ``shell``, ``python``, ``editor``, ``apply_patch`` or ``submit``.
-        config: Handed to its constructor.
+        config: Passed to its constructor.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -75,12 +74,12 @@ class NamedToolConfig(BaseModel):
 
 
 class ToolsConfig(BaseModel):
-    """Tools that are offered beside those of the environment's class. All sources may be used together.
+    """Tools beside those of the environment's class; all sources may be combined.
 
-    A list in the place of the section is its ``named``: ``tools: [shell, editor, submit]``.
+    A list instead of the section is its ``named``: ``tools: [shell, editor, submit]``.
 
     Attributes:
-        named: Tools that ship, and registered functions: a name each, or name and configuration.
+        named: Tools that ship, and registered functions: a name, or name and configuration.
         function_tool_path: A Python file whose ``@function_tool`` functions are tools.
         tool_config_path: A YAML file that lists BaseTools: class, configuration and schema of each.
         mcp: MCP servers.
@@ -104,8 +103,8 @@ class ToolEntry(BaseModel):
 
     Attributes:
         class_name: A subclass of BaseTool: ``pkg.module.Class``, ``pkg.module:Class`` or ``file.py:Class``.
-        config: Handed to its constructor as it stands. ``type``, where it is there, must be ``native``.
-        tool_schema: What the model is told, in OpenAI's form; null where the class has its own.
+        config: Passed to its constructor unchanged. ``type``, if given, must be ``native``.
+        tool_schema: Schema in OpenAI's form; null where the class has its own.
     """
 
     model_config = ConfigDict(extra="forbid")

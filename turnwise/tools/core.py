@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The tool types, function tools and stateful BaseTools, with their registry."""
 
 from __future__ import annotations
 
@@ -45,11 +45,7 @@ _TOOLS: dict[str, FunctionTool] = {}
 
 
 def register_tool(tool: FunctionTool) -> None:
-    """Put a tool under its name. The same function again (a module that is loaded anew) replaces itself.
-
-    Raises:
-        RegistryError: Another function has this name.
-    """
+    """Register a tool; a reloaded function replaces itself, another of the same name raises RegistryError."""
     known = _TOOLS.get(tool.name)
     if known is not None and (_place(known) != _place(tool) or _stand_side_by_side(known, tool)):
         raise RegistryError(
@@ -61,11 +57,7 @@ def register_tool(tool: FunctionTool) -> None:
 
 
 def get_tool(name: str) -> FunctionTool:
-    """Return the tool of this name.
-
-    Raises:
-        RegistryError: There is none; the message says which come close.
-    """
+    """Return the tool of this name; RegistryError suggests near misses."""
     found = _TOOLS.get(name)
     if found is None:
         raise RegistryError(
@@ -81,7 +73,7 @@ def tool_names() -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` with the known names that come close, or an empty text."""
+    """Return ``"; did you mean 'x'?"`` with near misses among the known names, or an empty text."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
@@ -95,7 +87,7 @@ def _line(tool: FunctionTool) -> str:
 
 
 def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
-    """Whether functions of one name and file are two of it, rather than one that moved and was loaded anew."""
+    """Whether two functions of one name are distinct definitions in a file, not one that was reloaded."""
     lines = {tool.fn.__code__.co_firstlineno for tool in (one, other)}
     if len(lines) == 1:
         return False
@@ -118,23 +110,22 @@ DEFAULT_MAX_OUTPUT: Final = 32_768
 
 
 class FunctionTool:
-    """A function that a model may call, or a method of an environment.
+    """A function or environment method that a model may call, made by :func:`function_tool`.
 
-    Made by :func:`function_tool`. It is called like the function itself; reached through an instance it is a bound
-    method, so the body of an environment may call its own tools.
+    Calling it calls the function; accessed through an instance it is a bound method.
 
     Attributes:
         fn: The function.
-        schema: What the model is told.
-        is_method: Whether it is a stateful tool of an environment: its first parameter is ``self``.
+        schema: The tool schema.
+        is_method: Whether it is a method of an environment: its first parameter is ``self``.
         is_async: Whether it is a coroutine function.
         concurrent: Whether it may run while other calls of the episode run.
         inline: Whether it runs on the event loop although it is a plain function (for fast pure ones).
         timeout: Seconds after which a call is answered with the error ``timeout``, or None.
-        max_output: How much of its text the model gets to see: characters, an OutputLimit, or None for all.
-        media: Kinds of media that it may answer with, besides text.
-        secrets: What its errors must not show.
-        injected: Parameters that the task fills and no model sees, and whether each must be given.
+        max_output: Limit of its text: characters, an OutputLimit, or None.
+        media: Kinds of media in its results besides text.
+        secrets: Secrets that are redacted from its errors.
+        injected: Parameters that the task fills and the schema omits, and whether each is required.
     """
 
     def __init__(
@@ -184,7 +175,7 @@ class FunctionTool:
         return self.schema.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself, without any of a call's checks."""
+        """Call the function directly, without argument checks."""
         return self.fn(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -229,27 +220,27 @@ def function_tool(
     media: Collection[str] = (),
     secrets: Sequence[Secret] = (),
 ) -> Any:
-    """Offer a function to models, or a method of an environment.
+    """Make a function, or a method of an environment, a tool.
 
-    Written ``@function_tool``, ``@function_tool("name")`` or with keywords. The schema comes from the type hints; a
-    Google docstring adds descriptions where it has them, ``Annotated[int, "text"]`` too. What is decorated stays
-    callable as before. A function of a module is registered under its name; a method belongs to its environment.
+    Written ``@function_tool``, ``@function_tool("name")`` or with keywords. The schema comes from the type hints, with
+    descriptions from a Google docstring or ``Annotated[int, "text"]``. Module functions are registered under their
+    name; methods belong to their environment.
 
     Args:
         fn: The function, or the tool's name.
         name: The tool's name; by default the function's.
-        schema: Used as it stands instead of the hints: a ToolSchema, OpenAI's form, or name/description/parameters.
-        description: Instead of the docstring's.
-        timeout: Seconds. An async tool is cancelled; the thread of a plain one is lost and ends the episode.
+        schema: Replaces the inferred schema: a ToolSchema, OpenAI's form, or name/description/parameters.
+        description: Replaces the docstring's.
+        timeout: Seconds. An async tool is cancelled; the thread of a plain one is abandoned and ends the episode.
         concurrent: Whether it may run while others run: by default functions do and methods do not.
         inline: Run a plain function on the event loop. Only for functions that return within microseconds.
-        max_output: Characters of its text that the model gets to see, an OutputLimit, or None for all.
-        media: What it may answer with besides text: ``image``, ``video``, ``audio``, where the renderer takes them.
-        secrets: Names of environment variables whose values no error may show, or such values as SecretStr.
+        max_output: Limit of its text: characters, an OutputLimit, or None.
+        media: Kinds of media in its results besides text: ``image``, ``video``, ``audio``.
+        secrets: Environment variables (or SecretStr) whose values are redacted from errors.
 
     Raises:
-        ToolSchemaError: The signature cannot be offered; the message says what to write instead.
-        RegistryError: Another function of a module has this name already.
+        ToolSchemaError: The signature cannot be expressed as a schema; the message names the remedy.
+        RegistryError: Another module function has this name.
     """
     if isinstance(fn, str):
         if name is not None:
@@ -277,7 +268,6 @@ def function_tool(
 
 
 def _registered(tool: FunctionTool) -> FunctionTool:
-    """Return a tool, registered under its name where it is a function of a module."""
     if not tool.is_method and "." not in tool.fn.__qualname__:
         register_tool(tool)
     return tool
@@ -314,25 +304,24 @@ def _check_output(label: str, value: int | OutputLimit | None) -> None:
 
 
 class BaseTool:
-    """A tool with a life of its own: one instance per episode, made before its first call and released at its end.
+    """A stateful tool: one instance per episode, created before its first call and released at its end.
 
-    A ToolEnv creates it once per episode with ``create``, passes each call to ``execute``, asks ``calc_reward`` once
-    when the episode is scored, and calls ``release`` exactly once, also after errors. One object may serve many
-    episodes at the same time; the instance id tells them apart. ``task.data["tools_kwargs"][name]`` may hold
-    ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
+    A ToolEnv calls ``create`` once per episode, ``execute`` per call, ``calc_reward`` once when the episode is scored,
+    and ``release`` exactly once, also after errors. One object may serve many episodes concurrently, told apart by
+    instance id. ``task.data["tools_kwargs"][name]`` may hold ``create_kwargs``, ``execute_kwargs``,
+    ``calc_reward_kwargs`` and ``release_kwargs``.
 
-    A method that takes ``agent_data`` is given the episode's :class:`~turnwise.tools.core.AgentData`; ``execute``
-    takes it by ``**kwargs`` too. A ``create`` that takes ``create_kwargs`` (also by ``**kwargs``) is given them as one
-    dict besides.
+    A method with a parameter ``agent_data`` receives the episode's :class:`~turnwise.tools.core.AgentData`; ``execute``
+    also by ``**kwargs``. A ``create`` with ``create_kwargs`` (or ``**kwargs``) also receives them as one dict.
 
     Attributes:
-        tool_schema: What the model is told, in OpenAI's form with attributes: ``tool_schema.function.name``.
+        tool_schema: The schema in OpenAI's form with attributes: ``tool_schema.function.name``.
         concurrent: Whether calls of one episode may run at the same time.
         timeout: Seconds after which a call is cancelled and answered with the error ``timeout``, or None.
-        max_output: How much of its text the model gets to see: characters, an OutputLimit, or None for all.
-        media: Kinds of media that it may answer with besides text: ``image``, ``video``, ``audio``.
-        secrets: Names of environment variables whose values no error may show, or such values as SecretStr. What the
-            configuration holds as SecretStr, or names as ``{secret_env: NAME}``, is secret without being listed.
+        max_output: Limit of its text: characters, an OutputLimit, or None.
+        media: Kinds of media in its results besides text: ``image``, ``video``, ``audio``.
+        secrets: Environment variables (or SecretStr) whose values are redacted from errors. SecretStr values and
+            ``{secret_env: NAME}`` in the configuration are redacted without being listed.
     """
 
     concurrent: bool = False
@@ -346,14 +335,14 @@ class BaseTool:
         config: Mapping[str, Any] | None = None,
         tool_schema: ToolSchema | Mapping[str, Any] | BaseModel | None = None,
     ) -> None:
-        """Take a configuration and what the model is told.
+        """Store the configuration and resolve the schema.
 
         Args:
-            config: Yours.
-            tool_schema: A ToolSchema or OpenAI's form; None where the class writes ``get_openai_tool_schema``.
+            config: The tool's own configuration.
+            tool_schema: A ToolSchema or OpenAI's form; None if the class overrides ``get_openai_tool_schema``.
 
         Raises:
-            ToolSchemaError: There is no schema, or it cannot be offered.
+            ToolSchemaError: The schema is missing or invalid.
             ConfigError: The configuration names an environment variable that is not set.
         """
         if tool_schema is None and type(self).get_openai_tool_schema is not BaseTool.get_openai_tool_schema:
@@ -370,7 +359,7 @@ class BaseTool:
 
     @property
     def schema(self) -> ToolSchema:
-        """What the model is told."""
+        """The tool schema."""
         return self._schema
 
     @property
@@ -379,30 +368,29 @@ class BaseTool:
         return self._schema.name
 
     def get_openai_tool_schema(self) -> Mapping[str, Any] | BaseModel | ToolSchema | None:
-        """Return what the model is told. A class that knows its own schema writes this instead of being given one."""
+        """Return the schema; override it in a class that defines its own."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:  # noqa: ARG002
-        """Make the instance of an episode. An error here is one of the infrastructure, never of the model.
+        """Create the instance of an episode. An exception here is an infrastructure error, not the model's.
 
         Args:
             instance_id: The id to use; None for a new one.
             **kwargs: ``create_kwargs`` of the task.
 
         Returns:
-            The instance id, and a response. Its text is shown to nobody, since the conversation has begun already;
-            its reward counts when the episode is scored.
+            The instance id, and a response whose text is dropped and whose reward is added to the episode's score.
         """
         return instance_id or uuid.uuid4().hex, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """Answer one call.
+        """Execute one call.
 
         Args:
-            instance_id: What ``create`` returned.
-            parameters: The arguments; they fit the schema.
+            instance_id: As returned by ``create``.
+            parameters: The arguments, validated against the schema.
             **kwargs: ``execute_kwargs`` of the task.
 
         Returns:
@@ -411,11 +399,11 @@ class BaseTool:
         raise NotImplementedError(f"{type(self).__qualname__} defines no execute()")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:  # noqa: ARG002
-        """Return what the instance's state is worth when the episode is scored, or None for nothing."""
+        """Return the instance's reward when the episode is scored, or None."""
         return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Free what the instance holds."""
+        """Free the instance's resources."""
 
 
 Tool: TypeAlias = FunctionTool | BaseTool
@@ -423,14 +411,14 @@ Tool: TypeAlias = FunctionTool | BaseTool
 
 
 def as_tool(item: Any) -> Tool:
-    """Return what stands in an environment's ``tools`` as a tool.
+    """Return an entry of an environment's ``tools`` as a tool.
 
     Args:
-        item: A tool, a plain function (its schema is inferred), a subclass of BaseTool, a registered name, or the
-            name of a tool that ships.
+        item: A tool, a plain function (its schema is inferred), a subclass of BaseTool, a registered name, or the name
+            of a tool that ships.
 
     Raises:
-        ToolSchemaError: It is none of these, or cannot be offered.
+        ToolSchemaError: It is none of these, or has no valid schema.
         RegistryError: No tool has this name.
     """
     if isinstance(item, (FunctionTool, BaseTool)):
@@ -458,11 +446,7 @@ def as_tool(item: Any) -> Tool:
 
 @functools.cache
 def shipped(name: str) -> BaseTool:
-    """Return the tool that ships under a name, as it is without configuration; one object serves all episodes.
-
-    Raises:
-        KeyError: None does.
-    """
+    """Return the unconfigured tool that ships under a name, shared by all episodes. Raises KeyError."""
     made = load_object(SHIPPED[name], "tool")()
     assert isinstance(made, BaseTool)
     return made
@@ -480,16 +464,15 @@ _TOKENS: Final = frozenset(
 
 @dataclass(slots=True)
 class AgentData:
-    """The episode, as its BaseTools see it; one object per episode, handed to every tool that takes ``agent_data``.
+    """The episode as its BaseTools see it; one object per episode.
 
     Attributes:
-        request_id: Names the episode: equal for all its calls, different from any other's.
+        request_id: Unique per episode.
         tools_kwargs: The task's arguments for tools, by tool name.
-        messages: What the environment and the agent said so far, as far as it passed through the environment. To be
-            read: the model never sees what is written into it.
-        tool_rewards: Rewards that calls have given so far.
-        sandbox: Where the episode's commands run; None where its environment opened none.
-        extra_fields: Yours: what tools of one episode share.
+        messages: The conversation as far as it passed through the environment; changes do not reach the model.
+        tool_rewards: Rewards of calls so far.
+        sandbox: The episode's sandbox, or None.
+        extra_fields: Free state, shared by the tools of an episode.
     """
 
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -501,7 +484,7 @@ class AgentData:
 
     @property
     def assistant_turns(self) -> int:
-        """How many messages of the agent the environment has seen."""
+        """Number of assistant messages that reached the environment."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     def __getattr__(self, name: str) -> Any:
@@ -515,16 +498,7 @@ class AgentData:
 
 
 def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> None:
-    """Hold the tools of an environment against what a renderer places.
-
-    Args:
-        env: The environment's name.
-        tools: Its tools by name.
-        takes: The kinds of media that the renderer places besides text.
-
-    Raises:
-        ConfigError: A tool may answer with something else.
-    """
+    """Raise ConfigError if a tool of an environment declares media that the renderer does not accept."""
     for name, tool in tools.items():
         refused = sorted(as_media(f"tool {name!r}", tool.media) - set(takes))
         if refused:
@@ -537,7 +511,7 @@ def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> 
 
 
 def undeclared(tool: Tool, response: ToolResponse) -> EnvError | None:
-    """Return the error of an answer that holds what its tool did not declare, or None."""
+    """Return the error of a response with undeclared media, or None."""
     given = (("image", response.image), ("video", response.video), ("audio", response.audio))
     found = [kind for kind, items in given if items and kind not in tool.media]
     if not found:

@@ -1,8 +1,7 @@
-"""Running the calls of an episode: exactly one answer per call, in call order, whatever the model wrote.
+"""Execution of an episode's tool calls: exactly one result per call, in call order.
 
-Calls of tools that are ``concurrent`` (functions, by default) run at the same time; the others run one at a time per
-episode, in call order. A tool that raises is answered to the model; an error of the infrastructure (any
-TurnwiseError but ToolError) ends the episode.
+``concurrent`` tools (functions, by default) run in parallel; the others one at a time per episode, in call order. An
+exception of a tool is returned to the model; infrastructure errors (any TurnwiseError but ToolError) end the episode.
 """
 
 from __future__ import annotations
@@ -44,11 +43,9 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 
 class ToolThreads(Executor):
-    """An executor for calls that may never return. Its threads are daemons.
+    """An executor of ``max_workers`` daemon threads for calls that may never return.
 
-    Attributes:
-        max_workers: Threads at a time, lost ones not counted.
-        max_lost: How many may be lost at a time before no further call is taken.
+    Abandoned threads are not counted; above ``max_lost`` of them no call is accepted.
     """
 
     def __init__(self, max_workers: int = 32, max_lost: int = 64) -> None:
@@ -68,16 +65,11 @@ class ToolThreads(Executor):
 
     @property
     def lost(self) -> int:
-        """How many lost threads still run."""
+        """Number of abandoned threads that still run."""
         return len(self._lost)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in a thread.
-
-        Raises:
-            EnvError: Too many threads are lost.
-            RuntimeError: The executor was shut down.
-        """
+        """Run a call in a thread; raise EnvError if too many threads are abandoned, RuntimeError after shutdown."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("these tool threads were shut down")
@@ -93,7 +85,7 @@ class ToolThreads(Executor):
         return future
 
     def abandon(self, future: Future[Any]) -> bool:
-        """Give up on a call. Returns whether its thread is lost (False: it had not begun, or is done)."""
+        """Abandon a call; return whether its thread is lost (False: it had not begun, or is done)."""
         with self._lock:
             if future.cancel() or future.done():
                 return False
@@ -106,12 +98,7 @@ class ToolThreads(Executor):
             return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further calls. ``wait`` is for what was submitted and not lost.
-
-        Args:
-            wait: Whether to return only when the calls are done.
-            cancel_futures: Whether to cancel those that have not begun.
-        """
+        """Stop accepting calls; ``wait`` for those not abandoned, ``cancel_futures`` that have not begun."""
         with self._lock:
             self._closed = True
             pending = set(self._pending)
@@ -159,7 +146,7 @@ class ToolThreads(Executor):
 
 @functools.cache
 def default_threads() -> ToolThreads:
-    """Return the threads of those who bring none: one set per process."""
+    """Return the process-wide default executor."""
     return ToolThreads()
 
 
@@ -171,13 +158,7 @@ _RUNS_IN: contextvars.ContextVar[ToolRunner | None] = contextvars.ContextVar("tu
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one call.
-
-    Attributes:
-        call: The call.
-        response: Its answer.
-        seconds: Wall time from the call's turn to its answer.
-    """
+    """The result of one call, with the wall time from the start of its execution."""
 
     call: ToolCall
     response: ToolResponse
@@ -190,17 +171,17 @@ class Outcome:
 
 
 class _Timeout(Exception):
-    """A call was given up."""
+    """A call timed out."""
 
 
 class ToolRunner:
     """The tools of one episode.
 
     Attributes:
-        tools: By name.
-        lost: How many calls of this episode were given up while their thread (or a task that refuses to be
-            cancelled) runs on. Above 0 the episode must end: what the call touches may still change.
-        data: What BaseTools may know of the episode.
+        tools: Tools by name.
+        lost: Number of abandoned calls whose thread or task still runs. Above 0 the episode must end, since its state
+            may still change.
+        data: The AgentData of the episode.
     """
 
     def __init__(
@@ -215,18 +196,18 @@ class ToolRunner:
         secrets: Sequence[Secret] = (),
         data: AgentData | None = None,
     ) -> None:
-        """Take the tools.
+        """Prepare the tools; :meth:`open` or the first call creates the instances.
 
         Args:
-            tools: By name.
-            owner: The environment whose methods are among them.
-            executor: Where plain functions run; by default threads of this process that may be lost.
+            tools: Tools by name.
+            owner: The environment of method tools.
+            executor: Executor of plain functions; by default the process-wide :class:`ToolThreads`.
             timeout: Seconds for calls of tools that set none.
             tools_kwargs: By tool name and then ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``,
                 ``release_kwargs``, for BaseTools.
-            count_tokens: Counts tokens of the model that reads the answers, for limits in tokens.
-            secrets: What no error may show, besides what the tools declare.
-            data: What BaseTools may know of the episode.
+            count_tokens: Token counter of the model in use, for limits in tokens.
+            secrets: Further secrets to redact from errors.
+            data: The AgentData of the episode.
         """
         self.tools = dict(tools)
         self.lost = 0
@@ -244,11 +225,7 @@ class ToolRunner:
         self._closed = False
 
     async def open(self) -> None:
-        """Create the BaseTools of the episode; the first call does so too. A second time is no error.
-
-        Raises:
-            EnvError: A tool could not be created. Those created before it are released.
-        """
+        """Create the BaseTools' instances; idempotent. On EnvError those created before are released."""
         if self._opened:
             return
         await self._alone(self._create)
@@ -259,12 +236,9 @@ class ToolRunner:
             self._opened = True
 
     async def run(self, call: ToolCall) -> Outcome:
-        """Answer one call.
+        """Execute one call; ToolError becomes a response, any other TurnwiseError of a tool is raised.
 
-        Raises:
-            EnvError: The episode is over, or a tool broke its contract (a reward that is not finite, a result that
-                JSON cannot express).
-            TurnwiseError: What a tool raised of it, a ToolError aside.
+        EnvError: the episode is over, or a tool broke its contract (a non-finite reward, a result that is not JSON).
         """
         if self._closed:
             raise EnvError(f"the tool {call.name!r} was called after the end of the episode: call reset() first")
@@ -282,7 +256,7 @@ class ToolRunner:
         return await self._alone(self._answer, call, tool, arguments)
 
     async def run_all(self, calls: Sequence[ToolCall]) -> list[Outcome]:
-        """Answer the calls of one message: one outcome per call, in call order. Raises what :meth:`run` raises."""
+        """Execute the calls of one message; return one outcome per call, in call order. Raises as :meth:`run`."""
         if len(calls) == 1 or not any(self._overlaps(call) for call in calls):
             return [await self.run(call) for call in calls]
         # Tasks start in call order, and the lock is first come, first served: so stateful calls keep their order.
@@ -294,19 +268,11 @@ class ToolRunner:
         return outcomes
 
     async def rewards(self) -> dict[str, float]:
-        """Return what the BaseTools' instances are worth now, as ``tool/<name>``; zeros are left out.
-
-        Raises:
-            EnvError: A tool raised, or gave a number that is not finite.
-        """
+        """Return the non-zero ``calc_reward`` values as ``tool/<name>``; EnvError if one raises or is not finite."""
         return await self._instances.rewards()
 
     async def close(self) -> None:
-        """Release every instance exactly once, whatever the others do. Closing twice is no error.
-
-        Raises:
-            EnvError: A release failed. The others were released all the same.
-        """
+        """Release every instance exactly once; idempotent. EnvError of one does not keep the others from release."""
         self._closed = True
         await self._instances.release()
 
@@ -326,7 +292,7 @@ class ToolRunner:
         return tool is not None and call.error is None and tool.concurrent and not inline
 
     async def _alone(self, work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do something when it is its turn among what runs one at a time."""
+        """Run under the lock of non-concurrent tools."""
         if _RUNS_IN.get() is self:
             # A tool that calls another one of its episode has the turn already.
             return await work(*args, **kwargs)
@@ -374,7 +340,6 @@ class ToolRunner:
         return Outcome(call, response, time.perf_counter() - started)
 
     def _check(self, tool: Tool, response: ToolResponse) -> None:
-        """Bring what a tool answered into the form that is shown."""
         if response.image or response.video or response.audio:
             wrong = undeclared(tool, response)
             if wrong is not None:
@@ -385,7 +350,6 @@ class ToolRunner:
         response.text = cleaned(text, as_limit(tool.max_output), self._count_tokens)
 
     def _told(self, tool: Tool, message: str) -> str:
-        """Return what a tool raised as the model is told it."""
         return cleaned(self._secrets().redact(message), as_limit(tool.max_output), self._count_tokens) or ""
 
     async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:

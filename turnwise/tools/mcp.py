@@ -1,4 +1,4 @@
-"""Tools of an MCP server, over its standard input and output or over streamable HTTP."""
+"""Tools of MCP servers, over standard input and output or streamable HTTP."""
 
 from __future__ import annotations
 
@@ -38,19 +38,9 @@ _MOST_PAGES: Final = 100
 
 
 class Endpoint:
-    """A server as it is reached.
-
-    Attributes:
-        config: How.
-        name: What messages call it.
-    """
+    """The address of an MCP server: a process to start or a URL."""
 
     def __init__(self, config: MCPServerConfig) -> None:
-        """Take the configuration; nothing is started.
-
-        Raises:
-            ConfigError: It names an environment variable that is not set.
-        """
         self.config = config
         self.name = " ".join(config.command) if config.command else _without_login(config.url or "")
         values = with_secrets({"env": config.env, "headers": config.headers}, f"MCP server {self.name!r}")
@@ -58,12 +48,7 @@ class Endpoint:
         self._values = {key: _revealed(value) for key, value in values.items()}
 
     def transport(self, log: TextIO, gone: asyncio.Event) -> AbstractAsyncContextManager[Any]:
-        """Return a transport to the server.
-
-        Args:
-            log: Where a process writes what it says on its standard error.
-            gone: Set when the server is known to have ended the session: what is sent after that is executed by nobody.
-        """
+        """Return a transport; ``log`` receives standard error, ``gone`` is set when the server ended the session."""
         config = self.config
         if config.command:
             parameters = StdioServerParameters(
@@ -73,17 +58,15 @@ class Endpoint:
         return _http(config.url or "", self._values["headers"], config.timeout, gone)
 
     def error(self, text: str, error: BaseException | None = None) -> EnvError:
-        """Return an error that names the server, and shows no secret."""
+        """Return an error that names the server, with secrets redacted."""
         reason = "" if error is None else f": {_first(error)}"
         return EnvError(self._secrets.redact(f"MCP server {self.name!r} {text}{reason}"))
 
 
 class Connection:
-    """One connection, held by a task of its own, since who opens a transport must be who closes it.
+    """One connection, held by its own task because transports must be closed by the task that opened them.
 
-    Args:
-        endpoint: To whom.
-        reconnects: Whether a lost connection is made anew; otherwise what was kept there is lost with it.
+    With ``reconnects`` a lost connection is reopened; without, the server's state is lost with it.
     """
 
     def __init__(self, endpoint: Endpoint, *, reconnects: bool) -> None:
@@ -98,11 +81,7 @@ class Connection:
         self._opening: asyncio.Task[Client] | None = None
 
     async def open(self) -> Client:
-        """Return a client that is connected.
-
-        Raises:
-            EnvError: The server cannot be reached, or a connection that must not be made anew was lost.
-        """
+        """Return a connected client; EnvError if the server is unreachable or a lost connection may not be reopened."""
         if self._client is None or self._suspect or self._lost():
             if self._opening is None or self._opening.done():
                 self._opening = asyncio.create_task(self._open(), name=f"mcp open {self._endpoint.name}")
@@ -146,12 +125,7 @@ class Connection:
         raise self._endpoint.error(f"lists its tools on more than {_MOST_PAGES} pages")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool. It is sent a second time only where it certainly reached nobody.
-
-        Raises:
-            ToolError: The server refused the call.
-            EnvError: The call got no answer, or one that breaks the protocol.
-        """
+        """Call a tool, again only if it was certainly not delivered. Raises ToolError (refused) or EnvError."""
         client = await self.open()
         try:
             return await self._send(client, tool, arguments)
@@ -163,7 +137,7 @@ class Connection:
             raise self._endpoint.error(f"takes no calls of {tool!r}", error) from None
 
     async def close(self) -> None:
-        """End the connection. A second time is no error."""
+        """Close the connection; idempotent."""
         opening, self._opening = self._opening, None
         if opening is not None and not opening.done():
             opening.cancel()
@@ -189,7 +163,7 @@ class Connection:
             raise self._endpoint.error(f"answered a call of {tool!r} with what breaks the protocol", error) from None
 
     async def _refused(self) -> bool:
-        """Note that the connection ended. Returns whether that was because nobody listened: nothing was delivered."""
+        """Record the connection's end; return whether the server was not listening, so nothing was delivered."""
         self._gone.set()
         if self._keeper is None:
             return False
@@ -199,7 +173,7 @@ class Connection:
         return isinstance(_innermost(error), httpx2.ConnectError)
 
     def _forget_log(self) -> None:
-        """Keep the log of a server that says much from filling the disk. What is appended later stands first."""
+        """Truncate the log of a verbose server; later output is appended from the start."""
         if not self._log.closed and os.fstat(self._log.fileno()).st_size > _LOG_MOST:
             os.ftruncate(self._log.fileno(), 0)
 
@@ -262,7 +236,6 @@ class Connection:
         self._log.close()
 
     def _tail(self) -> str:
-        """Return the end of what a process said on its standard error, as part of a message."""
         if self._log.closed:
             return ""
         self._log.flush()
@@ -273,18 +246,17 @@ class Connection:
 
 
 class _NotDelivered(Exception):
-    """A call certainly reached nobody."""
+    """A call was certainly not delivered."""
 
 
 @asynccontextmanager
 async def _watched(transport: AbstractAsyncContextManager[Any], gone: asyncio.Event) -> AsyncIterator[Any]:
-    """A transport that says when the other side hangs up."""
     async with transport as (read, write):
         yield _Watched(read, gone), write
 
 
 class _Watched:
-    """A stream of messages that says when it ends."""
+    """A message stream that signals its end."""
 
     def __init__(self, stream: Any, gone: asyncio.Event) -> None:
         self._stream = stream
@@ -320,7 +292,7 @@ class _Watched:
 
 @asynccontextmanager
 async def _http(url: str, headers: dict[str, str], timeout: float, gone: asyncio.Event) -> AsyncIterator[Any]:
-    """A transport over streamable HTTP that says when the server does not know the session any more."""
+    """A streamable HTTP transport that signals an unknown session."""
 
     async def note(response: httpx2.Response) -> None:
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
@@ -351,7 +323,6 @@ def _revealed(values: Any) -> dict[str, str]:
 
 
 def _without_login(url: str) -> str:
-    """Return an address without what may let somebody in: user and password, and the query."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
@@ -363,18 +334,9 @@ except ImportError as missing:
 
 
 class MCPServer:
-    """The connections to one server: one for all episodes, or one for each (``scope``).
-
-    Attributes:
-        name: What messages call it.
-    """
+    """The connections to one server: one for all episodes, or one per episode (``scope``)."""
 
     def __init__(self, config: MCPServerConfig) -> None:
-        """Take the configuration; nothing is started.
-
-        Raises:
-            ConfigError: It names an environment variable that is not set.
-        """
         self.config = config
         self._endpoint = Endpoint(config)
         self.name = self._endpoint.name
@@ -382,12 +344,7 @@ class MCPServer:
         self._of_episodes: dict[str, tuple[Connection, int]] = {}
 
     async def tools(self) -> list[MCPTool]:
-        """Connect and return the tools that the configuration offers.
-
-        Raises:
-            EnvError: The server cannot be reached, or did not answer in time.
-            ConfigError: ``include`` names a tool that it does not have, or a tool cannot be offered.
-        """
+        """Connect and return the offered tools. Raises EnvError, or ConfigError for an unknown or invalid tool."""
         listed = {tool.name: tool for tool in await self._shared.list_tools()}
         include = self.config.include
         unknown = [name for name in include or () if name not in listed]
@@ -401,11 +358,7 @@ class MCPServer:
         return [MCPTool(self, tool) for name, tool in listed.items() if include is None or name in include]
 
     async def join(self, episode: str) -> None:
-        """Connect for a tool of an episode, where each has a connection of its own.
-
-        Raises:
-            EnvError: The server cannot be reached.
-        """
+        """Open the connection of an episode, with ``scope: episode``. Raises EnvError."""
         if self.config.scope == "run":
             return
         connection, users = self._of_episodes.get(episode) or (Connection(self._endpoint, reconnects=False), 0)
@@ -417,7 +370,7 @@ class MCPServer:
             raise
 
     async def leave(self, episode: str) -> None:
-        """Close the connection of an episode when its last tool leaves."""
+        """Close an episode's connection when its last tool is released."""
         if episode not in self._of_episodes:
             return
         connection, users = self._of_episodes[episode]
@@ -428,12 +381,7 @@ class MCPServer:
         await connection.close()
 
     async def call(self, episode: str, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool.
-
-        Raises:
-            ToolError: The server refused the call.
-            EnvError: The call got no answer, or one that breaks the protocol.
-        """
+        """Call a tool. Raises ToolError or EnvError, as :meth:`Connection.call`."""
         connection = self._of_episodes[episode][0] if self.config.scope == "episode" else self._shared
         return await connection.call(tool, arguments)
 
@@ -446,14 +394,9 @@ class MCPServer:
 
 
 class MCPTool(BaseTool):
-    """A tool of an MCP server. Its schema is the server's, whole; its errors are answered to the model."""
+    """A tool of an MCP server, with the server's schema; its errors are returned to the model."""
 
     def __init__(self, server: MCPServer, tool: mcp_types.Tool) -> None:
-        """Take the tool as the server lists it.
-
-        Raises:
-            ConfigError: It cannot be offered to a model.
-        """
         config = server.config
         schema = ToolSchema(f"{config.prefix}{tool.name}", tool.description or "", tool.input_schema)
         try:
@@ -471,7 +414,7 @@ class MCPTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, agent_data: AgentData | None = None, **_: Any
     ) -> tuple[str, ToolResponse]:
-        """Connect, where the episode has a connection of its own."""
+        """Open the episode's connection, with ``scope: episode``."""
         agent_data = agent_data or AgentData()
         made, response = await super().create(instance_id)
         await self._server.join(agent_data.request_id)
@@ -481,12 +424,7 @@ class MCPTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **_: Any
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """Call the tool.
-
-        Raises:
-            ToolError: The server says that the call failed.
-            EnvError: The call got no answer.
-        """
+        """Call the tool. Raises ToolError or EnvError, as :meth:`Connection.call`."""
         result = await self._server.call(self._episodes[instance_id], self._tool, parameters)
         response = response_of(result)
         if result.is_error:
@@ -494,14 +432,14 @@ class MCPTool(BaseTool):
         return response, None, {}
 
     async def release(self, instance_id: str, **_: Any) -> None:
-        """Leave the episode's connection."""
+        """Release the episode's connection."""
         await self._server.leave(self._episodes.pop(instance_id))
 
 
 def response_of(result: mcp_types.CallToolResult) -> ToolResponse:
-    """Return the result of a call as a response.
+    """Convert a call's result to a response.
 
-    Texts, embedded texts and links are joined by line breaks; images and audio are ``data:`` addresses. Structured
+    Texts, embedded texts and links are joined by line breaks; images and audio become ``data:`` URLs. Structured
     content is shown, as JSON, where there is no text.
     """
     texts: list[str] = []

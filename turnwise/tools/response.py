@@ -1,4 +1,4 @@
-"""What a tool answers, and how what a function returned becomes that."""
+"""Tool responses: output limits, media, and the conversion of return values."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ _INTERPOLATIONS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class OutputLimit:
-    """How much of a text is kept, and which part.
+    """A limit of a tool's text.
 
     Attributes:
-        amount: The most that a text may have after it was cut, its marker included.
-        unit: ``characters``, or ``tokens`` of the model in use. Where no model is in sight (a tool that is called by
-            hand) tokens are estimated: four bytes of UTF-8 are one.
-        keep: What is kept of a longer text. ``ends``: the head and the tail, what lies between them is cut. ``head``
-            and ``tail``: that end. ``middle``: the middle, both ends are cut.
+        amount: Maximum size after truncation, the marker included.
+        unit: ``characters``, or ``tokens`` of the model in use; without a model, four bytes of UTF-8 count as one
+            token.
+        keep: The part that is kept: ``ends`` (head and tail), ``head``, ``tail`` or ``middle``.
 
     Raises:
-        ToolSchemaError: The amount is no positive integer, or a word is unknown.
+        ToolSchemaError: The amount is not a positive integer, or ``unit`` or ``keep`` is unknown.
     """
 
     amount: int
@@ -57,15 +56,11 @@ class OutputLimit:
                 raise ToolSchemaError(f"OutputLimit.{name} is {value!r}: allowed are {', '.join(allowed)}")
 
     def cut(self, text: str, count_tokens: CountTokens | None = None) -> str:
-        """Return a text that keeps the limit.
-
-        A text that fits is returned as it is (but one with more than 32 characters a token counts as longer). A longer
-        one says by a marker how many characters are gone where; a limit that has no room for the marker keeps bare
-        text.
+        """Truncate a text to the limit, with a marker that counts the removed characters if there is room for one.
 
         Args:
-            text: Any text.
-            count_tokens: Counts tokens; None estimates them.
+            text: Any text. More than 32 characters per token count as above the limit.
+            count_tokens: Token counter; None estimates.
         """
         if self.unit == "tokens" and len(text) < self.amount and text.isascii():
             # A token is at least one byte; one may stand for a prefix that tokenizers add. So nothing is counted.
@@ -94,10 +89,7 @@ class OutputLimit:
         return found or self._search(lambda size: _bare(text, size, self.keep), largest, tokens, count)
 
     def _search(self, shorter: Callable[[int], str], largest: int, tokens: int, count: CountTokens) -> str:
-        """Return the longest text found that keeps the limit; empty where none does.
-
-        A longer text may have fewer tokens than a shorter one, so what is returned was counted itself.
-        """
+        """Return the longest text within the limit; each is counted, as longer texts may have fewer tokens."""
         low, low_tokens, high, high_tokens = 0, 0, largest + 1, max(tokens, self.amount + 1)
         best = ""
         for number in range(64):
@@ -117,12 +109,12 @@ class OutputLimit:
 
 
 def estimated_tokens(text: str) -> int:
-    """Return about how many tokens a text takes, where no tokenizer is at hand: a quarter of its bytes in UTF-8."""
+    """Estimate a text's tokens as a quarter of its UTF-8 bytes."""
     return math.ceil(len(text.encode("utf-8", "replace")) / CHARACTERS_OF_A_TOKEN)
 
 
 def as_limit(value: int | OutputLimit | None) -> OutputLimit | None:
-    """Return what stands in ``max_output``: a number is one of characters, of which both ends are kept."""
+    """Return ``max_output`` as a limit; a number is one of characters that keeps both ends."""
     return _characters(value) if isinstance(value, int) else value
 
 
@@ -132,7 +124,6 @@ def _characters(amount: int) -> OutputLimit:
 
 
 def _kept(text: str, size: int, keep: Keep) -> str:
-    """Return ``size`` characters of a text, and markers where something is gone."""
     head, tail = _span(len(text), size, keep)
     if keep == "ends":
         return text[:head] + _between(tail - head) + text[tail:]
@@ -148,7 +139,7 @@ def _bare(text: str, size: int, keep: Keep) -> str:
 
 
 def _span(length: int, size: int, keep: Keep) -> tuple[int, int]:
-    """Return where the kept part begins and ends; for ``ends`` where the cut part does."""
+    """Return the bounds of the kept part; for ``ends`` of the removed part."""
     size = min(size, length)
     if keep == "ends":
         tail = size // 2
@@ -172,19 +163,18 @@ UNKNOWN_TOOL: Final = "(unknown)"
 
 @dataclass(slots=True)
 class ToolResponse:
-    """What a tool answers to one call.
+    """The result of one tool call.
 
     Attributes:
-        text: What the model reads.
-        image: Images, as the renderer in use takes them.
+        text: The text for the model.
+        image: Images, in the form that the renderer takes.
         video: Videos.
         audio: Audio clips.
-        error: None, or a word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no tool
-            ran), ``tool_error``, ``timeout``. A tool may answer with a word of its own.
-        reward: A reward for this call, or None for none (which is not a reward of 0).
+        error: None, or an error word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no
+            tool ran), ``tool_error``, ``timeout``, or a tool's own.
+        reward: A reward for this call; None is no reward event, unlike 0.
         metrics: Numbers to log.
-        ends: Whether the episode is over with the message that made this call: it is scored once all its calls are
-            answered. Where calls come one by one, who makes them stops.
+        ends: Whether the episode ends with the message that made this call, after all its calls are answered.
 
     Raises:
         EnvError: A field is of the wrong type, or a number is not finite.
@@ -215,7 +205,7 @@ class ToolResponse:
             }
 
     def content(self) -> str | list[dict[str, Any]]:
-        """Return the content of the tool message: the text, or parts where there are media."""
+        """Content of the tool message: the text, or parts if there are media."""
         media = (("image", self.image), ("video", self.video), ("audio", self.audio))
         parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media for item in items or ()]
         if not parts:
@@ -226,12 +216,12 @@ class ToolResponse:
 
     @classmethod
     def failure(cls, error: str, message: str, **details: Any) -> ToolResponse:
-        """Return an error that the model can read: ``{"error": {"type": ..., "message": ..., ...}}``.
+        """Return an error for the model: ``{"error": {"type": ..., "message": ..., ...}}``.
 
         Args:
-            error: The word.
-            message: What is wrong and what to do about it.
-            **details: Further JSON values, such as the names that exist.
+            error: The error word.
+            message: Cause and remedy.
+            **details: Further JSON values, such as the known names.
         """
         body = {"error": {"type": error, "message": _MESSAGE.cut(message), **details}}
         return cls(text=json.dumps(body, ensure_ascii=False), error=error)
@@ -249,7 +239,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def failure(word: str, message: str, **details: Any) -> ToolResponse:
-    """Return an error for the model, made of text that tokenizers take."""
+    """Return an error for the model, in text that tokenizers accept."""
     response = ToolResponse.failure(word, message, **details)
     response.text = cleaned(response.text, None)
     return response
@@ -263,7 +253,7 @@ def crash(call: ToolCall, message: str) -> ToolResponse:
 
 
 def cleaned(text: str | None, limit: OutputLimit | None, count_tokens: CountTokens | None = None) -> str | None:
-    """Return a text as the model may see it: within the limit, and without half surrogate pairs."""
+    """Return a text within the limit and without lone surrogates."""
     if text is None:
         return None
     if not text.isascii():
@@ -273,11 +263,7 @@ def cleaned(text: str | None, limit: OutputLimit | None, count_tokens: CountToke
 
 
 def as_response(name: str, value: Any) -> ToolResponse:
-    """Return what a tool returned as a response of its own.
-
-    Raises:
-        EnvError: The tool broke its contract.
-    """
+    """Convert a tool's return value to a response; EnvError if it breaks the contract."""
     reward, metrics = None, None
     if type(value) is tuple:
         if not 1 <= len(value) <= 3:
@@ -322,13 +308,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def call_counts(name: str, response: ToolResponse, tools: Collection[str]) -> dict[str, float]:
-    """Return what is counted of a call: ``tool_calls`` and ``tool_errors``, of all tools and of this one.
-
-    Args:
-        name: The tool that the call names.
-        response: Its answer.
-        tools: The tools that there are.
-    """
+    """Return ``tool_calls`` and ``tool_errors`` of one call, in total and for its tool."""
     of = name if name in tools else UNKNOWN_TOOL
     failed = float(response.error is not None)
     counts = {"tool_calls": 1.0, "tool_errors": failed, f"tool_calls/{of}": 1.0}
@@ -340,11 +320,7 @@ MEDIA: Final = ("image", "video", "audio")
 
 
 def as_media(label: str, kinds: Iterable[str]) -> frozenset[str]:
-    """Return declared kinds of media.
-
-    Raises:
-        ToolSchemaError: One is unknown.
-    """
+    """Return declared kinds of media; ToolSchemaError if one is unknown."""
     found = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     unknown = sorted(found - set(MEDIA))
     if unknown:

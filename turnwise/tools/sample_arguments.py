@@ -1,4 +1,4 @@
-"""Arguments made up from a schema, for checks that call tools without a model."""
+"""Sample arguments of a schema, for checks that call tools without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT: Final = "example"
 
 
 def example_arguments(schema: ToolSchema) -> dict[str, Any] | None:
-    """Return arguments that a schema allows, or None where no simple ones do."""
+    """Return minimal arguments that a schema allows, or None if none were found."""
     parameters = schema.parameters
     found = _example(parameters, parameters.get("$defs", {}), _DEPTH)
     return found if isinstance(found, dict) and validator_of(parameters).is_valid(found) else None
@@ -73,13 +73,7 @@ _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def random_arguments(schema: ToolSchema, rng: random.Random, words: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return arguments that a schema allows, drawn at random, or None where no simple ones do.
-
-    Args:
-        schema: What the tool takes.
-        rng: Decides all of it.
-        words: Texts to draw from, such as the words of the conversation; besides them, letters are drawn.
-    """
+    """Return random arguments that a schema allows, with strings from ``words`` or random letters, or None."""
     parameters = schema.parameters
     validator = validator_of(parameters)
     draw = _Draw(rng, words, parameters.get("$defs", {}))

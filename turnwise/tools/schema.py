@@ -1,4 +1,4 @@
-"""From a signature to a JSON schema, and from a model's arguments to Python values."""
+"""JSON schemas of tools: inferred from signatures, validated, and used to check and convert arguments."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from turnwise.types import ToolSchema
 
 
 def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
-    """Return the dialect of a schema: what its ``$schema`` names, by default draft 2020-12."""
+    """Return the validator class of a schema's ``$schema``, by default draft 2020-12."""
     found: type[Validator] = validator_for(schema, default=Draft202012Validator)
     return found
 
 
 def validator_of(schema: Mapping[str, Any]) -> Validator:
-    """Return what holds values against a schema."""
+    """Return a validator of a schema."""
     # With a registry of its own it fetches nothing.
     return dialect_of(schema)(schema, registry=Registry())
 
 
 def unresolved(schema: Mapping[str, Any]) -> str | None:
-    """Return a reference of a valid schema that nothing in it answers to, or None."""
+    """Return a dangling reference of a valid schema, or None."""
     dialect = schema.get("$schema")
     specification = DRAFT202012 if dialect is None else specification_with(dialect, default=DRAFT202012)
     root = specification.create_resource(schema)
@@ -84,11 +84,9 @@ _INFINITE: Final = float("inf")
 
 
 def quick_check(schema: Mapping[str, Any]) -> Test | None:
-    """Return a test that is true only for arguments which fit the schema, or None where the schema is not plain.
+    """Compile a fast sufficient check of a plain schema, or return None if the schema is not plain.
 
-    Args:
-        schema: A JSON schema of type ``object``. Plain are schemas of strings, numbers, booleans, null, arrays and
-            objects with the limits of their sizes, of texts to choose from, and unions of such.
+    Plain are strings, numbers, booleans, null, arrays and objects with size limits, enums of texts, and unions of such.
     """
     return _object(schema) if schema.get("type") == "object" else None
 
@@ -211,11 +209,7 @@ _EXPRESSIBLE: Final = (
 
 
 class ArgumentError(ValueError):
-    """Arguments that do not fit a schema. Answered to the model, never raised to a user.
-
-    Attributes:
-        path: Where, such as ``$.points[0].x``.
-    """
+    """Arguments that do not fit a schema at a JSON path such as ``$.points[0].x``; reported to the model."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -223,18 +217,12 @@ class ArgumentError(ValueError):
 
 
 class Arguments:
-    """Holds the arguments of calls against a schema, compiled once, and makes Python values of them."""
+    """Validates a tool's arguments against its compiled schema and converts them to Python values."""
 
     __slots__ = ("_adapter", "_fits", "_validator")
 
     def __init__(self, schema: ToolSchema, adapter: TypeAdapter[Any] | None = None, *, closed: bool = False) -> None:
-        """Compile.
-
-        Args:
-            schema: What the model was told.
-            adapter: Converts valid arguments to the annotated types; None leaves them as they are.
-            closed: Refuse arguments that the schema does not name, also where it does not say so.
-        """
+        """Compile a schema; ``adapter`` converts values, ``closed`` rejects arguments that the schema does not name."""
         parameters = schema.parameters
         if closed and "additionalProperties" not in parameters:
             parameters = {**parameters, "additionalProperties": False}
@@ -243,13 +231,7 @@ class Arguments:
         self._adapter = adapter
 
     def parse(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the function is to be called with.
-
-        Nothing in it is shared with what the model said: a tool may change what it is given.
-
-        Raises:
-            ArgumentError: They do not fit.
-        """
+        """Return detached keyword arguments for the function; raise ArgumentError if they do not fit."""
         try:
             if self._fits is None or not self._fits(arguments):
                 errors = list(self._validator.iter_errors(arguments))
@@ -267,7 +249,7 @@ class Arguments:
 
 
 def detached(value: Any) -> Any:
-    """Return a value whose dicts and lists, at any depth, are copies; what they hold is the same."""
+    """Copy nested dicts and lists; their leaves are shared."""
     kind = type(value)
     if kind is dict:
         return {key: detached(each) if type(each) in _CONTAINERS else each for key, each in value.items()}
@@ -280,7 +262,6 @@ def _argument_error(errors: list[ValidationError]) -> ArgumentError:
 
 
 def _excerpt(text: str) -> str:
-    """Return a text that quotes a model's own words, short: they may be as long as its completion."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
@@ -291,16 +272,16 @@ def _path(location: tuple[int | str, ...]) -> str:
 def as_schema(
     source: ToolSchema | Mapping[str, Any] | BaseModel, *, name: str | None = None, description: str | None = None
 ) -> ToolSchema:
-    """Return a given schema as a ToolSchema, with nothing of it lost.
+    """Return a given schema as a ToolSchema, unchanged otherwise.
 
     Args:
         source: A ToolSchema, ``{"type": "function", "function": {...}}`` or ``{"name", "description", "parameters"}``
             (also as a pydantic object).
-        name: Instead of its name.
-        description: Instead of its description.
+        name: Replaces its name.
+        description: Replaces its description.
 
     Raises:
-        ToolSchemaError: It has no name, or its parameters are no JSON schema of an object.
+        ToolSchemaError: It has no name, or its parameters are not a JSON schema of an object.
     """
     if isinstance(source, BaseModel):
         # OpenAI's form as a pydantic object, as other libraries hold it.
@@ -334,7 +315,6 @@ def as_schema(
 
 
 def _checked_parameters(label: str, given: Any) -> dict[str, Any]:
-    """Return a copy of given parameters that are a JSON schema of an object."""
     given = given or {"type": "object", "properties": {}}
     if not isinstance(given, Mapping):
         raise ToolSchemaError(
@@ -367,16 +347,16 @@ def function_schema(
     description: str | None = None,
     namespace: Namespace | None = None,
 ) -> tuple[ToolSchema, Arguments]:
-    """Return what a function's hints and docstring say to a model, and what checks its calls.
+    """Infer a function's tool schema from hints and docstring, with the checker of its arguments.
 
     Args:
-        fn: The function. A first parameter ``self`` is not part of the schema.
-        name: Instead of its own name.
-        description: Instead of its docstring.
-        namespace: Finds names of hints that its module does not hold.
+        fn: The function; a first parameter ``self`` is skipped.
+        name: Replaces its name.
+        description: Replaces its docstring's.
+        namespace: Resolves names in hints that its module does not define.
 
     Raises:
-        ToolSchemaError: A parameter has no hint, or one that JSON cannot express; the message says what to write.
+        ToolSchemaError: A parameter has no hint, or one that JSON cannot express; the message names the remedy.
     """
     label = name or fn.__name__
     _check_name(label)
@@ -404,13 +384,7 @@ def function_schema(
 
 
 def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Namespace | None = None) -> Arguments:
-    """Return what checks the calls of a function whose schema was given.
-
-    Values are converted to the function's hints where it has them.
-
-    Raises:
-        ToolSchemaError: The schema and the signature do not fit together.
-    """
+    """Return the argument checker of a function with a given schema; ToolSchemaError if they do not match."""
     signature = inspect.signature(fn).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature)
     parameters = [each for each in signature if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
@@ -450,7 +424,7 @@ def _check_name(name: str) -> None:
 
 
 def injected_of(fn: Callable[..., Any], *, namespace: Namespace | None = None) -> dict[str, bool]:
-    """Return the parameters of a function that the task fills, and whether each must be given."""
+    """Return the parameters of a function that the task fills, and whether each is required."""
     return injected_parameters(list(inspect.signature(fn).parameters.values()), hints_of(fn, fn.__name__, namespace))
 
 
@@ -533,7 +507,7 @@ def _default(label: str, parameter: inspect.Parameter) -> Any:
 
 
 class _Open(dict[str, Any]):
-    """A dict whose keys are attributes too; what is nested in it is read the same way."""
+    """A dict whose keys are also attributes, at any depth."""
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling look for methods by name: those are no keys.
@@ -554,21 +528,19 @@ class _Open(dict[str, Any]):
 
     @classmethod
     def model_validate(cls, value: Mapping[str, Any]) -> Self:
-        """Return a mapping as this class."""
         return cls(copy.deepcopy(dict(value)))
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """Return plain dicts of everything that is in it, perhaps without the keys whose value is None."""
         plain: dict[str, Any] = _plain(self, exclude_none)
         return plain
 
 
 class OpenAIFunctionPropertySchema(_Open):
-    """The schema of one parameter: ``type``, ``description``, ``enum``, and any other keyword of JSON schema."""
+    """Schema of one parameter: ``type``, ``description``, ``enum`` and any JSON schema keyword."""
 
 
 class OpenAIFunctionParametersSchema(_Open):
-    """The schema of the parameters: ``type``, ``properties``, ``required``, and any other keyword of JSON schema."""
+    """Schema of the parameters: ``type``, ``properties``, ``required`` and any JSON schema keyword."""
 
 
 class OpenAIFunctionSchema(_Open):
@@ -580,7 +552,7 @@ class OpenAIFunctionToolSchema(_Open):
 
     @classmethod
     def of(cls, schema: ToolSchema) -> Self:
-        """Return a ToolSchema in this form."""
+        """Convert a ToolSchema to this form."""
         return cls.model_validate(schema.to_json())
 
 

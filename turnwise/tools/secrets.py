@@ -1,8 +1,8 @@
-"""Values that no error may show.
+"""Redaction of secrets from tool errors.
 
-A secret is declared as ``pydantic.SecretStr`` in a BaseTool's configuration or in ``tools_kwargs``, as
-``{secret_env: NAME}`` in a BaseTool's configuration (the value of that environment variable, handed over as a
-SecretStr), or in ``secrets`` of a tool or an environment: names of environment variables, or SecretStr values.
+A secret is declared as ``pydantic.SecretStr`` in a BaseTool's configuration or in ``tools_kwargs``, as ``{secret_env:
+NAME}`` in a BaseTool's configuration (read from the environment as SecretStr), or in ``secrets`` of a tool or an
+environment: names of environment variables, or SecretStr values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ _DEPTH: Final = 32
 
 
 class Secrets:
-    """Takes secrets out of texts: as they stand, and as JSON, ``repr`` and URLs write them.
+    """Redacts secrets from texts: verbatim, and as JSON, ``repr`` and URLs encode them.
 
-    Args:
-        declared: What ``secrets`` of tools and environments hold.
-        holders: Values that may hold SecretStr objects: dicts, lists, dataclasses, pydantic models.
+    ``holders`` are values that may hold SecretStr objects: dicts, lists, dataclasses, pydantic models.
     """
 
     __slots__ = ("_pattern",)
@@ -51,21 +49,17 @@ class Secrets:
         return text if self._pattern is None else self._pattern.sub(REDACTED, text)
 
     def scrub(self, error: BaseException) -> None:
-        """Take secrets out of what an error says."""
+        """Redact the arguments of an exception in place."""
         if self._pattern is not None:
             error.args = tuple(self.redact(each) if isinstance(each, str) else each for each in error.args)
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """Return what another error may name as its cause: nothing that shows a secret in a traceback."""
+        """Return an exception's cause if its traceback shows no secret."""
         return error if self._pattern is None or not self._pattern.search(str(error)) else None
 
 
 def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:
-    """Return declared secrets.
-
-    Raises:
-        ToolSchemaError: They are no list of names and SecretStr values.
-    """
+    """Validate declared secrets; ToolSchemaError unless they are names and SecretStr values."""
     found: tuple[Any, ...] = ("",) if isinstance(secrets, (str, SecretStr)) else tuple(secrets)
     if not all(isinstance(each, SecretStr) or (isinstance(each, str) and each) for each in found):
         raise ToolSchemaError(
@@ -76,11 +70,7 @@ def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:
 
 
 def with_secrets(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a configuration with every ``{secret_env: NAME}`` replaced by the variable's value as a SecretStr.
-
-    Raises:
-        ConfigError: The variable is not set.
-    """
+    """Replace every ``{secret_env: NAME}`` by the variable as a SecretStr; ConfigError if it is not set."""
     return {key: _read(value, f"{where}.{key}") for key, value in config.items()}
 
 
@@ -116,7 +106,6 @@ def _collect(value: Any, found: set[str], depth: int) -> None:
 
 
 def _forms(value: str) -> set[str]:
-    """Return a value as it stands, and as errors of other libraries write it."""
     text = value.encode("utf-8", "replace").decode()
     quoted = {quote(text), quote(text, safe=""), quote_plus(text)}
     return {value, repr(value)[1:-1], json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], *quoted}

@@ -1,4 +1,4 @@
-"""What a task says about tools: which are offered, and what they are called with besides the model's arguments."""
+"""Per-task tools: the selected tools, their keyword arguments, and the instances of an episode."""
 
 from __future__ import annotations
 
@@ -29,14 +29,7 @@ ToolsKwargs: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 class Instances:
-    """The instances of one episode.
-
-    Args:
-        tools: All tools by name; those that are BaseTools have instances.
-        kwargs: Further arguments of their methods.
-        data: What they may know of the episode.
-        secrets: Finds what errors must not show; asked only when there is an error.
-    """
+    """The BaseTool instances of one episode; ``secrets`` is called on errors only."""
 
     def __init__(
         self, tools: Mapping[str, Tool], kwargs: ToolsKwargs, data: AgentData, secrets: Callable[[], Secrets]
@@ -56,7 +49,7 @@ class Instances:
         return self._ids[name]
 
     def kwargs(self, name: str, which: str) -> dict[str, Any]:
-        """Return the further arguments of a method, such as ``execute_kwargs``."""
+        """Return the keyword arguments of a method, by a key such as ``execute_kwargs``."""
         given = dict(self._kwargs.get(name, {}).get(which, {}))
         tool = self._tools.get(name)
         if tool is None:
@@ -72,11 +65,7 @@ class Instances:
         return given
 
     async def create(self) -> None:
-        """Create all instances.
-
-        Raises:
-            EnvError: One could not be created. Those created before it are released.
-        """
+        """Create all instances; on EnvError those created before are released."""
         for name, tool in self._tools.items():
             try:
                 made = await self._foreign(name, "create", None)
@@ -94,11 +83,7 @@ class Instances:
                 self._created_rewards[name] = response.reward
 
     async def rewards(self) -> dict[str, float]:
-        """Return what the instances are worth now, as ``tool/<name>``; zeros are left out.
-
-        Raises:
-            EnvError: A tool raised, or gave a number that is not finite.
-        """
+        """Return the non-zero ``calc_reward`` values as ``tool/<name>``; EnvError if one raises or is not finite."""
         values = dict(self._created_rewards)
         for name, instance in self._ids.items():
             value = await self._foreign(name, "calc_reward", instance)
@@ -108,11 +93,7 @@ class Instances:
         return {f"tool/{name}": value for name, value in values.items() if value}
 
     async def release(self) -> None:
-        """Release every instance exactly once, whatever the others do. A second time is no error.
-
-        Raises:
-            EnvError: A release failed. The others were released all the same.
-        """
+        """Release every instance exactly once; idempotent. EnvError of one does not keep the others from release."""
         failed: list[BaseException] = []
         while self._ids:
             name, instance = self._ids.popitem()
@@ -144,11 +125,7 @@ class Instances:
 
 
 def taken_by(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
-    """Return the parameters of the method that ``which`` (such as ``execute_kwargs``) is for.
-
-    Returns:
-        Their names, and whether it takes any others.
-    """
+    """Return the parameter names of a key's method (such as ``execute_kwargs``), and whether it takes others."""
     kind = type(tool)
     methods: dict[str, Callable[..., Any]] = {
         "create_kwargs": kind.create,
@@ -161,7 +138,6 @@ def taken_by(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
 
 @functools.lru_cache(maxsize=1024)
 def _takes(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return the names of a method's parameters, and whether it takes any others."""
     parameters = inspect.signature(method).parameters.values()
     return frozenset(each.name for each in parameters), any(each.kind is each.VAR_KEYWORD for each in parameters)
 
@@ -173,13 +149,10 @@ _TAKEN: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_
 
 
 def selected(tools: Mapping[str, Tool], task: Task | None) -> dict[str, Tool]:
-    """Return the tools that a task selects, in the environment's order; all, where it says nothing.
+    """Return the tools that a task selects, in the environment's order; by default all.
 
-    A task says so in ``data["tool_selection"]`` or ``data["extra_info"]["tool_selection"]``: a list of names. An empty
-    list offers none.
-
-    Raises:
-        TaskError: It is no list of names, or names a tool that is not there.
+    The selection is the list of names in ``data["tool_selection"]`` or ``data["extra_info"]["tool_selection"]``; an
+    empty one offers no tools. Raises TaskError if it is malformed or names an unknown tool.
     """
     found = _said(task, "tool_selection")
     if task is None or found is None:
@@ -194,11 +167,8 @@ def selected(tools: Mapping[str, Tool], task: Task | None) -> dict[str, Tool]:
 def tools_kwargs(tools: Mapping[str, Tool], task: Task | None) -> dict[str, dict[str, dict[str, Any]]]:
     """Return a task's arguments for tools: by tool name, and then by ``create_kwargs``, ``execute_kwargs``, ...
 
-    A task gives them in ``data["tools_kwargs"]`` or ``data["extra_info"]["tools_kwargs"]``. A null is nothing said, as
-    columnar files write it.
-
-    Raises:
-        TaskError: They are malformed, name a tool or a parameter that is not there, or lack one that a function needs.
+    They are in ``data["tools_kwargs"]`` or ``data["extra_info"]["tools_kwargs"]``, where a null (of columnar files) is
+    no entry. Raises TaskError if they are malformed, name an unknown tool or parameter, or lack a required one.
     """
     found = _said(task, "tools_kwargs")
     given: dict[str, dict[str, dict[str, Any]]] = {}
@@ -213,7 +183,6 @@ def tools_kwargs(tools: Mapping[str, Tool], task: Task | None) -> dict[str, dict
 
 
 def _said(task: Task | None, key: str) -> tuple[str, Any] | None:
-    """Return where a task says something and what, or None where it does not."""
     if task is None:
         return None
     info = task.data.get("extra_info")
@@ -263,7 +232,6 @@ def _read(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[s
 
 
 def _check_taken(where: str, tool: Tool, key: str, arguments: Mapping[str, Any]) -> None:
-    """Hold arguments of a task against the method that will be called with them."""
     if isinstance(tool, FunctionTool):
         return  # see _check_injected
     named, takes_any = taken_by(tool, key)
@@ -294,14 +262,13 @@ def _check_injected(where: str, name: str, tool: FunctionTool, arguments: Mappin
 
 
 def load_function_tools(path: str | Path) -> list[FunctionTool]:
-    """Return the tools of a Python file, in the order in which the file has them.
+    """Return the tools of a Python file, in file order; the file is executed once.
 
-    These are the ``@function_tool`` functions that its names stand for, whether it defines or imports them, and all
-    those of modules that it imports as modules (``import my_tools``). Whether something else imported them before
-    changes nothing. The file is run once, however often it is loaded.
+    These are the ``@function_tool`` functions it defines or imports, and all those of modules that it imports as
+    modules (``import my_tools``), also if they were imported elsewhere before.
 
     Raises:
-        ConfigError: There is no such file, running it failed (the message names the line), or it has no tools.
+        ConfigError: The file does not exist, raised (the message names the line), or has no tools.
     """
     file = Path(path).expanduser().resolve()
     module = load_file(file, "function_tool_path")
@@ -320,7 +287,7 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
 
 
 def _imported_modules(module: ModuleType, file: Path) -> set[str]:
-    """Return the names of the modules that a file imports as modules, at its top level."""
+    """Return the modules that a file imports as modules, at its top level."""
     names = {value.__name__ for value in vars(module).values() if isinstance(value, ModuleType)}
     for node in ast.parse(file.read_bytes()).body:
         if isinstance(node, ast.Import):
@@ -329,13 +296,13 @@ def _imported_modules(module: ModuleType, file: Path) -> set[str]:
 
 
 def load_tool_config(path: str | Path) -> list[BaseTool]:
-    """Return the tools that a YAML file lists, each made anew.
+    """Return new instances of the tools that a YAML file lists.
 
-    The file is ``tools: [{class_name: ..., config: {...}, tool_schema: {...} | null}]``. A class is made with
+    The file is ``tools: [{class_name: ..., config: {...}, tool_schema: {...} | null}]``. A class is called with
     ``config=`` and ``tool_schema=`` (OpenAI's form, or None).
 
     Raises:
-        ConfigError: The file cannot be read, has unknown keys, or names a class that cannot be found or made; the
+        ConfigError: The file is unreadable, has unknown keys, or names a class that cannot be found or constructed; the
             message names file and line.
     """
     file = Path(path).expanduser().absolute()
@@ -347,7 +314,6 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
 
 
 def _entry_lines(file: Path) -> list[int]:
-    """Return the line at which each entry of ``tools`` begins."""
     root: Any = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     listed = next(value for key, value in root.value if key.value == "tools")
     return [item.start_mark.line + 1 for item in listed.value]
@@ -380,11 +346,7 @@ def _made(entry: ToolEntry, where: str) -> BaseTool:
 
 
 def named_tool(item: str | NamedToolConfig) -> Tool:
-    """Return the tool that a configuration names.
-
-    Raises:
-        ConfigError: There is none of this name, or it does not take its configuration.
-    """
+    """Return a configured named tool; ConfigError if the name is unknown or the configuration invalid."""
     name, config = (item, {}) if isinstance(item, str) else (item.name, item.config)
     try:
         if not config:
@@ -402,15 +364,7 @@ def named_tool(item: str | NamedToolConfig) -> Tool:
 
 
 def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = ConfigError) -> list[Tool]:
-    """Return tools without repetitions.
-
-    Args:
-        tools: Each with the place it comes from.
-        error: What to raise.
-
-    Raises:
-        Exception: Different tools have one name; all such names are listed, with their places.
-    """
+    """Return (tool, location) pairs without repetitions; raise ``error`` for different tools of one name."""
     named: dict[str, dict[int, tuple[Tool, str]]] = {}
     for tool, place in tools:
         named.setdefault(tool.name, {}).setdefault(id(tool), (tool, place))
@@ -422,7 +376,7 @@ def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = Conf
 
 
 def place_of(tool: Tool) -> str:
-    """Return where a tool is written."""
+    """Return a tool's source location."""
     if isinstance(tool, FunctionTool):
         code = tool.fn.__code__
         return f"{tool.fn.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
@@ -430,13 +384,7 @@ def place_of(tool: Tool) -> str:
 
 
 class Toolbox:
-    """The tools that a configuration names, loaded once and closed once.
-
-    An object of its own loads its own BaseTools; the functions of a file are the same ones everywhere.
-
-    Args:
-        config: Where they come from.
-    """
+    """The configured tools, loaded once and closed once; BaseTool instances are not shared between toolboxes."""
 
     def __init__(self, config: ToolsConfig) -> None:
         self._config = config
@@ -445,12 +393,7 @@ class Toolbox:
         self._lock: asyncio.Lock | None = None
 
     async def tools(self) -> Sequence[Tool]:
-        """Return the tools; the first call loads them and connects to the servers.
-
-        Raises:
-            ConfigError: Something cannot be loaded, or names collide.
-            EnvError: An MCP server cannot be reached.
-        """
+        """Return the tools; the first call loads them and connects to servers. Raises ConfigError or EnvError."""
         if self._loaded is None:
             self._lock = self._lock or asyncio.Lock()
             async with self._lock:
@@ -459,7 +402,7 @@ class Toolbox:
         return self._loaded
 
     async def close(self) -> None:
-        """Close what was opened. A second time is no error."""
+        """Close all connections; idempotent."""
         self._loaded = None
         await self._stack.aclose()
 

@@ -1,4 +1,4 @@
-"""Type hints as pydantic takes them."""
+"""Signatures of tools: type hints as pydantic takes them, injected parameters, docstrings, plain schemas."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _TypedDict: Final[Any] = typing_extensions.TypedDict  # called with fields that 
 
 
 def hints_of(fn: Callable[..., Any], label: str, namespace: Namespace | None) -> dict[str, Any]:
-    """Return the hints of a function, those written as text too.
-
-    Raises:
-        ToolSchemaError: A hint names what is not there, or is no type.
-    """
+    """Return a function's resolved type hints; ToolSchemaError if one is undefined or not a type."""
     try:
         return typing.get_type_hints(fn, include_extras=True)
     except NameError as error:
@@ -46,15 +42,9 @@ def hints_of(fn: Callable[..., Any], label: str, namespace: Namespace | None) ->
 
 
 def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
-    """Return a hint as pydantic takes it: texts in Annotated become descriptions, TypedDicts the kind it knows.
+    """Return a hint as pydantic takes it: texts in Annotated become descriptions, TypedDicts the supported kind.
 
-    Args:
-        annotation: The hint.
-        label: Names the tool in errors.
-        above: The TypedDicts and dataclasses that it stands in.
-
-    Raises:
-        ToolSchemaError: A TypedDict holds itself.
+    ``above`` are the enclosing TypedDicts and dataclasses; ToolSchemaError for a recursive TypedDict.
     """
     if typing_extensions.is_typeddict(annotation):
         return _typed_dict(annotation, label, above)
@@ -93,7 +83,7 @@ def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
 
 
 def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
-    """Return a dataclass as it is, or, where a hint inside must be rewritten, a TypedDict that becomes it."""
+    """Return a dataclass unchanged, or as a converted TypedDict if a nested hint must be rewritten."""
     if annotation in above or is_pydantic_dataclass(annotation):
         return annotation
     try:
@@ -135,8 +125,6 @@ T = TypeVar("T")
 
 
 class _Injected:
-    """Marks a hint."""
-
     def __repr__(self) -> str:
         return "injected"
 
@@ -149,7 +137,7 @@ Injected = Annotated[T, _MARK]
 
 
 def injected_parameters(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the names of the injected parameters, and whether each must be given."""
+    """Return the names of injected parameters, and whether each is required."""
     return {each.name: each.default is each.empty for each in parameters if _marked(hints.get(each.name))}
 
 
@@ -165,7 +153,7 @@ _ENTRY: Final = re.compile(r"(?P<name>\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)")
 
 
 def read_docstring(fn: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description of a docstring, and the texts of its ``Args`` section where there is one."""
+    """Return the description of a docstring and the texts of its ``Args`` section."""
     lines = inspect.cleandoc(fn.__doc__ or "").splitlines()
     start = next((n for n, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
     texts: dict[str, str] = {}
@@ -195,10 +183,7 @@ _NAMED: Final = ("properties", "patternProperties", "dependentSchemas")
 
 
 def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without titles and with its definitions in place, so that a model reads it from left to right.
-
-    A definition that holds itself stays under ``$defs``.
-    """
+    """Return a schema without titles and with definitions inlined; recursive ones stay under ``$defs``."""
     inliner = _Inliner(schema.get("$defs", {}), {})
     plain: dict[str, Any] = inliner.plain({key: value for key, value in schema.items() if key != "$defs"}, ())
     if inliner.kept:

@@ -1,1 +1,1 @@
-"""Training: from trajectories to weights, and from weights back to the inference servers."""
+"""Training: trajectories to weights, and weights to the inference servers."""

@@ -1,4 +1,4 @@
-"""Training from Python: :class:`Trainer`."""
+"""Training from Python: :class:`Trainer`, and datasets as task sources."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ MOST_ROWS: Final = 1_000_000
 
 
 def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = False) -> Any:
-    """Return what a configuration says for a dataset.
+    """Return the ``tasks`` configuration of a dataset.
 
     Args:
         dataset: The dataset.
-        home: Where rows in memory are written, as ``datasets/NAME-DIGEST.jsonl``.
-        name: What the dataset is called.
-        whole_rows: Whether the rows are the agent's own affair: one without a ``prompt`` then has an empty one.
+        home: Directory for rows in memory, written as ``datasets/NAME-DIGEST.jsonl``.
+        name: The dataset's name.
+        whole_rows: Whether rows are passed whole to the agent; one without a ``prompt`` then has an empty one.
 
     Raises:
-        TaskError: A row is no Task and no mapping, or holds what JSON cannot; the message names row and field. Or there
+        TaskError: A row is no Task or mapping, or is not JSON-serialisable; the message names row and field. Or there
             are no rows, or more than a million.
-        ConfigError: A function cannot be found again by another process.
+        ConfigError: A function cannot be imported by another process.
     """
     if isinstance(dataset, (str, Path)):
         return str(dataset)
@@ -82,7 +82,7 @@ def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = F
 
 
 def _is_mix(listed: Sequence[Any]) -> bool:
-    """Whether a list names sources, and holds no rows."""
+    """Whether a list holds sources instead of rows."""
     return bool(listed) and all(
         isinstance(each, (str, Path, SourceConfig))
         or (isinstance(each, Mapping) and "source" in each and "prompt" not in each)
@@ -150,11 +150,11 @@ _OWN_REWARD: Final = "task"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What :meth:`Trainer.fit` will do.
+    """The resolved arguments of :meth:`Trainer.fit`.
 
     Attributes:
         config: The configuration.
-        algorithm: What runs in it.
+        algorithm: The algorithm.
     """
 
     config: TrainConfig
@@ -166,25 +166,25 @@ class Plan:
 
 
 class Trainer:
-    """Trains a policy, from a program.
+    """Trains a policy from Python.
 
-    Everything may stand in the configuration; what is given here is laid over it.
+    Arguments override the configuration.
 
     Args:
         config: A :class:`~turnwise.trainer.config.train.TrainConfig`, its keys as a mapping, or YAML files.
-        *overrides: ``key=value`` texts as on the command line.
-        algorithm: What :meth:`fit` trains with unless it is told otherwise.
+        *overrides: ``key=value`` strings as on the command line.
+        algorithm: Default algorithm of :meth:`fit`.
         agent: The agent: a registered name or reference, an ``Agent`` class, a ``@rollout`` function, or
             ``{"name": any of these, "config": {...}}``.
         env: The environment, in the same forms.
-        model: Directory of the Hugging Face model that is trained.
-        name: Name of the run; its directory is ``runs/NAME``. By default it is called after the agent or environment.
+        model: Directory of the Hugging Face model to train.
+        name: Name of the run, in ``runs/NAME``. By default that of the agent or environment.
         hooks: Subclasses of :class:`~turnwise.trainer.run.hooks.Hooks` or references to them; one, or a list.
-        n_runners: How many episodes run at the same time (``rollout.concurrency``).
-        console: Where progress is shown; by default standard error.
+        n_runners: Number of concurrent episodes (``rollout.concurrency``).
+        console: Console of the display; by default standard error.
 
     Raises:
-        ConfigError: One of these is not what it should be.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -222,23 +222,23 @@ class Trainer:
         *,
         fresh: bool = False,
     ) -> TrainSummary:
-        """Train until the budget is spent; go on from the last checkpoint where the run has one.
+        """Train until the budget is spent, resuming from the last checkpoint if there is one.
 
-        Ctrl-C ends the run in order, with a checkpoint of the last finished step; the same call goes on from there, and
-        so does ``turnwise train runs/NAME/config.yaml`` (an algorithm of your own aside, which only this call knows).
+        Ctrl-C ends the run in order, with a checkpoint of the last finished step; the same call resumes it, and so does
+        ``turnwise train runs/NAME/config.yaml`` (except for a custom algorithm object).
 
         Args:
             algorithm: A name (``"grpo"``, ``"gspo"``, ``"ppo"``), an ``AlgorithmConfig``, an object with
-                ``async def run`` or an async function; by default what the configuration says. An agent may stand in
-                its place, as Agent-Lightning has it.
-            train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as ``tasks:``
-                takes it; by default what the configuration says.
-            val_dataset: The same, held out and evaluated.
-            fresh: Begin anew, whatever the run directory holds.
+                ``async def run`` or an async function; by default the configured one. May also be an agent, as in
+                Agent-Lightning.
+            train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as in ``tasks``;
+                by default the configured one.
+            val_dataset: Held-out tasks, in the same forms.
+            fresh: Start anew, whatever the run directory holds.
 
         Raises:
-            ConfigError: Something cannot be used, or an event loop runs already (await :meth:`fit_async` then).
-            TurnwiseError: Why the run cannot start, or cannot go on.
+            ConfigError: An argument is invalid, or an event loop is running (await :meth:`fit_async` then).
+            TurnwiseError: The run cannot start or continue.
             KeyboardInterrupt: The run was interrupted; it can be resumed.
         """
         _check_no_loop()
@@ -253,12 +253,12 @@ class Trainer:
         *,
         fresh: bool = False,
     ) -> TrainSummary:
-        """Train as :meth:`fit` does, in the event loop that runs (a notebook, a service).
+        """Train as :meth:`fit` does, in the running event loop (a notebook, a service).
 
-        Where it is cancelled the last finished step gets a checkpoint, and the same call goes on from there.
+        When cancelled, the last finished step is checkpointed, and the same call resumes the run.
 
         Raises:
-            TurnwiseError: Why the run cannot start, or cannot go on.
+            TurnwiseError: The run cannot start or continue.
         """
         plan = self.plan(algorithm, train_dataset, val_dataset)
         return await train(plan.config, fresh=fresh, console=self._console, loop=plan.run)
@@ -266,21 +266,21 @@ class Trainer:
     async def dry_run(
         self, algorithm: Any = None, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None
     ) -> DryRun:
-        """Check all that :meth:`fit` would read, without starting anything (``turnwise train --dry-run``).
+        """Check all inputs of :meth:`fit` without starting anything (``turnwise train --dry-run``).
 
         Raises:
-            ConfigError: The arguments make no configuration.
+            ConfigError: The arguments make no valid configuration.
         """
         return await dry_run(self.plan(algorithm, train_dataset, val_dataset).config)
 
     def plan(
         self, algorithm: Any = None, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None
     ) -> Plan:
-        """Return what :meth:`fit` would do; rows in memory are written beside the run (``runs/datasets``).
+        """Resolve the arguments of :meth:`fit`; rows in memory are written to ``runs/datasets``.
 
         Raises:
-            ConfigError: The arguments make no configuration.
-            TaskError: A row of a dataset cannot be used.
+            ConfigError: The arguments make no valid configuration.
+            TaskError: A row of a dataset is invalid.
         """
         agent = self._agent
         if is_agent(algorithm):
@@ -307,7 +307,6 @@ class Trainer:
     def _defaults(
         self, agent: dict[str, Any] | None, env: dict[str, Any] | None, algorithm: Algorithm | None
     ) -> dict[str, Any]:
-        """Return what stands below the configuration."""
         called = (agent or env or {"name": "run"})["name"]
         short = str(called).rpartition(":")[2].lower()
         name = "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
@@ -332,14 +331,14 @@ class Trainer:
 
 
 def is_agent(given: Any) -> bool:
-    """Whether what stands first in ``fit`` is an agent, and no algorithm."""
+    """Whether the first argument of ``fit`` is an agent."""
     return (isinstance(given, (Agent, AgentMaker)) and not isinstance(given, Algorithm)) or (
         isinstance(given, type) and issubclass(given, Agent)
     )
 
 
 def _named(given: Named, what: str) -> dict[str, Any]:
-    """Return name and configuration of an environment or agent that is given in any form."""
+    """Return name and configuration of an environment or agent in any form."""
     config: dict[str, Any] = {}
     if isinstance(given, Mapping):
         unknown = sorted(given.keys() - {"name", "config"})
@@ -354,7 +353,7 @@ def _named(given: Named, what: str) -> dict[str, Any]:
 
 
 def _class_of(given: Agent | Env, what: str) -> type[Any]:
-    """Return the class of an object, where making it anew makes the same: it is made in the run, from its name."""
+    """Return the class of an object that can be recreated from it."""
     cls = type(given)
     try:
         same = vars(cls()) == vars(given)
@@ -375,14 +374,13 @@ def _spec(key: str, named: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _algorithm_keys(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the keys that an algorithm says; those of another formula go back to their defaults."""
+    """Return the keys of an algorithm, with other formulas' keys reset to their defaults."""
     fields = AlgorithmConfig.model_fields
     forgotten = {name: fields[name].get_default(call_default_factory=True) for name in algorithm.replaces}
     return {f"algorithm.{name}": value for name, value in {**forgotten, **algorithm.settings}.items()}
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a value as JSON says it; classes and functions by their references."""
     if isinstance(value, BaseModel):
         return _plain(value.model_dump(), key)
     if isinstance(value, Mapping):
@@ -411,7 +409,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _without_gaps(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands above without each None in the place of a section that stands below."""
+    """Drop each None of ``above`` that would hide a section of ``below``."""
     kept: dict[str, Any] = {}
     for key, value in above.items():
         section = below.get(key)

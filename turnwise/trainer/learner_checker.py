@@ -1,4 +1,4 @@
-"""The examination of a learner: whether it does what its contract says (``learner.py``)."""
+"""Contract check of learners (``learn/learner.py``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Exam:
     home: Path
 
     def step(self, learner: Learner, budget: int = _WHOLE, *, calls: int = 1, shared: bool = False) -> float:
-        """Take an optimizer step on all rows, in so many calls; return the loss."""
+        """Take an optimizer step on all rows in ``calls`` calls; return the loss."""
         loss, size = 0.0, -(-len(self.rows) // calls)
         for start in range(0, len(self.rows), size):
             batches = pack(self.rows[start : start + size], budget, share_prefixes=shared)
@@ -53,27 +53,22 @@ class _Exam:
         return torch.cat([found[index] for index in sorted(found)])
 
     def gap(self, one: Tensor, other: Tensor) -> str | None:
-        """Say by how much two results differ, or None where it is no more than rounding."""
+        """Describe the difference of two results, or return None where it is rounding."""
         largest = float((one - other).abs().max())
         return None if largest <= self.tolerance else f"{largest:.3g} (allowed: {self.tolerance:g})"
 
 
 def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: float = 1e-4) -> list[str]:
-    """Train a learner on a few random rows, and say what of its contract it breaks.
+    """Train a learner on a few random rows, and return violations of its contract as sentences, its errors included.
 
-    Checked are: that neither the split into micro-batches nor the number of calls changes a step, nor that rows share
-    their beginning in one; that what it scores is what it trains; that only a step with gradients changes
-    weights; that what it exports and writes is the model that it scores; that a checkpoint brings back everything, bit
-    for bit; that offloading loses nothing.
+    Checked: a step depends neither on the micro-batches, nor on the number of calls, nor on prefix sharing; scores
+    match training; only steps with gradients change weights; exported and saved weights are the scored ones;
+    checkpoints restore bit for bit; offloading loses nothing.
 
     Args:
-        make: Returns a new learner, each time with the same weights and of the same settings: a learning rate above 0
-            without warm-up, float32.
-        vocabulary: Rows hold ids below this.
-        tolerance: What log-probabilities may differ by where sums are taken in another order.
-
-    Returns:
-        What is wrong, each as a sentence; empty where nothing is. What the learner itself raises is one of them.
+        make: Creates a float32 learner with the same weights and settings each time; learning rate above 0, no warm-up.
+        vocabulary: Upper bound of token ids.
+        tolerance: Allowed difference of log-probabilities between summation orders.
     """
     random = np.random.default_rng(0)
     rows = [_row(random, number, length, vocabulary) for number, length in enumerate(_LENGTHS)]
@@ -108,7 +103,7 @@ def _splits(exam: _Exam) -> list[str]:
 
 
 def _trees(exam: _Exam) -> list[str]:
-    """Rows laid as a tree (``MicroBatch.segments`` with parents) against the same rows end to end."""
+    """Compare rows laid out as a tree (``MicroBatch.segments`` with parents) with the same rows end to end."""
     begin = np.concatenate([row.sample.input_ids for row in exam.rows])[: SHORTEST_SHARED + 1]
     exam = replace(exam, rows=[_behind(begin, row) for row in exam.rows])
     results = []
@@ -238,7 +233,6 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _behind(begin: npt.NDArray[np.int32], row: TrainRow) -> TrainRow:
-    """Return a row with ids before it, of which none is trained."""
     sample, count = row.sample, len(begin)
     longer = replace(
         sample,

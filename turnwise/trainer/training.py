@@ -25,12 +25,12 @@ from turnwise.trajectory import TrajectoryGroup
 
 
 class Training:
-    """A run that is being trained.
+    """A running training run.
 
     The configured loop is ``while not training.finished: await training.learn(await training.rollouts())``.
 
     Attributes:
-        run: The parts of the run, for what this class does not offer.
+        run: All parts of the run.
     """
 
     def __init__(self, run: TrainRun) -> None:
@@ -40,7 +40,7 @@ class Training:
 
     @property
     def config(self) -> TrainConfig:
-        """What was asked for."""
+        """The run's configuration."""
         return self.run.config
 
     @property
@@ -50,7 +50,7 @@ class Training:
 
     @property
     def budget(self) -> Budget:
-        """What may be spent, and what is."""
+        """Limits and amounts spent."""
         return self.run.budget
 
     @property
@@ -60,27 +60,27 @@ class Training:
 
     @property
     def train_tasks(self) -> list[Task]:
-        """What is trained on; of a streamed source those that are in memory now."""
+        """The training tasks; of a streamed source those in memory."""
         return self.run.tasks.ahead()
 
     @property
     def val_tasks(self) -> list[Task]:
-        """What is held out; empty where nothing is evaluated."""
+        """The held-out tasks; empty without evaluation."""
         return list(self.run.eval_tasks)
 
     async def loop(self) -> None:
-        """Train by the configured loop until the budget is spent."""
+        """Run the configured loop until the budget is spent."""
         await train_as_configured(self.run)
 
     async def rollouts(
         self, tasks: Sequence[Task] | None = None, *, group_size: int | None = None
     ) -> list[TrajectoryGroup]:
-        """Roll out, and return the finished groups, in the order of their ids.
+        """Roll out tasks, and return the finished groups, sorted by id.
 
         Args:
-            tasks: Tasks to roll out, each as one group; one that is dropped (docs/training.md) is missing from what is
-                returned. By default the next ``batch.groups`` ones of the run's order: there the next one replaces it.
-            group_size: Episodes of each; by default ``rollout.group_size``.
+            tasks: Tasks to roll out, one group each; dropped groups (docs/training.md) are missing from the result. By
+                default the next ``batch.groups`` ones of the run, where dropped groups are replaced.
+            group_size: Episodes per group; by default ``rollout.group_size``.
 
         Raises:
             TrainError: There is no task.
@@ -105,12 +105,11 @@ class Training:
         return groups
 
     async def learn(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Train one step on groups: advantages, updates, new weights on the servers, metrics, and as configured an
-        evaluation and a checkpoint.
+        """Train one step on groups: advantages, updates, weight sync, metrics, and evaluation and checkpoint where due.
 
         Args:
-            groups: What :meth:`rollouts` returned, or part of it, or several of its answers together. Rewards may have
-                been changed (``trajectory.rewards``; what is on disk says what the episode earned); tokens may not.
+            groups: Results of :meth:`rollouts`, whole, in part or combined. Rewards may be changed
+                (``trajectory.rewards``; the files keep the original ones); tokens may not.
 
         Returns:
             The metrics of the step (docs/metrics.md).
@@ -160,14 +159,13 @@ _ARGUMENTS: Final = ("training", "train_dataset", "val_dataset")
 class Algorithm:
     """Keys of a configuration, and a training loop.
 
-    Keywords are keys of the ``algorithm`` section, laid over those of the configuration:
-    ``Algorithm(advantage="rloo", minibatches=4)``. Where a key names a function, the function itself may stand. A
-    subclass may override :meth:`run`, and give its constructor other arguments.
+    Keywords override keys of the ``algorithm`` section: ``Algorithm(advantage="rloo", minibatches=4)``; values may be
+    functions. A subclass may override :meth:`run` and the constructor.
 
     Attributes:
         settings: Keys of the ``algorithm`` section.
-        sections: Keys of other sections that it needs, by their dotted path; those that a configuration gives stay.
-        replaces: Keys of the ``algorithm`` section that go back to their defaults first.
+        sections: Default keys of other sections, by dotted path; the configuration overrides them.
+        replaces: Keys of the ``algorithm`` section to reset to their defaults first.
     """
 
     settings: dict[str, Any]
@@ -175,7 +173,7 @@ class Algorithm:
     replaces: tuple[str, ...]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make one without keys: the constructor of a subclass need not call this one's."""
+        """Create an algorithm without keys, so that a subclass constructor need not call ``super().__init__``."""
         made = super().__new__(cls)
         made.settings, made.sections, made.replaces = {}, {}, ()
         return made
@@ -186,9 +184,9 @@ class Algorithm:
     async def run(self, training: Training) -> None:
         """Train until the budget is spent.
 
-        An override takes what its parameters are called: ``training``
-        (:class:`~turnwise.trainer.training.Training`), ``train_dataset`` and ``val_dataset`` (Tasks). When it returns,
-        the run ends as others do: with an evaluation and a checkpoint.
+        An override receives arguments by parameter name: ``training``
+        (:class:`~turnwise.trainer.training.Training`), ``train_dataset`` and ``val_dataset`` (Tasks). The final
+        evaluation and checkpoint follow when it returns.
         """
         await training.loop()
 
@@ -197,12 +195,12 @@ class Algorithm:
 
 
 def named_algorithm(name: str) -> Algorithm:
-    """Return an algorithm by name: an estimator (its loss is ``ppo_clip``), a loss (on GRPO's advantages), or ``ppo``.
+    """Return an algorithm by name: an estimator (with loss ``ppo_clip``), a loss (with GRPO advantages), or ``ppo``.
 
-    Its formula replaces that of the configuration; what else a configuration says (epochs, credit, kl) stays.
+    Its formula replaces the configured one; other keys (epochs, credit, kl) stay.
 
     Raises:
-        ConfigError: No estimator and no loss is called so.
+        ConfigError: No such estimator or loss.
     """
     known = {*ADVANTAGES, *CRITIC_ADVANTAGES, *LOSSES, "ppo"}
     if name not in known:
@@ -229,7 +227,7 @@ class _CustomLoop(Algorithm):
         self._run, self._name = run, name
 
     async def run(self, training: Training) -> None:
-        """Call it with what its parameters are called."""
+        """Call the loop with the arguments that it names."""
         await call_run(self._run, self._name, training)
 
     def __repr__(self) -> str:
@@ -237,14 +235,13 @@ class _CustomLoop(Algorithm):
 
 
 def as_algorithm(given: Any) -> Algorithm:
-    """Return what :meth:`turnwise.trainer.api.Trainer.fit` takes as an algorithm as one.
+    """Convert the ``algorithm`` argument of :meth:`turnwise.trainer.api.Trainer.fit`.
 
-    Args:
-        given: The name of an estimator or a loss, an ``AlgorithmConfig`` or a mapping of its keys, an
-            :class:`Algorithm` or a class of them, an object with an async ``run``, or an async function.
+    It is the name of an estimator or a loss, ``AlgorithmConfig`` or a mapping of its keys, :class:`Algorithm` instance
+    or class, object with an async ``run``, or async function.
 
     Raises:
-        ConfigError: It is none of these, or its ``run`` is not async or takes another argument.
+        ConfigError: It is none of these, or its ``run`` is not async or takes an unknown argument.
     """
     if isinstance(given, type) and issubclass(given, Algorithm):
         given = given()
@@ -270,10 +267,10 @@ def as_algorithm(given: Any) -> Algorithm:
 
 
 def check_run(run: Callable[..., Any], name: str) -> None:
-    """Refuse a ``run`` that cannot be called as one.
+    """Validate a custom ``run``.
 
     Raises:
-        ConfigError: It is not async, or takes another argument.
+        ConfigError: It is not async, or takes an unknown argument.
     """
     if not inspect.iscoroutinefunction(run):
         raise ConfigError(f"algorithm {name}: its run is not async: write async def, and await what it calls")
@@ -289,10 +286,10 @@ def check_run(run: Callable[..., Any], name: str) -> None:
 
 
 async def call_run(run: Callable[..., Awaitable[None]], name: str, training: Training) -> None:
-    """Call a ``run`` with what its parameters are called.
+    """Call a custom ``run`` with the arguments that it names.
 
     Raises:
-        ConfigError: It takes another argument.
+        ConfigError: It takes an unknown argument.
     """
     check_run(run, name)
     offered = {

@@ -17,11 +17,10 @@ from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 
 
 class WeightWriter(ABC):
-    """Brings a version of the weights to all replicas.
+    """Sends weight versions to all replicas.
 
     Attributes:
-        written_bytes: Bytes of all weights that were written so far. A version with the weights of the one before it
-            adds none.
+        written_bytes: Bytes of weights written so far. Unchanged weights add none.
     """
 
     written_bytes: int = 0
@@ -35,16 +34,16 @@ class WeightWriter(ABC):
         *,
         adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
-        """Write the weights and have every replica load them; those of the version before only get the new number.
+        """Write the weights and have every replica load them; unchanged weights are only renumbered.
 
         Args:
-            tensors: (Hugging Face name, tensor), read while this runs.
-            replicas: The servers that load them.
-            version: What they report from then on.
-            adapter: What the tensors are where they are an adapter's; None: all weights.
+            tensors: (Hugging Face name, tensor), consumed during the call.
+            replicas: The servers.
+            version: The new weight version.
+            adapter: The adapter that the tensors belong to; None for full weights.
 
         Returns:
-            The manifest; what it names stays readable until the next ``sync`` has succeeded.
+            The manifest; its files stay readable until the next ``sync`` has succeeded.
 
         Raises:
             InferenceError: A replica did not load them.
@@ -53,18 +52,17 @@ class WeightWriter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove what was written. Closing twice is no error."""
+        """Remove the written files. Idempotent."""
 
 
 _NAME = "weights-{pid}"
 
 
 class SharedMemoryWriter(WeightWriter):
-    """Writes each version to a file in shared memory, where the newest two versions stay.
+    """Writes each version to a file in shared memory, keeping the newest two.
 
     Attributes:
-        directory: Where the files lie; removed by :meth:`close`, or by the next writer on this machine if this process
-            is killed.
+        directory: Removed by :meth:`close`, or by the next writer on this machine if this process is killed.
     """
 
     def __init__(self) -> None:
@@ -83,7 +81,7 @@ class SharedMemoryWriter(WeightWriter):
         *,
         adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
-        """Write the weights and have every replica load them; those of the version before only get the new number.
+        """Write the weights and have every replica load them; unchanged weights are only renumbered.
 
         Raises:
             InferenceError: A replica did not load them, or serves another version.
@@ -108,12 +106,12 @@ class SharedMemoryWriter(WeightWriter):
         return manifest
 
     def close(self) -> None:
-        """Remove the directory. Closing twice is no error."""
+        """Remove the directory. Idempotent."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _remove_orphans(root: Path) -> None:
-    """Remove what killed processes left: shared memory is not freed by their death."""
+    """Remove the directories of dead processes; shared memory outlives them."""
     before, after = f"turnwise-{_NAME}-*".split("{pid}")
     for directory in root.glob(f"{before}*{after}"):
         owner = directory.name.removeprefix(before).partition("-")[0]

@@ -1,4 +1,4 @@
-"""Programs that only speak an API of models, as agents."""
+"""Black-box agents: external programs that reach the policy only through a model API."""
 
 from turnwise.agents.blackbox.agent import BlackBoxAgent
 from turnwise.agents.blackbox.program import ProgramError

@@ -1,4 +1,4 @@
-"""A program as an agent: started beside its session, given the task, watched, and ended with all that it started."""
+"""The black-box agent: runs an external program in an episode, with its session as the program's model endpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NO_OUTPUT = Output("", 0, False)
 
 @dataclass(slots=True)
 class _Acting:
-    """One episode that a program acts in."""
+    """State of one episode that a program acts in."""
 
     episode: Episode
     door: Door
@@ -52,7 +52,7 @@ class _Acting:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a program is given: its command line, files by path, and what it reads."""
+    """Inputs of a program: command line, files by path, standard input."""
 
     argv: list[str]
     files: dict[str, str]
@@ -64,10 +64,10 @@ class _End:
     """How a program's part in an episode ended.
 
     Attributes:
-        how: By itself, or why it was ended.
-        exit: What it left; of a worker that goes on, nothing.
-        answer: Its answer, where its recipe says where that is and it was there.
-        error: What a worker says that it failed with.
+        how: By itself, or why it was killed.
+        exit: Exit status and outputs; empty for a persistent worker.
+        answer: The answer, where the recipe locates one and it exists.
+        error: The failure that a worker reported.
     """
 
     how: How
@@ -77,20 +77,20 @@ class _End:
 
 
 class BlackBoxAgent(Agent):
-    """Runs a program that knows nothing but the address of its model."""
+    """Runs an external program against the episode's model endpoint."""
 
     # The program's own requests say which tools there are, or its prompts do.
     offers_tools: ClassVar[bool] = False
 
     def __init__(self, **config: Any) -> None:
-        """Take the configuration; nothing is started.
+        """Validate the configuration; start nothing.
 
         Args:
             **config: See :class:`~turnwise.agents.blackbox.config.BlackBoxConfig`.
 
         Raises:
-            AgentError: Something is wrong with it, or the program is not there.
-            RegistryError: There is no such recipe.
+            AgentError: A key is invalid, or the program is missing.
+            RegistryError: The recipe is unknown.
             ConfigError: A reference cannot be loaded.
         """
         self._config: BlackBoxConfig = read_config(config)
@@ -105,11 +105,11 @@ class BlackBoxAgent(Agent):
         """Run one episode.
 
         Raises:
-            ProgramError: The program could not be started, was killed, or ended before it asked the model.
-            AgentError: Files or folders are wrong, the program failed and ``nonzero_exit`` is ``error``, or there is
-                no sandbox for it to run in.
-            EnvError: The environment failed while it answered a call.
-            SandboxError: The sandbox failed in which the program ran.
+            ProgramError: The program could not be started, was killed, or exited before its first model request.
+            AgentError: Files or folders are invalid, the program failed under ``nonzero_exit: error``, or the episode
+                has no sandbox.
+            EnvError: The environment failed in a tool call.
+            SandboxError: The sandbox failed.
         """
         async with self._slots, contextlib.AsyncExitStack() as stack:
             door = await episode.door()
@@ -131,13 +131,13 @@ class BlackBoxAgent(Agent):
             await self._conclude(acting, end)
 
     async def close(self) -> None:
-        """End the workers, and stop serving tools."""
+        """Stop the workers and the tool server."""
         if self._workers is not None:
             await self._workers.close()
         await self._tools.close()
 
     def sandbox_mounts(self) -> tuple[Mount, ...]:
-        """What its program consists of, where that runs in a sandbox, and what ``mounts`` names."""
+        """The program's files and the configured ``mounts``, where it runs in a sandbox."""
         return self._mounts
 
     # -- one program for one episode
@@ -204,7 +204,6 @@ class BlackBoxAgent(Agent):
         return _End(how, left, await answer_at(where, left.stdout.text, quarters.read))
 
     def _given(self, acting: _Acting, *, home: str, work: str, root: str) -> _Given:
-        """Return what a program is given, with the folders that it has."""
         recipe, values = self._recipe, acting.values
         values |= {"home": home, "work": work, "prompt_file": f"{root}/prompt.txt"}
         values["prompt"] = fill(recipe.prompt, values).strip()
@@ -229,7 +228,7 @@ class BlackBoxAgent(Agent):
         return episode.sandbox
 
     async def _watch(self, wait: Callable[[], Awaitable[Any]], acting: _Acting) -> How:
-        """Wait for the end of a program, as long as it may go on."""
+        """Wait for a program's exit, with a grace period once its budget is used up or the episode is over."""
         over = asyncio.ensure_future(wait())
         # Who has nothing left to sample, or nothing left to do, has a moment to end by itself.
         told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.door.wait_exhausted())]
@@ -288,7 +287,6 @@ class BlackBoxAgent(Agent):
     # -- what it came to
 
     async def _conclude(self, acting: _Acting, end: _End) -> None:
-        """Say what the end of the program means for the episode."""
         episode, door, left = acting.episode, acting.door, end.exit
         if acting.offered is not None and acting.offered.failure is not None:
             raise acting.offered.failure
@@ -312,7 +310,6 @@ class BlackBoxAgent(Agent):
         await self._answer(episode, door, end.answer)
 
     async def _answer(self, episode: Episode, door: Door, answer: str | None) -> None:
-        """Hand the program's answer to the environment."""
         last = door.entry.session.last
         if answer is None and self._recipe.result == "message":
             if last is not None and last.get("finish_reason") == "length" and not last.get("tool_calls"):
@@ -361,7 +358,7 @@ class BlackBoxAgent(Agent):
         )
 
     def _story(self, how: str, end: _End) -> str:
-        """Return how a program ended and the end of what it wrote, without what it was handed of this process."""
+        """Return how a program ended and the tail of its output, without secrets of this process."""
         said = end.error or end.exit.stderr.end() or end.exit.stdout.end() or "it wrote nothing"
         for name in self._config.pass_env:
             secret = os.environ.get(name, "")

@@ -1,7 +1,7 @@
-"""The configuration of black-box agents: what ``agent.config`` holds.
+"""Configuration of black-box agents (``agent.config``), and the mounts that a program needs in a sandbox.
 
-A program is found again at the path that it has here: scripts name their interpreters, and virtual environments
-themselves, by such paths. What lies in the system's own folders is not shown: a sandbox has a system of its own.
+A program is mounted at its host path: scripts name their interpreters, and virtual environments themselves, by absolute
+paths. System folders are not mounted: a sandbox has its own system.
 """
 
 from __future__ import annotations
@@ -28,21 +28,13 @@ _MOST_LINKS: Final = 40
 
 
 def shown_for(program: str) -> tuple[Path, ...]:
-    """Return the folders and files that a program consists of, those of its interpreter included.
-
-    Args:
-        program: Its path.
-    """
+    """Return the folders and files of a program, its interpreter included."""
     found = dict.fromkeys(_parts(Path(os.path.abspath(program)), set()))
     return tuple(path for path in found if not any(path != other and path.is_relative_to(other) for other in found))
 
 
 def read_mount(text: str) -> Mount:
-    """Return what ``HOST`` or ``HOST:INSIDE`` asks for.
-
-    Raises:
-        AgentError: There is no such thing on this machine, or no absolute path is given for the inside.
-    """
+    """Parse ``HOST`` or ``HOST:INSIDE``."""
     host, _, inside = text.partition(":")
     source = Path(os.path.abspath(os.path.expanduser(host)))
     if not source.exists():
@@ -54,14 +46,14 @@ def read_mount(text: str) -> Mount:
 
 
 def paths_within(mounts: Sequence[Mount]) -> list[str]:
-    """Return those folders in which programs are looked for here that mounts show at the path that they have here."""
+    """Return the entries of this process's ``PATH`` that are mounted at the same path."""
     same = [each.source for each in mounts if str(each.source) == each.target]
     folders = [Path(each) for each in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(each)]
     return [str(each) for each in folders if any(each.is_relative_to(one) or each == one.parent for one in same)]
 
 
 def _parts(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yield what a file belongs to, for each link on the way to it, and for the interpreter that it names."""
+    """Yield the files behind a path: each link on the way, and the interpreter that it names."""
     for _ in range(_MOST_LINKS):
         if path in seen or not os.path.lexists(path):
             return
@@ -82,7 +74,7 @@ def _parts(path: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _whole(path: Path) -> Iterator[Path]:
-    """Yield the folders that a file does not work without; the file itself where there are none."""
+    """Yield the folders that a file depends on, or the file itself."""
     for index, name in enumerate(path.parts):
         if name == "node_modules":
             yield Path(*path.parts[: index + 1])
@@ -102,7 +94,7 @@ def _of_system(path: Path) -> bool:
 
 
 def _made_from(environment: Path) -> Iterator[Path]:
-    """Yield the prefix of the interpreter that a virtual environment was made from."""
+    """Yield the prefix of the base interpreter of a virtual environment."""
     for line in (environment / "pyvenv.cfg").read_text("utf-8", "replace").splitlines():
         key, _, value = line.partition("=")
         prefix = Path(value.strip()).parent
@@ -111,7 +103,6 @@ def _made_from(environment: Path) -> Iterator[Path]:
 
 
 def _interpreter(path: Path) -> Path | None:
-    """Return the interpreter of a script."""
     try:
         with path.open("rb") as file:
             first = file.readline(512)
@@ -137,37 +128,35 @@ class BlackBoxConfig(BaseModel):
     """A program as an agent. Texts may hold placeholders.
 
     Attributes:
-        recipe: How it is run, unless the keys below say otherwise: ``program`` (nothing is set), ``claude_code``,
-            ``codex``, ``mini_swe_agent``, ``opencode`` or ``pkg.mod:RECIPE``.
-        command: The program and its arguments, a list or a text as a shell reads it; nothing is run by a shell.
-        program: Another path for the recipe's program.
-        arguments: Further arguments, at the end.
-        dialect: ``openai``, ``anthropic`` or ``both``: which variables point the program at its session.
-        model: The model's name that it is told.
-        prompt: What it is told of the task.
-        stdin: What it reads. A program whose command, variables and files name no prompt reads the prompt.
-        env: Further variables.
-        pass_env: Names of variables of this process that it gets, too.
-        files: Files that are written before it starts: path to text; relative to where it works.
-        workspace: A folder whose content it finds where it works.
-        tools: Whether it is offered the environment's tools.
-        reply: Whether there is a tool ``reply`` by which it speaks to the environment before it ends.
-        result: Where its answer is: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
-        nonzero_exit: What an exit status other than 0 is, of a program that asked the model: ``answer``, its result is
-            scored; ``error``, the episode ends with an error and is not scored.
-        timeout: Seconds that it may take; the episode then ends with ``timeout``.
-        grace: Seconds that it gets to end after its turns or tokens are used, or the environment ended the episode.
+        recipe: Defaults of the keys below: ``program`` (none), ``claude_code``, ``codex``, ``mini_swe_agent``,
+            ``opencode`` or ``pkg.mod:RECIPE``.
+        command: Command line, a list or a text in shell syntax; no shell runs it.
+        program: Replaces the path of the recipe's program.
+        arguments: Appended arguments.
+        dialect: ``openai``, ``anthropic`` or ``both``: the variables that carry the session's base URL.
+        model: Model name passed to the program.
+        prompt: Template of the task prompt.
+        stdin: Standard input. The prompt, unless command, variables or files hold it.
+        env: Additional environment variables.
+        pass_env: Names of variables passed on from this process.
+        files: Files written before the start: path (relative to the working directory) to text.
+        workspace: Folder copied into the working directory.
+        tools: Whether the environment's tools are offered.
+        reply: Whether a tool ``reply`` sends a message to the environment before the program exits.
+        result: Location of the answer: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
+        nonzero_exit: What a non-zero exit status means after a model request: ``answer``, the result is scored;
+            ``error``, the episode fails.
+        timeout: Seconds of run time; the episode then ends with ``timeout``.
+        grace: Seconds to exit after the turns or tokens are used up, or the environment ended the episode.
         max_concurrent: Most programs at the same time.
-        output_bytes: Bytes of each of its outputs that are kept: their beginning and their end.
-        workers: Programs that stay and are given one episode after the other, over lines of JSON; 0 starts one for
-            each episode.
-        sandbox: Whether it runs in the sandbox that the environment opened, where it reaches its session and nothing
-            else, rather than beside this process.
-        mount_program: Whether the program is shown there as it is installed here; False: it is looked for in the
-            sandbox's own system.
-        mounts: What else of this machine is seen there, read-only: ``HOST`` or ``HOST:INSIDE``.
-        scratch: Where its folders are made; by default where the system keeps temporary files.
-        keep: Whether they stay: ``never``, of ``failed`` episodes, or ``always``.
+        output_bytes: Bytes kept of each output: head and tail.
+        workers: Persistent programs that serve one episode after the other over JSON lines; 0 starts one for each
+            episode.
+        sandbox: Whether it runs in the environment's sandbox, with only its session reachable, not beside this process.
+        mount_program: Whether the host's installation is mounted there; False uses the sandbox's own.
+        mounts: Further read-only mounts: ``HOST`` or ``HOST:INSIDE``.
+        scratch: Parent of the working directories; by default the system's temporary folder.
+        keep: Which working directories are kept: ``never``, ``failed`` episodes' or ``always``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -201,11 +190,7 @@ class BlackBoxConfig(BaseModel):
 
 
 def read_config(given: Mapping[str, Any]) -> BlackBoxConfig:
-    """Return the configuration that keyword arguments are.
-
-    Raises:
-        AgentError: One is unknown or wrong.
-    """
+    """Validate keyword arguments."""
     try:
         return BlackBoxConfig.model_validate(dict(given))
     except ValidationError as error:
@@ -220,13 +205,7 @@ def read_config(given: Mapping[str, Any]) -> BlackBoxConfig:
 
 
 def settled(config: BlackBoxConfig) -> Recipe:
-    """Return the recipe with what the configuration sets.
-
-    Raises:
-        AgentError: Something is missing or wrong: the message names the key and the remedy.
-        RegistryError: There is no such recipe.
-        ConfigError: A reference cannot be loaded.
-    """
+    """Return the recipe with the configuration's overrides."""
     base = config.recipe if isinstance(config.recipe, Recipe) else recipe_of(config.recipe)
     command = tuple(config.command) if config.command is not None else base.command
     if not command:
@@ -282,11 +261,7 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
 
 
 def mounts_of(config: BlackBoxConfig, recipe: Recipe) -> tuple[Mount, ...]:
-    """Return what a program needs to be seen of this machine in its sandbox.
-
-    Raises:
-        AgentError: What the configuration names is not there.
-    """
+    """Return the mounts that a program needs in its sandbox."""
     if not config.sandbox:
         return ()
     programs = []
@@ -298,7 +273,6 @@ def mounts_of(config: BlackBoxConfig, recipe: Recipe) -> tuple[Mount, ...]:
 
 
 def _found(program: str, path: str | None) -> str:
-    """Return where a program is."""
     program = fill(program, {"python": sys.executable})
     if named([program]):
         return program

@@ -1,9 +1,9 @@
-"""One program and everything that it starts: started, watched, read, ended.
+"""Processes of black-box agents: one program with its process tree, and a pool of persistent workers.
 
-A worker reads lines of JSON: ``id``, ``prompt``, ``model``, ``api_key``, ``base_url``, ``openai_base_url``,
+A worker reads JSON lines: ``id``, ``prompt``, ``model``, ``api_key``, ``base_url``, ``openai_base_url``,
 ``anthropic_base_url``, ``tools_url``, ``mcp_url``, ``max_turns``. It writes one line for each: ``{"id": ..., "answer":
-...}`` with a text or null (its last message then counts), or ``{"id": ..., "error": ...}``. Other lines are its own
-business. Its standard input ends when nothing more is to be done.
+...}`` (text, or null for its last message) or ``{"id": ..., "error": ...}``. Other lines are ignored. EOF on its
+standard input means no more work.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _DRAIN_S: Final = 2.0
 
 
 class ProgramError(AgentError):
-    """A program could not be run to its end, which is no fault of the policy: it may be tried again."""
+    """A program failed for reasons outside the policy; the attempt may be retried."""
 
     retryable: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a program wrote to one of its outputs.
+    """One captured output stream.
 
     Attributes:
-        text: All of it, or its beginning and its end.
-        size: How many bytes it wrote.
-        cut: Whether some of them are left out.
+        text: The whole stream, or its head and tail.
+        cut: Whether the middle is left out.
     """
 
     text: str
@@ -53,7 +52,7 @@ class Output:
     cut: bool
 
     def end(self, most: int = 2000) -> str:
-        """Return the end of it, for messages."""
+        """Return the tail, for error messages."""
         text = self.text.strip()
         return text if len(text) <= most else f"...{text[-most:]}"
 
@@ -63,10 +62,8 @@ class Exit:
     """How a program ended.
 
     Attributes:
-        status: Its exit status; negative where a signal ended it, None where it was ended from here.
-        stdout: What it wrote.
-        stderr: What it wrote there.
-        swept: How many processes of its tree were killed; None where nobody counts them, in a sandbox.
+        status: Exit status; negative after a signal, None where it was killed from here.
+        swept: Killed processes of its tree; None in a sandbox, where they are not counted.
     """
 
     status: int | None
@@ -76,7 +73,7 @@ class Exit:
 
 
 class Program:
-    """A running program; made by :meth:`start`, and ended by :meth:`end`, always."""
+    """A running program. Use :meth:`start`, and always :meth:`end`."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str, stdout: Capture, stderr: Capture) -> None:
         self._process = process
@@ -98,18 +95,15 @@ class Program:
         most_output: int = 65536,
         on_line: Callable[[bytes], None] | None = None,
     ) -> Self:
-        """Start a program in a session of its own.
+        """Start a program in its own session.
 
         Args:
-            argv: The command line.
-            env: All of its environment.
-            cwd: Where it works.
-            stdin: What it reads, or the descriptor that it reads from, which is closed here.
+            argv: Command line.
+            env: Complete environment.
+            cwd: Working directory.
+            stdin: Content, or a descriptor, which is closed here.
             most_output: Bytes of each output that are kept.
-            on_line: Called with each line of its standard output, when it is there.
-
-        Raises:
-            ProgramError: It cannot be started; the message says why.
+            on_line: Called with each line of standard output.
         """
         mark = secrets.token_hex(16)
         stdout, stderr = Capture(most_output, on_line), Capture(most_output)
@@ -143,23 +137,20 @@ class Program:
 
     @property
     def supervisor(self) -> int:
-        """The process id of what started it and will end its tree."""
+        """Process id of the supervisor, which kills the tree at the end."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the program has not ended."""
+        """Whether the program is still running."""
         return not self._over.is_set()
 
     async def wait(self) -> None:
-        """Wait until the program has ended; the rest of its tree may still be there."""
+        """Wait for the program's exit; its descendants may still run."""
         await self._over.wait()
 
     async def end(self) -> Exit:
-        """Kill whatever is left of its tree, and return how it ended. Ending twice is no error.
-
-        A caller that is cancelled meanwhile need not wait: the tree is killed all the same.
-        """
+        """Kill the rest of the tree and return the exit. Idempotent; cancellation does not stop the kill."""
         process = self._process
         assert process.stdin is not None
         process.stdin.close()
@@ -205,11 +196,10 @@ class Program:
 
 
 class Capture(asyncio.Protocol):
-    """Reads a pipe to its end and keeps the beginning and the end of what came.
+    """Reads a pipe to its end and keeps head and tail.
 
     Args:
-        most: Bytes that are kept.
-        on_line: Called with each line; with the first ``most`` bytes of a longer one.
+        on_line: Called with each line, cut to ``most`` bytes.
     """
 
     def __init__(self, most: int, on_line: Callable[[bytes], None] | None = None) -> None:
@@ -221,14 +211,14 @@ class Capture(asyncio.Protocol):
         self._transport: asyncio.ReadTransport | None = None
 
     async def open(self) -> int:
-        """Return a descriptor to write to; whoever asked closes it."""
+        """Return the write end; the caller closes it."""
         read, write = os.pipe()
         file = os.fdopen(read, "rb", buffering=0)
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, file)
         return write
 
     def data_received(self, data: bytes) -> None:
-        """Keep what is to be kept."""
+        """Keep head and tail."""
         self._size += len(data)
         half = self._most // 2
         if self._on_line is not None:
@@ -243,11 +233,11 @@ class Capture(asyncio.Protocol):
                 del self._tail[: len(self._tail) - half]
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the end is all that counts
-        """Note the end."""
+        """Record EOF."""
         self._ended.set()
 
     async def close(self, seconds: float) -> Output:
-        """Wait so long for the end of the pipe, and return what was kept."""
+        """Wait at most ``seconds`` for EOF and return the output."""
         if self._transport is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -270,7 +260,7 @@ class Capture(asyncio.Protocol):
 
 
 def _file_of(stdin: bytes | int) -> IO[bytes]:
-    """Return a file that a program can read all of its input from, however slowly."""
+    """Return the input as a temporary file, so that a slow reader blocks nothing."""
     if isinstance(stdin, int):
         return os.fdopen(stdin, "rb", buffering=0)
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
@@ -280,7 +270,7 @@ def _file_of(stdin: bytes | int) -> IO[bytes]:
 
 
 def kill_marked(mark: str, seconds: float = 10.0) -> int:
-    """Kill every process whose environment holds a mark, until there is none. Returns how many there were."""
+    """Kill every process whose environment holds the mark; return how many there were."""
     wanted = f"{MARK}={mark}".encode()
     killed: set[int] = set()
     until = time.monotonic() + seconds
@@ -314,11 +304,11 @@ it has ended."""
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """A worker's answer to an episode.
+    """A worker's result for one episode.
 
     Attributes:
-        answer: Its answer; None leaves it to its last message.
-        error: What it failed with, or None.
+        answer: The answer; None stands for its last message.
+        error: The reported failure, or None.
     """
 
     answer: str | None
@@ -326,7 +316,7 @@ class WorkerReply:
 
 
 class Worker:
-    """One program that stays; made by :meth:`start`."""
+    """A persistent program. Use :meth:`start`."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[WorkerReply]] = {}
@@ -335,11 +325,7 @@ class Worker:
         self._ended = _nothing
 
     async def start(self, start: Start) -> None:
-        """Start it.
-
-        Raises:
-            ProgramError: It cannot be started.
-        """
+        """Start the program."""
         read, write = os.pipe()
         file = os.fdopen(write, "wb", buffering=0)
         self._lines, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, file)
@@ -351,12 +337,12 @@ class Worker:
 
     @property
     def program(self) -> Program:
-        """The program."""
+        """The running program."""
         assert self._program is not None
         return self._program
 
     async def serve(self, job: Mapping[str, Any]) -> WorkerReply | None:
-        """Give it an episode and wait for its answer; None where it ended instead."""
+        """Send an episode and wait for its reply; None where the worker exited instead."""
         assert self._lines is not None
         answer: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._waiting[job["id"]] = answer
@@ -371,7 +357,7 @@ class Worker:
             del self._waiting[job["id"]]
 
     async def end(self) -> Exit:
-        """End it and all that it started."""
+        """Kill the program with its tree."""
         try:
             return await self.program.end()
         finally:
@@ -396,11 +382,10 @@ class Worker:
 
 
 class Workers:
-    """A number of workers, started when they are first needed.
+    """A pool of workers, started on demand.
 
     Args:
-        count: The most that run at the same time.
-        start: Starts one.
+        count: Most workers at the same time.
     """
 
     def __init__(self, count: int, start: Start) -> None:
@@ -410,7 +395,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def borrowed(self) -> AsyncIterator[Worker]:
-        """Lend a worker. One that ended meanwhile, or whose block ended with an error, is not lent again."""
+        """Lend a worker. One that exited, or whose block raised, is not reused."""
         async with self._slots:
             worker = await self._one()
             try:
@@ -424,7 +409,7 @@ class Workers:
                 await worker.end()
 
     async def close(self) -> None:
-        """End those that nobody uses."""
+        """Stop the idle workers."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.end() for worker in idle))
 

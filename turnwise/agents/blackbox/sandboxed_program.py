@@ -1,4 +1,4 @@
-"""A program that runs in the sandbox of its episode."""
+"""A black-box program that runs in the sandbox of its episode."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ _MOST_RESULT: Final = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ProgramFolder:
-    """The folders of one episode's program in a sandbox.
+    """Folders of one episode's program in a sandbox.
 
     Attributes:
-        sandbox: Where they are.
-        root: Holds all but the last.
-        home: Of the program's settings.
-        work: Where it works: where the sandbox's commands run.
-        path: Where programs are looked for.
+        root: Parent of all but ``work``.
+        work: Working directory, that of the sandbox's commands.
+        path: The ``PATH``.
     """
 
     sandbox: Sandbox
@@ -48,16 +46,7 @@ class ProgramFolder:
 
     @classmethod
     async def make(cls, sandbox: Sandbox, workspace: Path | None) -> Self:
-        """Make them.
-
-        Args:
-            sandbox: Where.
-            workspace: A folder whose content the program finds where it works, if any.
-
-        Raises:
-            AgentError: They cannot be made.
-            SandboxError: The sandbox failed.
-        """
+        """Create the folders."""
         made = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
         said = made.stdout.decode("utf-8", "replace").split("\n")
         if not made.ok or len(said) < 3:
@@ -68,12 +57,7 @@ class ProgramFolder:
         return cls(sandbox, root, f"{root}/home", work, path)
 
     async def write(self, files: Mapping[str, str]) -> None:
-        """Write files; relative paths are below ``work``.
-
-        Raises:
-            AgentError: A path leads out of the folders, or cannot be written.
-            SandboxError: The sandbox failed.
-        """
+        """Write files; relative paths are below ``work``."""
         for name, text in files.items():
             path = posixpath.normpath(posixpath.join(self.work, name))
             if not any(path.startswith(f"{folder}/") for folder in (self.work, self.root)):
@@ -84,7 +68,7 @@ class ProgramFolder:
                 raise AgentError(f"file {shown(name)} cannot be written: {error}") from error
 
     async def install_tool(self, url: str) -> str:
-        """Write the command ``tool``; return the folder to look for it in."""
+        """Write the command ``tool``; return its folder."""
         folder = f"{self.root}/bin"
         await self.sandbox.write_file(f"{folder}/tool.py", tool_script(url).encode())
         command = f'#!/bin/sh\nexec python3 -I -S {folder}/tool.py "$@"\n'
@@ -92,7 +76,7 @@ class ProgramFolder:
         return folder
 
     async def read(self, name: str) -> str | None:
-        """Return what a file holds; relative paths are below ``work``. None where it cannot be read."""
+        """Return a file's text, None where it cannot be read; relative paths are below ``work``."""
         try:
             data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=_MOST_RESULT)
         except SandboxFileError:
@@ -101,7 +85,7 @@ class ProgramFolder:
 
 
 class SandboxedProgram:
-    """A running program in a sandbox; made by :meth:`start`, and ended by :meth:`end`, always."""
+    """A running program in a sandbox. Use :meth:`start`, and always :meth:`end`."""
 
     def __init__(self, quarters: ProgramFolder, process: SandboxProcess, most_output: int) -> None:
         self._quarters = quarters
@@ -114,25 +98,14 @@ class SandboxedProgram:
     async def start(
         cls, quarters: ProgramFolder, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, most_output: int
     ) -> Self:
-        """Start a program where it works.
-
-        Args:
-            quarters: Its folders.
-            argv: The command line.
-            env: Its environment, besides the sandbox's own.
-            stdin: What it reads.
-            most_output: Bytes of each output that are kept.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Start a program."""
         await quarters.sandbox.write_file(f"{quarters.root}/stdin", stdin)
         command = ["sh", "-c", _RUN, "sh", quarters.root, *argv]
         process = await quarters.sandbox.spawn(command, cwd=quarters.work, env=env)
         return cls(quarters, process, most_output)
 
     async def wait(self) -> None:
-        """Wait until the program has ended; what it started may still be there."""
+        """Wait for the program's exit; its descendants may still run."""
         said = b""
         try:
             while piece := await self._process.read():
@@ -146,13 +119,10 @@ class SandboxedProgram:
             self._failure = error
 
     async def end(self, *, collect: bool = True) -> Exit:
-        """Kill whatever is left of it, and return how it ended.
+        """Kill the rest of the tree and return the exit.
 
         Args:
-            collect: Whether its outputs are asked for.
-
-        Raises:
-            SandboxError: The sandbox failed, now or while the program ran.
+            collect: Whether to fetch its outputs.
         """
         if self._failure is not None:
             raise self._failure
@@ -176,7 +146,7 @@ class SandboxedProgram:
 
 
 def _status(said: bytes) -> int | None:
-    """Return an exit status, negative where a signal ended the program, as the shell of a sandbox tells it."""
+    """Parse the exit status that the sandbox's shell reports; negative after a signal."""
     try:
         code = int(said)
     except ValueError:

@@ -1,12 +1,11 @@
-"""Starts one program and outlives its tree. A script of its own: ``python -I -S supervisor.py STDIN STDOUT STDERR``.
+"""Supervisor of one program and its process tree: a script, ``python -I -S supervisor.py STDIN STDOUT STDERR``.
 
-It is the parent that every orphan below it is handed to (a subreaper), so a process that forks twice and begins a
-session of its own still ends with the program. It kills the whole tree when the program ends, and when its own
-standard input does: whoever started it holds the other end, so that also happens when that process was killed.
+As a subreaper it inherits every orphan, so double forks and new sessions do not escape. It kills the tree when the
+program exits and on EOF of its standard input, which also covers the death of the process that started it.
 
-Standard input: one line of JSON (``argv``, ``cwd``, ``env``), then nothing until the end. The three arguments are the
-descriptors that the program gets as its own. Standard output: lines of JSON: ``{"pid": ...}`` or ``{"failed": ...}``,
-then ``{"status": ...}`` if the program ended by itself, then ``{"swept": killed, "left": alive}``.
+Standard input: one JSON line (``argv``, ``cwd``, ``env``), then nothing. The arguments are the program's descriptors.
+Standard output: JSON lines ``{"pid": ...}`` or ``{"failed": ...}``, then ``{"status": ...}`` if the program exited by
+itself, then ``{"swept": killed, "left": alive}``.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def main(stdin: int, stdout: int, stderr: int) -> None:
 
 
 def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
-    """Start the program; report why it cannot be."""
     told, telling = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -69,7 +67,7 @@ def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
 
 
 def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int) -> None:
-    """Never returns: becomes the program, or says why it cannot."""
+    """Exec the program or report the failure; never returns."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -92,7 +90,7 @@ def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int)
 
 
 def _watch(pid: int, wake: int) -> int | None:
-    """Wait until the program has ended and return how, or until nobody wants it any more."""
+    """Wait for the program's exit and return its status, or None on EOF of standard input."""
     while True:
         ready, _, _ = select.select([0, wake], [], [])
         if wake in ready:
@@ -105,7 +103,7 @@ def _watch(pid: int, wake: int) -> int | None:
 
 
 def _reap(pid: int = 0) -> int | None:
-    """Take in what has ended, orphans included; return how the process of that id did, if it is among them."""
+    """Reap exited children, orphans included; return the status of the given process, if among them."""
     found = None
     while True:
         try:
@@ -119,7 +117,7 @@ def _reap(pid: int = 0) -> int | None:
 
 
 def _sweep(wake: int) -> tuple[int, int]:
-    """Kill everything below this process; return how many processes were killed, and how many would not end."""
+    """Kill all descendants; return how many were killed and how many survived."""
     killed: set[int] = set()
     until = time.monotonic() + _SWEEP_S
     # As long as there is a child: a scan may miss a process whose parent ended meanwhile, and that one is a child now.
@@ -149,7 +147,6 @@ def _has_children() -> bool:
 
 
 def _below(root: int) -> list[int]:
-    """Return the processes below one."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():

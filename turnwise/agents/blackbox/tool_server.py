@@ -1,7 +1,7 @@
-"""The environment's tools over HTTP, for a program that acts in an episode from outside.
+"""HTTP and MCP server of the environment's tools, for black-box programs.
 
-Routes, below an address that cannot be guessed: ``GET /tools/TOKEN`` lists the tools in OpenAI's form, ``POST
-/tools/TOKEN/NAME`` with a JSON object of arguments calls one, ``POST /mcp/TOKEN`` speaks MCP (streamable HTTP).
+Routes, with an unguessable token: ``GET /tools/TOKEN`` lists the tools in OpenAI's format, ``POST /tools/TOKEN/NAME``
+with a JSON object of arguments calls one, ``POST /mcp/TOKEN`` speaks MCP (streamable HTTP).
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ _CALL_IDS: Final = ("claudecode/toolUseId", "turnwise/toolCallId")
 
 @dataclass(frozen=True, slots=True)
 class AskedCall:
-    """A call of a tool.
+    """A ``tools/call`` request.
 
     Attributes:
-        id: Of the request.
-        name: Of the tool.
-        arguments: As they came.
-        call_id: The id under which the model made it; empty where the client does not say.
+        call_id: Id of the model's tool call; empty where the client does not send it.
     """
 
     id: Any
@@ -48,7 +45,7 @@ class AskedCall:
 
 
 def read_mcp_call(asked: Any) -> AskedCall | None:
-    """Return the call that a message asks for, or None where it asks for something else."""
+    """Return the tool call in a message, or None for other messages."""
     if not isinstance(asked, dict) or asked.get("method") != "tools/call" or "id" not in asked:
         return None
     params = asked.get("params")
@@ -62,7 +59,7 @@ def read_mcp_call(asked: Any) -> AskedCall | None:
 
 
 def mcp_answer(asked: Any, tools: Sequence[ToolSchema]) -> dict[str, Any] | None:
-    """Return the answer to a message that calls no tool, or None where it wants none."""
+    """Return the response to a message other than a tool call, or None for notifications."""
     if not isinstance(asked, dict) or not isinstance(asked.get("method"), str):
         # An answer of the client's, to a question that nobody asked, wants none either.
         is_answer = isinstance(asked, dict) and ("result" in asked or "error" in asked)
@@ -92,13 +89,13 @@ def mcp_answer(asked: Any, tools: Sequence[ToolSchema]) -> dict[str, Any] | None
 
 
 def mcp_result(call: AskedCall, content: str | Sequence[dict[str, Any]], *, error: bool) -> dict[str, Any]:
-    """Return what a tool answered to a call."""
+    """Return the MCP response of a tool call."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return _result(call.id, {"content": [_block(part) for part in parts], "isError": error})
 
 
 def mcp_not_json() -> dict[str, Any]:
-    """Return the answer to a body that is no JSON."""
+    """Return the response to a body that is not JSON."""
     return _error(None, _NOT_JSON, "the body is no JSON")
 
 
@@ -142,19 +139,17 @@ _MOST_CONNECTIONS = 32
 
 
 class EpisodeOver(Exception):
-    """A call came after the end of its episode; the message says how it ended."""
+    """A call came after the end of its episode; the message says how that ended."""
 
 
 class OfferedTools:
-    """The tools of one episode, as a program outside is offered them.
+    """The tools of one episode, as served to a program.
 
     Attributes:
-        schemas: What may be called.
-        url: The address of the plain routes.
-        mcp_url: The address of the MCP server.
-        over: Set when a call ended the episode, or could not be answered for the environment's own failure.
-        failure: What it failed with, if it did.
-        listening: Where they are served at a socket of their own.
+        url: Base URL of the plain routes.
+        mcp_url: URL of the MCP server.
+        over: Set when a call ended the episode or the environment failed.
+        listening: The episode's own socket, if any.
     """
 
     def __init__(self, episode: Episode, token: str, address: str, door: Door | None, *, reply: bool) -> None:
@@ -171,15 +166,12 @@ class OfferedTools:
         self.listening: asyncio.Server | None = None
 
     async def call(self, name: str, arguments: Any, call_id: str = "") -> ToolResponse:
-        """Answer a call.
+        """Execute a call.
 
         Args:
-            name: Of the tool.
-            arguments: A JSON object; anything else is told to be none.
-            call_id: The id under which the model made the call, where the program knows it.
-
-        Raises:
-            EpisodeOver: The episode has ended, by this call or before.
+            name: Name of the tool.
+            arguments: A JSON object; anything else is an invalid call.
+            call_id: Id of the model's tool call, where known.
         """
         if self.over.is_set():
             raise EpisodeOver(self._why())
@@ -204,7 +196,7 @@ class OfferedTools:
             self._running.discard(task)
 
     async def shut(self) -> None:
-        """Take no more calls, and give up those that run."""
+        """Refuse further calls and cancel those that run."""
         self.over.set()
         running = [task for task in self._running if task is not asyncio.current_task()]
         for task in running:
@@ -230,7 +222,7 @@ class OfferedTools:
         return ToolResponse(text=said or ("The episode is over." if self.over.is_set() else ""))
 
     def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
-        """Return the call under the id of the one that the model made, so that its reward finds its turn."""
+        """Return the call under the id of the model's own, so that its reward is noted on its turn."""
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         wrong = None if isinstance(arguments, dict) else f"the arguments are no JSON object: {shown(arguments)}"
         found = self._id_of(name, arguments, call_id)
@@ -254,7 +246,7 @@ class OfferedTools:
 
 
 class ToolServer:
-    """Serves the tools of any number of episodes. It listens once the first is offered."""
+    """Serves the tools of all episodes; listens from the first offer on."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
@@ -267,16 +259,13 @@ class ToolServer:
     async def offer(
         self, episode: Episode, door: Door | None = None, *, reply: bool = False, listener: socket.socket | None = None
     ) -> OfferedTools:
-        """Offer the tools of an episode, until :meth:`withdraw`.
+        """Serve the tools of an episode until :meth:`withdraw`.
 
         Args:
-            episode: Whose tools.
-            door: Where its program talks to the model, if it does so here.
-            reply: Whether there is a tool besides them by which the program speaks to the environment.
-            listener: A socket that they alone are served at, which is closed with them, instead of this server's.
-
-        Raises:
-            AgentError: No port can be bound.
+            episode: The episode.
+            door: The program's model endpoint, if it has one here.
+            reply: Whether to add the tool ``reply``.
+            listener: Socket to serve them on alone, instead of this server's; closed with them.
         """
         if listener is not None:
             return await self._offer_at(listener, episode, door, reply=reply)
@@ -311,7 +300,7 @@ class ToolServer:
         return offered
 
     async def withdraw(self, offered: OfferedTools) -> None:
-        """Answer no call of that episode any more."""
+        """Stop serving an episode."""
         token = offered.url.rpartition("/")[2]
         self._offered.pop(token, None)
         await offered.shut()
@@ -320,7 +309,7 @@ class ToolServer:
             await self._own.pop(token).shutdown(1.0)
 
     async def close(self) -> None:
-        """Stop listening. Closing twice is no error."""
+        """Stop listening. Idempotent."""
         listening, self._listening = self._listening, None
         if listening is not None and self._server is not None:
             listening.close()

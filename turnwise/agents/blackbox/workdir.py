@@ -1,4 +1,4 @@
-"""Where a program works, and what it is told of that."""
+"""Working directory, environment variables and prompt placeholders of a black-box program."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ Dialect = Literal["openai", "anthropic", "both"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How one program is run. Texts hold placeholders; see :mod:`turnwise.agents.blackbox.workdir`.
+    """How a program is run. Texts hold placeholders; see :mod:`turnwise.agents.blackbox.workdir`.
 
     Attributes:
-        command: The program and its arguments.
-        dialect: Which API it speaks, hence which variables point it at its session.
-        prompt: What it is told.
-        stdin: What it reads; empty is nothing.
-        env: Further variables.
-        files: What is written before it starts: path to text.
-        tool_arguments: What stands behind ``command`` where the environment has tools.
-        tool_files: What is written then, too; a path of ``files`` is replaced.
-        result: Where its answer is: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b`` (PATH ``stdout`` is
-            what it wrote).
+        dialect: Model API that it speaks, hence the variables that carry the base URL.
+        files: Files written before the start: path to text.
+        tool_arguments: Appended to ``command`` where the environment has tools.
+        tool_files: Files written then, in place of ``files`` of the same path.
+        result: Location of the answer: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b`` (PATH may be
+            ``stdout``).
     """
 
     command: tuple[str, ...] = ()
@@ -153,11 +149,11 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
 
 
 def recipe_of(name: str) -> Recipe:
-    """Return a recipe by its name, or by a reference such as ``pkg.mod:RECIPE``.
+    """Return a recipe by name or by reference (``pkg.mod:RECIPE``).
 
     Raises:
         RegistryError: No recipe has that name.
-        ConfigError: The reference cannot be loaded, or names something else.
+        ConfigError: The reference cannot be loaded, or is no recipe.
     """
     if name in _RECIPES:
         return _RECIPES[name]
@@ -244,7 +240,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return a text with its placeholders replaced, ``{name!j}`` as JSON; other braces stay as they are."""
+    """Replace placeholders, ``{name!j}`` as JSON; leave other braces."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in values:
@@ -255,17 +251,17 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def named(texts: Sequence[str]) -> set[str]:
-    """Return the placeholders that texts hold."""
+    """Return the placeholders in texts."""
     return {found[1] for text in texts for found in _PLACEHOLDER.finditer(text)}
 
 
 def tool_script(url: str) -> str:
-    """Return the program behind the command ``tool``."""
+    """Return the source of the command ``tool``."""
     return _TOOL_SCRIPT.format(url=url)
 
 
 def told_of(observation: Sequence[Message]) -> dict[str, str]:
-    """Return the texts of the beginning of a conversation, by placeholder."""
+    """Return the placeholder values of an observation."""
     system = [text_of(each) for each in observation if each["role"] in ("system", "developer")]
     user = [text_of(each) for each in observation if each["role"] not in ("system", "developer")]
     found = {"system": system, "user": user, "task": [*system, *user]}
@@ -274,7 +270,7 @@ def told_of(observation: Sequence[Message]) -> dict[str, str]:
 
 
 def shell_tools(tools: Sequence[ToolSchema]) -> str:
-    """Return how the tools are called from a shell, for who reads prompts."""
+    """Return instructions for calling the tools from a shell."""
     if not tools:
         return ""
     lines = [
@@ -287,13 +283,7 @@ def shell_tools(tools: Sequence[ToolSchema]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Workdir:
-    """The folders of one episode.
-
-    Attributes:
-        root: Holds the others, and nothing else.
-        home: Of the program's settings.
-        work: Where it works.
-    """
+    """Folders of one episode."""
 
     root: Path
     home: Path
@@ -301,15 +291,12 @@ class Workdir:
 
     @classmethod
     def make(cls, base: Path | None, workspace: Path | None, given: str | None) -> Self:
-        """Make fresh ones.
+        """Create the folders.
 
         Args:
-            base: Where; by default where the system keeps temporary files.
-            workspace: A folder whose content the program finds, if any.
-            given: The folder in which it works instead, as the environment made it.
-
-        Raises:
-            AgentError: They cannot be made.
+            base: Parent; by default the system's temporary folder.
+            workspace: Folder copied into the working directory, if any.
+            given: Working directory to use instead, made by the environment.
         """
         try:
             root = Path(tempfile.mkdtemp(prefix="turnwise-", dir=base))
@@ -328,11 +315,7 @@ class Workdir:
         return cls(root, home, work)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write files; relative paths are below ``work``.
-
-        Raises:
-            AgentError: A path leads out of the folders, or cannot be written.
-        """
+        """Write files; relative paths are below ``work``."""
         for name, text in files.items():
             path = Path(os.path.normpath(self.work / name))
             if not any(path.is_relative_to(folder) for folder in (self.work, self.root)):
@@ -344,7 +327,7 @@ class Workdir:
                 raise AgentError(f"file {shown(name)} cannot be written: {error}") from error
 
     def install_tool(self, url: str) -> Path:
-        """Write the command ``tool``; return the folder to look for it in."""
+        """Write the command ``tool``; return its folder."""
         folder = self.root / "bin"
         folder.mkdir()
         script = folder / "tool.py"
@@ -355,7 +338,7 @@ class Workdir:
         return folder
 
     def remove(self) -> None:
-        """Remove them, whatever a program made of their permissions."""
+        """Remove the folders, whatever their permissions."""
 
         def again(function: Any, path: str, _: object) -> None:
             try:
@@ -377,15 +360,15 @@ def environment(
     temporary: str,
     path: str,
 ) -> dict[str, str]:
-    """Return all of a program's environment.
+    """Return the complete environment of a program.
 
     Args:
-        dialect: Which variables point it at its session.
-        values: Of placeholders, ``home`` among them.
-        own: Further variables, which come before all others.
-        passed: Names of variables of this process that it gets, too.
-        temporary: Its folder for temporary files.
-        path: Where programs are looked for.
+        dialect: Which variables carry the session's base URL.
+        values: Placeholder values, ``home`` included.
+        own: Further variables, of highest precedence.
+        passed: Names of variables passed on from this process.
+        temporary: ``TMPDIR``.
+        path: ``PATH``.
     """
     found = {name: os.environ[name] for name in passed if name in os.environ}
     found |= {
@@ -409,11 +392,7 @@ def environment(
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """See that a command line can be given to a program.
-
-    Raises:
-        AgentError: An argument is longer than the system takes.
-    """
+    """Check the length of a command line's arguments."""
     for argument in argv:
         if len(argument.encode()) > _MOST_ARGUMENT:
             raise AgentError(
@@ -423,12 +402,12 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 async def answer_at(where: str, stdout: str, read: Callable[[str], Awaitable[str | None]]) -> str | None:
-    """Return a program's answer, or None where it is not there, or is its last message.
+    """Return a program's answer; None where it is missing, or is the last message.
 
     Args:
         where: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
-        stdout: What it wrote.
-        read: Returns what a file holds, or None.
+        stdout: Standard output.
+        read: Returns a file's text, or None.
     """
     kind, _, where = where.partition(":")
     if kind == "message":

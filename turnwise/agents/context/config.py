@@ -1,4 +1,4 @@
-"""The configuration of an agent's context: what is dropped, when it is summarised, and what sub-agents may do."""
+"""Configuration of context management: dropping tool results, compaction, sub-agents."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ WORKER = (
 
 
 class DropConfig(BaseModel):
-    """Which answers of tools are replaced by a note. Those that the model has not read yet never are.
+    """Which tool results are replaced by a note. Results that the model has not read yet never are.
 
     Attributes:
-        keep: So many of the last answers stay whatever happens.
-        above: Nothing is dropped before a prompt would take more than this share of the context. By default ``until``,
-            and without that 0: all that ``keep`` does not hold is dropped at once.
-        until: The oldest answers are dropped until the prompt takes at most this share. None: all that ``keep`` does
-            not hold go together, which begins fewer branches.
-        exclude: Tools whose answers stay.
-        note: What stands in the place of an answer; ``{tool}`` is the tool's name. Answers that are no longer stay.
+        keep: The last results that always stay.
+        above: Share of the context from which results are dropped. By default ``until``, else 0: all but ``keep`` at
+            once.
+        until: The oldest are dropped until the prompt takes at most this share. None: all but ``keep`` together, which
+            makes fewer forks.
+        exclude: Tools whose results stay.
+        note: Replacement text; ``{tool}`` is the tool's name. Shorter results stay.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,21 +60,21 @@ class DropConfig(BaseModel):
 
     @property
     def begins(self) -> float:
-        """Above which share of the context answers are dropped."""
+        """Share of the context from which results are dropped."""
         return (self.until or 0.0) if self.above is None else self.above
 
 
 class CompactionConfig(BaseModel):
-    """When the model summarises the conversation, and what stays of it.
+    """When the model summarises the conversation, and what stays.
 
     Attributes:
-        above: A prompt that would take more than this share of the context is preceded by a summary.
-        keep_turns: So many of the last turns, with the answers to their calls, stay as they are behind the summary.
-        prompt: The user message that asks for the summary.
-        summary: What the beginning of the conversation ends with from then on; ``{summary}`` is what the model wrote.
-        max_tokens: Most tokens of the summary; by default an eighth of the context. ``rollout.max_tokens_per_turn``
-            holds, too.
-        attempts: How often the model is asked before the conversation goes on without a summary.
+        above: Share of the context from which a prompt is preceded by a summary.
+        keep_turns: The last turns, with their tool results, that stay behind the summary.
+        prompt: User message that asks for the summary.
+        summary: Text appended to the head of the conversation; ``{summary}`` is what the model wrote.
+        max_tokens: Most tokens of the summary; by default an eighth of the context, within
+            ``rollout.max_tokens_per_turn``.
+        attempts: Requests before the conversation continues without a summary.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -94,15 +94,15 @@ class CompactionConfig(BaseModel):
 
 
 class SubAgentConfig(BaseModel):
-    """A tool with which the model gives parts of its work to agents with conversations of their own.
+    """A tool with which the model delegates work to sub-agents with their own conversations.
 
     Attributes:
         name: The tool's name.
-        description: What the model is told of it.
+        description: The tool's description.
         prompt: System prompt of a sub-agent.
-        tools: Names of the environment's tools that sub-agents have; None is all of them.
-        max_turns: Most turns of one sub-agent. They count for ``rollout.max_turns`` as well.
-        max_depth: How deep sub-agents may have sub-agents; 1: they have none.
+        tools: Environment tools of sub-agents; None is all.
+        max_turns: Most turns of a sub-agent; they also count for ``rollout.max_turns``.
+        max_depth: Nesting depth; 1: sub-agents have no sub-agents.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -116,13 +116,13 @@ class SubAgentConfig(BaseModel):
 
 
 class ContextConfig(BaseModel):
-    """What an agent does about a context that is finite. What is None is not done.
+    """Context limits of an agent. None disables a part.
 
     Attributes:
-        length: Tokens that the shares below are shares of, where that is less than the model's context.
-        drop_tool_results: Replaces old answers of tools by a note.
+        length: Base of the shares below, in tokens, where smaller than the model's context.
+        drop_tool_results: Replaces old tool results by a note.
         compaction: Replaces the conversation by a summary that the model writes.
-        sub_agent: Offers the model a tool that works in a conversation of its own.
+        sub_agent: Offers a tool that starts sub-agents.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -138,11 +138,7 @@ class _AgentConfig(BaseModel):
 
 
 def read_context(given: Mapping[str, Any] | ContextConfig | None) -> ContextConfig:
-    """Return the section that an agent was configured with.
-
-    Raises:
-        ConfigError: A key is unknown or a value not allowed; the message says which, and what is.
-    """
+    """Validate the ``context`` section of an agent."""
     if isinstance(given, ContextConfig):
         return given
     data = {"context": {} if given is None else given}

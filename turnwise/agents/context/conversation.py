@@ -1,4 +1,4 @@
-"""One conversation of an agent with the model, kept within the context."""
+"""An agent's conversation with the model, kept within the context by dropping results and compaction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from turnwise.types import Message, ToolSchema, text_of
 
 
 def droppable(messages: Sequence[Message], config: DropConfig) -> list[int]:
-    """Return where answers stand that may be dropped, the oldest first.
+    """Return the indices of tool results that may be dropped, oldest first.
 
-    No answer behind the last assistant message is among them: the model has not read it yet. Nor is one that is no
-    longer than its note, such as a note.
+    Results after the last assistant message are unread and stay, as do those no longer than their note.
     """
     names = _tools(messages)
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
@@ -30,7 +29,7 @@ def droppable(messages: Sequence[Message], config: DropConfig) -> list[int]:
 
 
 def dropped(messages: Sequence[Message], places: Sequence[int], config: DropConfig) -> list[Message]:
-    """Return a conversation whose answers at these places are notes. Each call keeps its one answer."""
+    """Replace the results at these indices by notes; each call keeps its result message."""
     names = _tools(messages)
     found = list(messages)
     for index in places:
@@ -48,7 +47,7 @@ def _has_media(message: Message) -> bool:
 
 
 def _tools(messages: Sequence[Message]) -> dict[int, str]:
-    """Return which tool each answer is of, by its place."""
+    """Return the tool of each result, by index."""
     called: dict[str, str] = {}
     found = {}
     for index, message in enumerate(messages):
@@ -63,14 +62,13 @@ _SHARE = 8
 
 @dataclass(slots=True)
 class Compacted:
-    """What came of asking for a summary.
+    """Result of a compaction.
 
     Attributes:
-        messages: The conversation to go on with.
-        done: Whether it is a summary with what stayed; else the model gave none, and it is the conversation as it was,
-            with the questions for a summary where the model answered them by calls.
+        done: Whether it holds a summary; otherwise it is the former conversation, plus the requests for a summary that
+            the model answered by calls.
         cut: Whether a length limit cut the summary.
-        turn: The turn that answered last, or None where the question had no room.
+        turn: The last turn, or None where the request did not fit.
     """
 
     messages: list[Message]
@@ -80,13 +78,10 @@ class Compacted:
 
 
 async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
-    """Ask for a summary of a conversation and return what it is replaced by.
+    """Ask for a summary of a conversation and return its replacement.
 
-    The question extends the branch. Where it has no room behind the last turns, they are left out of it, and stay as
-    they are behind the summary.
-
-    Raises:
-        TurnwiseError: As ``Session.chat``.
+    The request extends the branch. Where it does not fit behind the last turns, it goes before them, and they stay
+    verbatim behind the summary.
     """
     turns = [index for index, message in enumerate(talk.messages) if message["role"] == "assistant"]
     # At least one turn must go.
@@ -121,7 +116,6 @@ async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
 
 
 def _room(talk: Conversation, config: CompactionConfig) -> int:
-    """Return how many tokens a summary may have."""
     wanted = [config.max_tokens or max(1, talk.limit // _SHARE), talk.session.limits.max_tokens_per_turn]
     return min(tokens for tokens in wanted if tokens is not None)
 
@@ -129,7 +123,7 @@ def _room(talk: Conversation, config: CompactionConfig) -> int:
 def _question(
     talk: Conversation, turns: Sequence[int], room: int, config: CompactionConfig
 ) -> tuple[int, list[Message]] | None:
-    """Return up to where the conversation is summarised, and the request that asks for it; None where nothing fits."""
+    """Return the end of the summarised part and the request for its summary; None where nothing fits."""
     for end in (len(talk.messages), *reversed(turns[1:])):
         question: list[Message] = [*talk.messages[:end], {"role": "user", "content": config.prompt}]
         if talk.measure(question) + room <= talk.limit:
@@ -138,10 +132,7 @@ def _question(
 
 
 def _with_summary(head: Sequence[Message], text: str) -> list[Message]:
-    """Return the beginning of a conversation with a summary of what followed.
-
-    It goes into the last user message: many chat templates take no two of them in a row.
-    """
+    """Append a summary to the last user message of a head: many chat templates refuse two user messages in a row."""
     last = head[-1] if head else None
     if last is None or last["role"] != "user":
         return [*head, {"role": "user", "content": text}]
@@ -162,19 +153,12 @@ class Conversation:
     """A conversation in the episode's session.
 
     Args:
-        episode: Whose session it is in, and where it is counted.
-        config: What is done about the context.
-        head: How it begins: the system prompt and the task. This is never dropped or summarised.
-        tools: What the model may call in it.
-        depth: How many agents stand above the one whose conversation it is.
-        fork: What its beginning is called where it is not the session's first.
+        head: System prompt and task; never dropped or summarised.
+        fork: Fork name of its beginning, where it is not the session's first.
 
     Attributes:
-        depth: As given.
-        fork: What the next request is called if it begins a branch.
-        messages: What the next request sends.
-        session: Where it is recorded.
-        limit: Tokens that it may take.
+        fork: Fork name of the next request, if it starts a branch.
+        limit: Context limit in tokens.
     """
 
     def __init__(
@@ -200,15 +184,11 @@ class Conversation:
         self._compacts = True
 
     def measure(self, messages: Sequence[Message]) -> int:
-        """Return how many tokens a prompt of these messages would have."""
+        """Return the prompt length of messages in tokens."""
         return self.session.measure(messages, self.tools)
 
     async def ask(self) -> Message:
-        """Make room where it is needed, and return what the model says next. It is part of the conversation then.
-
-        Raises:
-            TurnwiseError: As ``Session.chat``.
-        """
+        """Make room where needed, sample the next message and append it."""
         if self._turn is not None:
             await self._make_room()
         fork, self.fork = self.fork, None
@@ -218,13 +198,13 @@ class Conversation:
         return message
 
     def hear(self, answers: Sequence[Message]) -> None:
-        """Append what was answered to the model's last message."""
+        """Append the answers to the model's last message."""
         self.messages.extend(answers)
 
     def spare(self, calls: int) -> int:
-        """Return how many tokens can be dropped before the next request, which answers so many calls of the last turn.
+        """Return the tokens that can be dropped before the next request, which answers ``calls`` calls.
 
-        Reckoned is only where the context is half full: answers are cut where there is no room for them.
+        Computed only from half a context on: below that, results are not cut.
         """
         config, before = self._config.drop_tool_results, self.messages[:-1]
         room = self.session.room_behind(self._turn) if self._turn is not None else None
@@ -259,7 +239,7 @@ class Conversation:
             self._count(dropped_results=len(places), tokens_saved=saved)
 
     def _enough(self, places: Sequence[int], config: DropConfig, most: float) -> int:
-        """Return how many of the answers must go so that the prompt has at most so many tokens; all if that fails."""
+        """Return how many results must go to fit ``most`` tokens; all if that fails."""
         low, high = 1, len(places)
         while low < high:
             middle = (low + high) // 2

@@ -1,7 +1,6 @@
-"""Agents within an episode: the one that was asked, and those that it gives parts of its work to.
+"""Sub-agents: conversations that the model delegates to, within the episode's session.
 
-A sub-agent talks in the session of the episode, from a root of its own; its rewards, limits and tokens are those of the
-one trajectory.
+Each has its own root in the session; rewards, limits and tokens count for the one trajectory.
 """
 
 from __future__ import annotations
@@ -22,19 +21,11 @@ from turnwise.types import Message, StopReason, ToolCall, ToolSchema, text_of
 
 
 class EpisodeOver(AgentError):
-    """The environment has ended the episode: nobody in it goes on."""
+    """The environment has ended the episode, for all its agents."""
 
 
 class Team:
-    """Who acts in an episode.
-
-    Args:
-        episode: The episode.
-        config: What is done about the context, sub-agents included.
-
-    Raises:
-        AgentError: Sub-agents are given a tool that the environment does not have, or their own has a name of one.
-    """
+    """The agents of an episode."""
 
     def __init__(self, episode: Episode, config: ContextConfig) -> None:
         self._episode = episode
@@ -44,15 +35,15 @@ class Team:
             _check(config.sub_agent, [tool.name for tool in episode.tools])
 
     def main(self) -> Conversation:
-        """Begin the conversation of the agent that was asked."""
+        """Start the main agent's conversation."""
         return self._conversation(self._episode.observation, self._episode.tools, 0)
 
     async def answer(self, talk: Conversation, message: Message) -> list[Message]:
-        """Return the answers to a message: one for each call, and what else the environment says.
+        """Return the answers to a message: one for each call, plus the environment's own messages.
 
         Raises:
             EpisodeOver: The environment ended the episode.
-            TurnwiseError: What a sub-agent was ended by, or the environment.
+            TurnwiseError: The failure of a sub-agent or of the environment.
         """
         calls, own = message.get("tool_calls") or (), self._config.sub_agent
         if own is None or not calls:
@@ -154,7 +145,7 @@ def _check(own: SubAgentConfig, known: Sequence[str]) -> None:
 
 
 def schema_of(own: SubAgentConfig) -> ToolSchema:
-    """Return what the model is told of the tool that starts a sub-agent."""
+    """Return the schema of the delegating tool."""
     task = {"type": "string", "description": "What is to be done, with all that must be known for it."}
     parameters = {"type": "object", "properties": {"task": task}, "required": ["task"], "additionalProperties": False}
     return ToolSchema(own.name, own.description, parameters)
@@ -169,7 +160,7 @@ def _answer(call: ToolCall, response: ToolResponse) -> Message:
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, list[Message]]]) -> list[list[Message]]:
-    """Do things at the same time; where one fails or the episode is cancelled, none of them goes on."""
+    """Await all; on failure or cancellation, cancel the rest."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

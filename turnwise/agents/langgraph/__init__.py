@@ -1,4 +1,4 @@
-"""Graphs of LangGraph as agents: a chat model on the recorder, the environment's tools, and who runs a graph.
+"""LangGraph graphs as agents: a chat model on the recorder and the environment's tools.
 
 The only folder that imports langchain-core and langgraph (the extra ``langgraph``).
 """

@@ -1,4 +1,4 @@
-"""An agent that is a graph of LangGraph."""
+"""The LangGraph agent: runs a compiled graph in each episode."""
 
 from __future__ import annotations
 
@@ -29,15 +29,10 @@ _GIVEN: Final = ("model", "tools")
 
 
 class GraphFactory:
-    """Makes the graph of an episode, once for each set of tools.
+    """Builds graphs, one for each set of tools.
 
     Args:
         graph: A reference, a graph, or a function that makes one.
-        options: Arguments of that function.
-
-    Raises:
-        ConfigError: The reference cannot be loaded.
-        AgentError: It is no graph, or its function does not take the options.
     """
 
     def __init__(self, graph: Any, options: Mapping[str, Any]) -> None:
@@ -61,11 +56,7 @@ class GraphFactory:
         self._given = self._check(self._made)
 
     async def graph_for(self, episode: Episode) -> Runnable[Any, Any]:
-        """Return the graph for the tools of an episode.
-
-        Raises:
-            AgentError: The function made something else.
-        """
+        """Return the graph for the tools of an episode."""
         if isinstance(self._made, Runnable):
             return self._made
         key = canonical_tools(episode.tools)
@@ -82,7 +73,7 @@ class GraphFactory:
         return self._graphs[key]
 
     def _check(self, function: Any) -> list[str]:
-        """Return which of model and tools a function takes."""
+        """Return which of ``model`` and ``tools`` a function takes."""
         parameters = inspect.signature(function).parameters.values()
         named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -103,31 +94,28 @@ GAVE_UP = "Sorry, need more steps to process this request."
 
 
 class LangGraphAgent(Agent):
-    """Runs a graph in each episode: any that LangGraph compiles, unchanged.
+    """Runs any compiled LangGraph graph, unchanged, in each episode.
 
-    The graph is run with the observation; the last message of its output is handed to the environment, as the ReAct
-    loop hands over every message. Where that does not end the episode, the graph is run again with what the
-    environment says.
+    The input is the observation; the last message of the output goes to the environment, as in the ReAct loop. While
+    that does not end the episode, the graph runs again on the environment's answer.
 
     Args:
-        graph: ``pkg.module:name`` or ``path/to/file.py:name`` of a compiled graph, of one that is still to be compiled,
-            or of a function that makes one, plain or async. It is called with ``model`` and ``tools`` as far as it has
-            parameters of these names, once for each set of tools: its graph runs in many episodes at the same time.
+        graph: ``pkg.module:name`` or ``path/to/file.py:name`` of a graph, compiled or not, or of a function, plain or
+            async, that makes one. It gets ``model`` and ``tools`` if it has such parameters, once for each set of
+            tools; the graph runs in many episodes at the same time.
         options: Further arguments of that function.
-        messages_key: Where the conversation stands in the graph's state; None where it has none.
-        question_key: Where the text of the last message of the observation is put, too.
-        answer_key: Where the answer stands in the graph's output; by default it is the last message.
-        recursion_limit: Most steps of one run of the graph; by default the graph's own. More end the episode with
-            ``max_turns``.
-        interrupts: Who answers interrupts: None, nobody, they end the episode with ``interrupted``; ``step``, the
-            environment's ``step``, which is given the value as a message; any other name, the method of the environment
-            that is called so, with the value.
-        configurable: What the graph finds under ``configurable`` in its config.
-        context: What the graph finds as its runtime context.
+        messages_key: State key of the conversation; None where there is none.
+        question_key: State key that also gets the text of the observation's last message.
+        answer_key: Output key of the answer; by default the last message.
+        recursion_limit: Most steps of one run; by default the graph's own. Beyond it the stop reason is ``max_turns``.
+        interrupts: Handler of interrupts: None ends the episode with ``interrupted``; ``step`` is the environment's
+            ``step``, with the value as a message; any other name is a method of the environment, with the value.
+        configurable: ``configurable`` of the graph's config.
+        context: Runtime context of the graph.
 
     Raises:
         ConfigError: The graph cannot be found.
-        AgentError: It is none, or its function does not take the options.
+        AgentError: It is no graph, or its function does not take the options.
     """
 
     def __init__(
@@ -160,7 +148,7 @@ class LangGraphAgent(Agent):
         """Run one episode.
 
         Raises:
-            TurnwiseError: A tool or the model ended the episode, whatever the graph made of it.
+            TurnwiseError: A tool or the model ended the episode, even where the graph caught it.
         """
         graph = await self._factory.graph_for(episode)
         if self._interrupts is not None and isinstance(graph, Pregel) and graph.checkpointer is None:
@@ -186,11 +174,11 @@ class LangGraphAgent(Agent):
             await play.forget()
 
     def inputs(self, messages: Sequence[AnyMessage], before: Mapping[str, Any]) -> Any:
-        """Return what a run of the graph is given; for subclasses whose graphs take something else.
+        """Return the input of a run; for subclasses with other state schemas.
 
         Args:
             messages: The conversation.
-            before: What the run before put out, as far as the graph keeps no checkpoints; empty for the first one.
+            before: Output of the previous run where the graph has no checkpointer; empty for the first.
         """
         state = {**before}
         if self._messages_key is not None:
@@ -200,11 +188,7 @@ class LangGraphAgent(Agent):
         return state
 
     def answer(self, output: Any) -> BaseMessage | str:
-        """Return the answer in what a run of the graph put out; for subclasses whose graphs say it elsewhere.
-
-        Raises:
-            AgentError: There is none.
-        """
+        """Return the answer in a run's output; for subclasses with other state schemas."""
         value = output
         if self._answer_key is not None:
             if not isinstance(output, Mapping) or self._answer_key not in output:
@@ -257,17 +241,10 @@ class LangGraphAgent(Agent):
 
 
 class _Play:
-    """The runs of a graph in one episode, its interrupts answered.
-
-    Args:
-        graph: The graph.
-        run: The episode.
-        config: Of each run.
-        context: Of each run.
-        interrupts: Who answers them.
+    """The runs of a graph in one episode, with their interrupts.
 
     Attributes:
-        keeps: Whether the graph remembers the run before.
+        keeps: Whether the graph has a checkpointer.
     """
 
     def __init__(
@@ -288,7 +265,7 @@ class _Play:
         self.keeps = self._saver is not None
 
     async def run(self, state: Any) -> Any:
-        """Return what the graph puts out, None where that ended the episode."""
+        """Return the graph's output, None where it ended the episode."""
         while True:
             output = await self._graph.ainvoke(state, self._config, **self._given)
             waiting = _waiting(output)
@@ -315,19 +292,17 @@ class _Play:
         return "\n".join(text_of_value(each) for each in said)
 
     async def forget(self) -> None:
-        """Drop what the graph kept of this episode."""
         if self._saver is not None:
             await self._saver.adelete_thread(self._config["configurable"]["thread_id"])
 
 
 def _waiting(output: Any) -> Sequence[Interrupt]:
-    """Return the interrupts that a run ended with."""
     found = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
     return list(found or ())
 
 
 def _final(answer: BaseMessage | str, run: GraphRun) -> Message | None:
-    """Return the answer as the environment is given it; None where the graph gave up in the model's name."""
+    """Return the answer as a message; None for the prebuilt graph's recursion-limit message."""
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}
     found = run.known.turn_of(answer)

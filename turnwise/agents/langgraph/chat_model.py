@@ -1,4 +1,4 @@
-"""The chat model of graphs: LangChain's interface in front of a recorder."""
+"""ChatTurnwise: LangChain's chat model interface in front of a recording session."""
 
 from __future__ import annotations
 
@@ -46,13 +46,11 @@ _ABILITIES: Final = Abilities(guided=True, forced_calls=True)
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """What a request asks for besides an answer.
+    """Parameters of a model request.
 
     Attributes:
-        tools: What the model is told of.
-        params: How it samples; None as the session does.
-        template_args: Arguments of the chat template.
-        fork: The name of the fork that the request makes.
+        params: Sampling; None as the session's.
+        fork: Name of the fork that the request makes.
     """
 
     tools: tuple[ToolSchema, ...]
@@ -67,15 +65,12 @@ class ModelRequest:
 
 
 def read_model_request(given: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams) -> ModelRequest:
-    """Return what a request asks for.
+    """Parse the parameters of a request.
 
     Args:
-        given: Keyword arguments of the request; None counts as not given.
-        stop: Strings that end the answer.
-        session: How the session samples.
-
-    Raises:
-        SessionError: One is unknown or wrong.
+        given: Keyword arguments; None counts as not given.
+        stop: Stop strings.
+        session: The session's sampling.
     """
     given = {name: value for name, value in given.items() if value is not None and name not in _MEANS_NOTHING}
     unknown = sorted(given.keys() - {*SAMPLING, *_OTHER})
@@ -107,7 +102,6 @@ def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tupl
 
 
 def _choice(value: Any, names: Sequence[str]) -> Any:
-    """Return a tool choice in OpenAI's words."""
     if value is True or value == "any":
         return "required"
     if isinstance(value, dict) and "function" not in value:
@@ -121,18 +115,14 @@ def _choice(value: Any, names: Sequence[str]) -> Any:
 
 
 def _response_format(value: Any) -> Any:
-    """Return a form of answers in OpenAI's words: a class or a schema may stand for it."""
+    """Return a response format in OpenAI's format, from a class or schema as well."""
     if value is None or (isinstance(value, dict) and value.get("type") in ("text", "json_object", "json_schema")):
         return value
     return schema_format(value)
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
-    """Return the form of answers that a class or a JSON schema describes, in OpenAI's words.
-
-    Raises:
-        SessionError: It is neither.
-    """
+    """Return the response format of a class or a JSON schema, in OpenAI's format."""
     try:
         plain = convert_to_json_schema(schema)
     except (TypeError, ValueError) as error:
@@ -141,11 +131,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
 
 
 def schema_of(tool: Any) -> ToolSchema:
-    """Return a tool, in any form that LangChain takes, as the model is told of it.
-
-    Raises:
-        SessionError: It is in no form of a tool.
-    """
+    """Convert a tool in any LangChain form to a schema."""
     if isinstance(tool, EpisodeTool):
         return tool.told
     if not (isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool):
@@ -163,17 +149,13 @@ def schema_of(tool: Any) -> ToolSchema:
 async def conversation(
     messages: Sequence[BaseMessage], known: Known, agent: str, run: GraphRun | None
 ) -> list[Message]:
-    """Return messages in our form, with an answer to each call.
+    """Convert a graph's messages, with an answer for each tool call.
 
     Args:
-        messages: Of the graph.
-        known: What was said to it.
-        agent: Whose session is asked.
+        messages: The graph's messages.
+        known: Turns and calls issued to the graph.
+        agent: Session that is asked.
         run: The episode; None outside of one.
-
-    Raises:
-        AgentError: A message is of a kind that no model is told.
-        TurnwiseError: As the environment's answers do.
     """
     own = [own_message(message, known, agent) for message in messages]
     # From behind: what is put in moves what follows.
@@ -189,7 +171,7 @@ async def conversation(
 async def _all_answers(
     answers: list[Message], order: list[str], message: AIMessage, agent: str, known: Known, run: GraphRun | None
 ) -> list[Message]:
-    """Return the answers to the calls of a message in their order, those included that the graph did not give."""
+    """Return the answers to a message's calls in order, including those the graph did not give."""
     named = {answer.get("tool_call_id") for answer in answers}
     found = list(answers)
     for broken in message.invalid_tool_calls:
@@ -214,21 +196,21 @@ def _plain_refusal(call: InvalidToolCall) -> Message:
 
 
 class ChatTurnwise(BaseChatModel):
-    """The policy as a chat model of LangChain: every token that it sees or samples is recorded.
+    """The policy as a LangChain chat model that records every token seen or sampled.
 
-    Without a session it is the policy of whichever episode its graph runs in, so one object serves all of them.
+    Without a session it belongs to whichever episode its graph runs in, so one object serves all of them.
 
     Attributes:
-        session: Records, for use outside of an episode.
-        agent: Which session of the episode records: each leaves a trajectory of its own.
-        policy: Who samples in that session: ``main``, the trained one and the default, or one of ``rollout.frozen``.
-        temperature: Instead of the session's; a trained session refuses another one.
-        top_p: Instead of the session's.
-        top_k: Instead of the session's.
-        min_p: Instead of the session's.
+        session: Recording session, for use outside of an episode.
+        agent: Session of the episode; each makes a trajectory.
+        policy: Policy of that session: ``main`` (default, trained) or one of ``rollout.frozen``.
+        temperature: Overrides the session's; a trained session refuses another one.
+        top_p: Overrides the session's.
+        top_k: Overrides the session's.
+        min_p: Overrides the session's.
         max_tokens: Most tokens of one answer.
-        seed: Instead of the session's own for each request.
-        stop: Strings that end an answer.
+        seed: Overrides the session's own for each request.
+        stop: Stop strings.
         template_args: Arguments of the chat template, such as ``{"enable_thinking": False}``.
     """
 
@@ -272,10 +254,10 @@ class ChatTurnwise(BaseChatModel):
         """Offer tools to the model.
 
         Args:
-            tools: In any form that LangChain takes: dicts, classes, functions, tools.
-            tool_choice: ``auto`` or None, ``none``, ``any`` or ``required``, or a tool: its name or a dict that names
-                it. What forces a call needs an engine and a chat format that can be held to one.
-            **kwargs: ``parallel_tool_calls``, ``response_format``, or how answers are sampled.
+            tools: In any form of LangChain: dicts, classes, functions, tools.
+            tool_choice: ``auto`` or None, ``none``, ``any`` or ``required``, or a tool (name or dict). Forced calls
+                need an engine and a chat format with structured output.
+            **kwargs: ``parallel_tool_calls``, ``response_format``, or sampling parameters.
 
         Raises:
             SessionError: One is no tool.
@@ -292,18 +274,18 @@ class ChatTurnwise(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """Return the model with answers that are held to a schema.
+        """Return the model with structured output.
 
         Args:
             schema: A pydantic class, a TypedDict or a JSON schema.
-            include_raw: Whether to return ``{"raw", "parsed", "parsing_error"}``; what cannot be read is then no error.
-            method: ``json_schema``: the text is held to the schema; ``function_calling``: the model must call a tool of
-                that schema; ``json_mode``: the text is held to be some object, and read as the schema says.
-            strict: Answers are always held to all of it.
-            **kwargs: How answers are sampled.
+            include_raw: Whether to return ``{"raw", "parsed", "parsing_error"}``, without raising on parse errors.
+            method: ``json_schema`` constrains the text; ``function_calling`` forces a call of a tool with that schema;
+                ``json_mode`` constrains it to an object, parsed by the schema.
+            strict: Ignored: the whole schema is always enforced.
+            **kwargs: Sampling parameters.
 
         Raises:
-            SessionError: There is no such method, or the schema is none.
+            SessionError: The method is unknown, or the schema invalid.
         """
         del strict
         model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
@@ -330,15 +312,11 @@ class ChatTurnwise(BaseChatModel):
         return RunnableMap(raw=asked) | parsed.with_fallbacks([unread], exception_key="parsing_error")
 
     def get_num_tokens(self, text: str) -> int:
-        """Return how many tokens a text takes inside a message."""
+        """Return the number of tokens of a text inside a message."""
         return self._session(self._run()).renderer.count(text)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Refuse: agents never touch ids, and LangChain would fetch another model's tokenizer.
-
-        Raises:
-            SessionError: Always.
-        """
+        """Refuse: agents never handle ids, and LangChain would fetch another model's tokenizer."""
         raise SessionError(f"ChatTurnwise shows no token ids, of {shown(text)} neither: ask get_num_tokens")
 
     # Asking
@@ -428,7 +406,7 @@ class ChatTurnwise(BaseChatModel):
     async def _pieces(
         self, run: GraphRun | None, session: Session, messages: list[BaseMessage], wishes: ModelRequest, node: str
     ) -> AsyncIterator[ChatGenerationChunk]:
-        """Yield what is said as far as that is certain, and last its calls and its end."""
+        """Stream settled text, then the calls and the finish reason."""
         known = self._known_to(run)
         message_id = known.stream_id(session.id)
         asked = await conversation(messages, known, self._name(run), run)
@@ -468,7 +446,6 @@ class ChatTurnwise(BaseChatModel):
         usage: UsageMetadata,
         message_id: str | None = None,
     ) -> AIMessage:
-        """Return a turn as a graph is told of it."""
         name = message_id or f"{session.id}/{said['turn_id']}"
         usable, unusable = self._known_to(run).say(said, agent=self._name(run), message_id=name, offered=wishes.offered)
         if run is not None:
@@ -519,7 +496,7 @@ class ChatTurnwise(BaseChatModel):
 
 
 def _node(manager: AsyncCallbackManagerForLLMRun | CallbackManagerForLLMRun | None) -> str:
-    """Return the path of the node that asks: names from the outermost graph to the innermost; empty outside of one."""
+    """Return the path of the calling node, outermost graph first; empty outside of a graph."""
     metadata = manager.metadata if manager is not None else ensure_config().get("metadata") or {}
     path = metadata.get("langgraph_checkpoint_ns") or metadata.get("langgraph_node") or ""
     # Each part is name:task; a number alone counts the graphs that one node ran.
@@ -543,7 +520,6 @@ def _chunk(message_id: str, kind: str, text: str) -> ChatGenerationChunk:
 
 
 def _as_chunk(message: BaseMessage) -> AIMessageChunk:
-    """Return a whole message as the last chunk of a stream."""
     assert isinstance(message, AIMessage)
     calls = [
         tool_call_chunk(

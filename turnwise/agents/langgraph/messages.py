@@ -1,4 +1,4 @@
-"""Messages of LangChain and our own, both ways."""
+"""Conversion between LangChain's messages and ours."""
 
 from __future__ import annotations
 
@@ -42,13 +42,10 @@ _CHAT_ROLES: dict[str, Role] = {
 
 @dataclass(frozen=True, slots=True)
 class KnownCall:
-    """A call as a graph was given it.
+    """A tool call as issued to a graph.
 
     Attributes:
-        agent: Whose session made it.
-        call: As the session issued it.
-        message_id: The message that made it.
-        offered: Whether the model was told of such a tool, or of none at all.
+        offered: Whether the tool was offered, or none were.
     """
 
     agent: str
@@ -57,12 +54,12 @@ class KnownCall:
     offered: bool = True
 
     def named(self, agent: str) -> str:
-        """Return its id in a session: its own in that which made it, the graph's in any other."""
+        """Return its id in a session: its own where it was made, else the graph's."""
         return self.call.id if agent == self.agent else graph_call_id(self.call.id, self.agent)
 
 
 class Known:
-    """What was said to a graph: turns by the ids of their messages, calls by theirs."""
+    """Turns by message id and calls by call id, as issued to a graph."""
 
     __slots__ = ("_streams", "calls", "turns")
 
@@ -72,28 +69,28 @@ class Known:
         self._streams = 0
 
     def stream_id(self, session_id: str) -> str:
-        """Return the id of a message that is streamed before its turn has a name."""
+        """Return the id of a streamed message whose turn has no id yet."""
         self._streams += 1
         return f"{session_id}/s{self._streams}"
 
     def turn_of(self, message: BaseMessage) -> tuple[str, Message] | None:
-        """Return whose turn a message is, or whose call it answers, and what was said in that turn."""
+        """Return the session and message of the turn that a message is, or whose call it answers."""
         call = self.calls.get(message.tool_call_id) if isinstance(message, ToolMessage) else None
         return self.turns.get((message.id if call is None else call.message_id) or "")
 
     def say(
         self, said: Message, *, agent: str, message_id: str, offered: frozenset[str]
     ) -> tuple[list[GraphCall], list[InvalidToolCall]]:
-        """Take note of a turn; return its calls as a graph is told of them.
+        """Register a turn; return its calls as the graph sees them.
 
-        Calls of tools that were not offered are unusable for a graph as much as those that cannot be read: the
-        environment answers them.
+        Calls of tools that were not offered are invalid for a graph, like unparsable ones: the environment answers
+        them.
 
         Args:
             said: The turn.
-            agent: Whose session made it.
+            agent: Its session.
             message_id: The id of its message.
-            offered: Names of the tools that the model was told of; empty where it was told of none.
+            offered: Names of the tools offered; empty where there were none.
         """
         self.turns[message_id] = (agent, said)
         usable: list[GraphCall] = []
@@ -113,7 +110,7 @@ class Known:
         return usable, unusable
 
     def own_calls(self, message: AIMessage, agent: str) -> list[ToolCall]:
-        """Return the calls of a message in their own form, in the order in which they were made."""
+        """Return a message's calls in their own form, in order."""
         calls = [self._own_call(call["id"], call["name"], call["args"], agent) for call in message.tool_calls]
         for broken in message.invalid_tool_calls:
             known = self.calls.get(broken.get("id") or "")
@@ -142,25 +139,22 @@ class Known:
 
 
 def graph_call_id(call_id: str, agent: str) -> str:
-    """Return the id under which a graph knows a call: those of two sessions must not be equal."""
+    """Return a call's id in a graph, unique across sessions."""
     return call_id if agent == "main" else f"{agent}/{call_id}"
 
 
 def _in_session(known: KnownCall, agent: str) -> ToolCall:
-    """Return a call as the session that is asked knows it; to any other it is one that was not sampled there."""
+    """Return a call as a session knows it; other sessions did not sample it."""
     return known.call if known.agent == agent else replace(known.call, id=known.named(agent))
 
 
 def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Message:
-    """Return a message of LangChain as ours.
+    """Convert a LangChain message.
 
     Args:
-        message: Any but a request to remove others.
-        known: What was said to the graph.
-        agent: Whose session is given it.
-
-    Raises:
-        AgentError: It is of a kind that no model is told.
+        message: Any but ``RemoveMessage``.
+        known: Turns and calls issued to the graph.
+        agent: Session that receives it.
     """
     if isinstance(message, AIMessage):
         return _own_assistant(message, known, agent)
@@ -224,7 +218,7 @@ def _content(content: str | list[Any]) -> str | list[dict[str, Any]]:
 
 
 def graph_message(message: Message, agent: str = "main") -> AnyMessage:
-    """Return a message of an environment as LangChain's."""
+    """Convert an environment's message to LangChain's."""
     content: Any = message.get("content") or ""
     role, name = message["role"], message.get("name")
     if role == "tool":
@@ -242,12 +236,12 @@ def graph_message(message: Message, agent: str = "main") -> AnyMessage:
 
 
 def graph_messages(messages: Sequence[Message], agent: str = "main") -> list[AnyMessage]:
-    """Return messages of an environment as LangChain's."""
+    """Convert an environment's messages to LangChain's."""
     return [graph_message(message, agent) for message in messages]
 
 
 def text_of_value(value: Any) -> str:
-    """Return any value of a graph's state as a text: what is none is written as JSON."""
+    """Return a state value as text, JSON where it is none."""
     if isinstance(value, str):
         return value
     if isinstance(value, BaseMessage):

@@ -1,4 +1,4 @@
-"""One episode while a graph acts in it: what its model and its tools reach, wherever in the graph they stand."""
+"""The run of a graph in one episode: what its chat model and tools reach from any node, thread or event loop."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ _RUN: ContextVar[GraphRun] = ContextVar("turnwise_graph_run")
 
 
 class EpisodeOver(TurnwiseError):
-    """A graph went on although the environment had ended the episode. Ends the graph, and is no error."""
+    """The graph acted after the end of the episode. Stops the graph; not a failure."""
 
 
 class GraphRun:
-    """An episode in which a graph acts. Its model and its tools find it by :func:`current_run`.
-
-    Args:
-        episode: The episode.
+    """The run of a graph in one episode; chat model and tools find it by :func:`current_run`.
 
     Attributes:
-        known: What was said to the graph.
-        nodes: Which node of the graph asked for a turn, by session and turn id: names from the outermost graph to the
-            innermost, joined by ``/``.
+        known: Turns and calls issued to the graph.
+        nodes: Node of each turn, by session and turn id: names from the outermost graph inwards, joined by ``/``.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -59,17 +55,14 @@ class GraphRun:
         return self.episode.ended
 
     async def step(self, message: BaseMessage | Message, *, agent: str | None = None) -> list[AnyMessage]:
-        """Hand a message to the environment, as the ReAct loop does with every message of the model.
+        """Pass a message to the environment, as the ReAct loop does.
 
         Args:
-            message: What the environment is given.
-            agent: Whose message it is; by default, that of the session that sampled it.
+            message: The message.
+            agent: Its session; by default the one that sampled it.
 
         Returns:
-            What the environment says. :attr:`ended` tells whether that was the end.
-
-        Raises:
-            EnvError: The environment raised or broke its contract.
+            The environment's messages; see :attr:`ended` for the end.
         """
         found = self.known.turn_of(message) if isinstance(message, BaseMessage) else None
         name = agent or (found[0] if found is not None else "main")
@@ -85,16 +78,12 @@ class GraphRun:
         return graph_messages(as_messages(result.observation), name)
 
     async def call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> ToolResponse:
-        """Answer a tool call as the environment does; its reward is noted on the turn that made it.
+        """Execute a tool call; its reward is noted on the calling turn.
 
         Args:
-            call_id: As the graph knows it; None where no message made the call.
+            call_id: The graph's id; None where no message made the call.
             name: The tool.
             arguments: Its arguments.
-
-        Raises:
-            EnvError: The environment raised or broke its contract.
-            BudgetSpent: Too many unusable calls in a row.
         """
         known = self.known.calls.get(call_id or "")
         if known is None:
@@ -105,7 +94,7 @@ class GraphRun:
         return await self._watched(self.episode.call(call, agent=known.agent))
 
     async def refusal(self, known: KnownCall) -> Message:
-        """Return the environment's answer to a call that the graph was told not to use: asked once, then the same."""
+        """Return the environment's answer to a call of a tool that was not offered, cached."""
         key = (known.agent, known.call.id)
         if key not in self._refusals:
             call = self._held(known.call, known.agent)
@@ -117,7 +106,7 @@ class GraphRun:
         return self._refusals[key]
 
     def _held(self, call: ToolCall, agent: str) -> ToolCall:
-        """Return a call of a session as the environment is given it: what the model was not offered is not executed."""
+        """Return a session's call for the environment; tools that were not offered are not executed."""
         known = self.known.calls.get(graph_call_id(call.id, agent))
         if (
             known is None
@@ -132,7 +121,7 @@ class GraphRun:
         return replace(call, error="this tool was not offered here") if there else call
 
     async def ask(self, method: str, value: Any) -> Any:
-        """Return what a method of the environment answers to an interrupt.
+        """Answer an interrupt by a method of the environment.
 
         Raises:
             EnvError: The environment has no such method, or it raised.
@@ -140,15 +129,12 @@ class GraphRun:
         return await self._watched(ask(self.episode.env, method, value))
 
     def reward(self, name: str, value: float, message: BaseMessage | None = None) -> None:
-        """Note a reward on the turn that a message is, or that made the call which it answers.
+        """Note a reward on the turn of a message, or on the one whose call it answers.
 
         Args:
-            name: What it is called.
-            value: How much it is.
+            name: Name of the reward.
+            value: The reward, finite.
             message: The message; None notes it on the episode.
-
-        Raises:
-            AgentError: It is not finite, or no turn has that message.
         """
         if message is None:
             self.episode.note(name, value)
@@ -159,14 +145,14 @@ class GraphRun:
         self.episode.note(name, value, found[1]["turn_id"], agent=found[0])
 
     def sampled(self, agent: str, said: Message, node: str, tokens: int) -> None:
-        """Take note of which node asked for a turn."""
+        """Record the node of a turn."""
         turn = said["turn_id"]
         self.nodes[agent, turn] = node
         if node:
             self.episode.count({f"node/{node}/turns": 1.0, f"node/{node}/tokens": float(tokens)}, turn, agent=agent)
 
     def count_rewards(self) -> None:
-        """Add what the turns of each node earned to the metrics."""
+        """Add the rewards of each node's turns to the metrics."""
         for reward in self.episode.rewards:
             node = self.nodes.get((reward.agent, reward.turn_id)) if reward.turn_id is not None else None
             if node:
@@ -174,7 +160,7 @@ class GraphRun:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the run of everything that the context runs."""
+        """Make this the current run in the context."""
         token = _RUN.set(self)
         try:
             yield
@@ -183,31 +169,27 @@ class GraphRun:
 
     @property
     def at_home(self) -> bool:
-        """Whether this is asked on the loop of the episode."""
+        """Whether the caller is on the episode's event loop."""
         return asyncio.get_running_loop() is self._loop
 
     async def here(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that belongs to the loop of the episode, from whichever loop."""
+        """Await work on the episode's loop, from any loop."""
         if self.at_home:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def block(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for work in a thread, such as that of a plain (not async) node.
-
-        Raises:
-            AgentError: This thread runs an event loop, which would stand still.
-        """
+        """Run work from a thread, such as a plain node's."""
         return blocked(work, self._loop)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Hold work of the graph that ends with it at the latest.
+        """Track work that is cancelled with the graph.
 
         Raises:
             EpisodeOver: The environment has ended the episode.
-            TurnwiseError: What a tool failed with, where the graph went on after it.
-            AgentError: The graph is no longer run.
+            TurnwiseError: An earlier tool failure that the graph ignored.
+            AgentError: The run is closed.
         """
         if self._closed:
             raise AgentError("a graph went on after its episode: await what a node starts before it returns")
@@ -227,7 +209,7 @@ class GraphRun:
                 self._working.discard(task)
 
     async def close(self) -> None:
-        """End what the graph left behind: branches whose sibling failed, threads that wait for the model."""
+        """Cancel what the graph left: siblings of failed branches, threads waiting for the model."""
         self._closed = True
         left = [task for task in self._working if task is not asyncio.current_task()]
         for task in left:
@@ -254,14 +236,11 @@ class GraphRun:
 
 
 def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None) -> T:
-    """Run work to its end from a thread that runs no event loop.
+    """Run work to its end from a thread without an event loop.
 
     Args:
-        work: What is waited for.
-        loop: Where it belongs; None where it may have a loop of its own.
-
-    Raises:
-        AgentError: This thread runs an event loop, which would stand still.
+        work: The coroutine.
+        loop: Its loop; None for a new one.
     """
     try:
         asyncio.get_running_loop()
@@ -277,10 +256,10 @@ def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None
 
 
 def current_run() -> GraphRun:
-    """Return the run of the graph that this is called from.
+    """Return the run of the calling graph.
 
     Raises:
-        AgentError: No graph is run here.
+        AgentError: No graph is running here.
     """
     run = _RUN.get(None)
     if run is None:
@@ -292,11 +271,7 @@ def current_run() -> GraphRun:
 
 
 class EpisodeTool(BaseTool):
-    """A tool of the environment of whichever episode it is called in.
-
-    Attributes:
-        told: What the model is told of it, to the letter what any other agent tells.
-    """
+    """A tool of the current episode's environment."""
 
     told: ToolSchema = Field(exclude=True, repr=False)
 
@@ -322,10 +297,10 @@ class EpisodeTool(BaseTool):
 
 
 def tools_of(told: Sequence[ToolSchema]) -> list[BaseTool]:
-    """Return tools as LangChain's; they work inside a graph that an episode runs.
+    """Return tools as LangChain's, for use inside an episode's graph.
 
     Args:
-        told: What the model is told of them: ``episode.tools``.
+        told: Their schemas: ``episode.tools``.
     """
     return [
         EpisodeTool(
@@ -339,26 +314,23 @@ def tools_of(told: Sequence[ToolSchema]) -> list[BaseTool]:
 
 
 def env_tools(name: str, **config: Any) -> list[BaseTool]:
-    """Return the tools of an environment, for graphs that are built when their module is imported.
+    """Return an environment's tools, for graphs built at import.
 
     Args:
-        name: As in a configuration: a registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
+        name: Registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
         **config: Its configuration.
 
     Raises:
-        TurnwiseError: There is no such environment, or it cannot be made.
+        TurnwiseError: The environment is unknown, or cannot be made.
     """
     return tools_of(schemas(make(name, **config)))
 
 
 async def environment_node(state: Mapping[str, Any]) -> dict[str, list[AnyMessage]]:
-    """Hand the last message of a state to the environment: a node for graphs that play whole episodes.
+    """Pass a state's last message to the environment: a node for graphs that play whole episodes.
 
     Returns:
-        What the environment says, as an update of ``messages``. :func:`episode_over` says whether it was the end.
-
-    Raises:
-        AgentError: The state has no last message of a model.
+        The environment's messages, as an update of ``messages``. See :func:`episode_over` for the end.
     """
     messages: Sequence[BaseMessage] = state.get("messages") or ()
     if not messages or not isinstance(messages[-1], AIMessage):
@@ -368,5 +340,5 @@ async def environment_node(state: Mapping[str, Any]) -> dict[str, list[AnyMessag
 
 
 def episode_over(state: object = None) -> bool:  # noqa: ARG001 - the signature of conditional edges
-    """Return whether the environment has ended the episode: for the edge behind :func:`environment_node`."""
+    """Return whether the episode has ended: for the edge behind :func:`environment_node`."""
     return current_run().ended

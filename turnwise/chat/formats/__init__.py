@@ -1,4 +1,4 @@
-"""Chat formats: how calls and reasoning are read from what a model sampled. One file each.
+"""Chat formats: parsers of reasoning and tool calls in sampled text.
 
 :data:`FORMATS` is the registry: a new format is one new file and one line here.
 """

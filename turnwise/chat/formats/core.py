@@ -1,13 +1,13 @@
-"""The contract of a chat format: how reasoning and calls are read from what a model sampled.
+"""The contract of a chat format, which parses reasoning and tool calls of a sampled turn.
 
-The rules that hold for every format:
+Rules for every format:
 
-- A call is a call when its own block is closed. Closed calls of a turn that was cut later stand.
-- An unfinished call at a cut is no call, and no content.
-- Any other call that cannot be used (not JSON, no name, unclosed although the model stopped, inside reasoning)
-  is a :class:`ToolCall` with ``error``.
-- Reasoning is open where the prompt or the completion opened it and no closing marker stands behind; a marker
-  that is an added token counts only where its *id* stands.
+- A call counts once its own block is closed, even if the turn is cut later.
+- An unfinished call at a cut is neither call nor content.
+- Any other unusable call (not JSON, no name, unclosed although the model stopped, inside reasoning) is a
+  :class:`ToolCall` with ``error``.
+- Reasoning is open where prompt or completion opened it without a closing marker after it; a marker that is an added
+  token counts only where its *id* occurs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ INSIDE_REASONING = "the call stands inside the reasoning, where calls are not ex
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a template wrote for messages whose every word is known.
+    """Texts that a template writes for known messages; None where it refuses one.
 
-    Each text is what the model would say: from the end of the generation prompt up to the close of the turn,
-    the close excluded, what a plain answer begins with (an empty reasoning block) excluded too. None where the
-    template refuses the message.
+    Each spans from the end of the generation prompt to the close of the turn, exclusive, without the beginning that
+    plain answers share (an empty reasoning block).
 
     Attributes:
-        added: The tokenizer's added tokens.
-        answer: A message whose content is ``TEXT``: everything from the generation prompt to the turn's end.
-        reason: The same with the reasoning ``THOUGHT``, from the end of the last user message to the turn's end.
+        added: Added tokens of the tokenizer.
+        answer: Content ``TEXT``, from the generation prompt on.
+        reason: The same with reasoning ``THOUGHT``, from the end of the last user message on.
         bare: A call of ``FIRST`` without arguments.
         one: A call of ``FIRST`` with ``{KEY: VALUE, NUMBER_KEY: NUMBER}``.
         two: The same call and one of ``SECOND`` with ``{KEY: VALUE}``.
-        ids: The ids given to the two calls.
         call_close: The added token that ends a turn with calls, or None.
     """
 
@@ -67,18 +65,18 @@ class Probe:
 
     @property
     def arguments(self) -> dict[str, str | int]:
-        """The arguments of the call of ``FIRST``."""
+        """Arguments of the call of ``FIRST``."""
         return {self.KEY: self.VALUE, self.NUMBER_KEY: self.NUMBER}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """A completion as text, its markers as private characters.
+    """A completion as text, with markers as private characters.
 
     Attributes:
-        text: Up to the stop id, which is excluded unless it is a marker of the format.
-        prefix: What the generation prompt put before it.
-        opened: Whether reasoning is open when the text begins.
+        text: Up to the stop id, exclusive unless it is a marker of the format.
+        prefix: The generation prompt.
+        opened: Whether reasoning is open at the start.
         stopped: Whether the model stopped (else it was cut).
     """
 
@@ -90,14 +88,14 @@ class TurnText:
 
 @dataclass(slots=True)
 class Parsed:
-    """What a turn means."""
+    """A parsed turn."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
     def message(self) -> Message:
-        """Return the assistant message that says this."""
+        """Return the assistant message."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -108,13 +106,13 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where a block is to be read.
+    """The part of a turn in which a block is parsed.
 
     Attributes:
         text: The turn with its markers as private characters.
-        start: Where an opener stands, or the first character of the text where there are no openers.
+        start: Position of the opener, or of the first character for formats without openers.
         limit: Where the block must have ended.
-        tools: To read values by their JSON schema.
+        tools: Their schemas give the types of values.
     """
 
     text: str
@@ -125,7 +123,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of calls: where it ends, what stands in it, and whether it was closed."""
+    """A parsed block of calls: its end, its calls, and whether it was closed."""
 
     end: int
     calls: tuple[ToolCall, ...]
@@ -133,14 +131,14 @@ class Block:
 
 
 class ChatFormat(ABC):
-    """One way of writing calls. Subclasses set ``name``, find their markers and read a block.
+    """One syntax of tool calls. Subclasses set ``name``, detect their markers and parse a block.
 
     Attributes:
-        name: The value of the config key ``format``.
-        defaults: The markers in use where a template does not show its own.
-        extra_stops: Added tokens that end a turn besides those that the template shows.
-        whole_turn: Whether the format reads reasoning itself, without a pair of markers around it.
-        markers: Marker strings by their part in the format.
+        name: Value of the config key ``format``.
+        defaults: Markers for templates that do not show their own.
+        extra_stops: Stop tokens besides those of the template.
+        whole_turn: Whether the format parses reasoning itself, without a pair of markers.
+        markers: Marker strings by their role in the format.
     """
 
     name: ClassVar[str]
@@ -161,19 +159,16 @@ class ChatFormat(ABC):
     @classmethod
     @abstractmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers with which the template writes calls, or None where it is not this format's way."""
+        """Return the markers with which the template writes calls, or None if it does not use this format."""
 
     def openers(self) -> tuple[str, ...]:
-        """Return the strings that begin a block; empty where a call is the whole text."""
+        """Return the strings that open a block; empty if calls are the whole text."""
         return ()
 
     def block(self, region: Region) -> Block | None:  # noqa: ARG002 - a format without blocks reads none
-        """Read the block at ``region.start``.
+        """Parse the block at ``region.start``; None if it is content after all.
 
-        Returns:
-            The block with its calls. Where it is not closed before ``region.limit`` (or before the next one opens),
-            the calls in it that are closed themselves come first and the unfinished one, with its error, last.
-            None where there is no block after all: the text is content.
+        In an unclosed block the closed calls come first, the unfinished one, with its error, last.
         """
         return None
 
@@ -181,30 +176,28 @@ class ChatFormat(ABC):
         return self.marks.of(self.markers.get(key, ""))
 
     def call_id(self, call_id: str, name: str, index: int) -> str:  # noqa: ARG002 - most formats write any id
-        """Return the id to render for the call ``index`` of a message; formats that write ids of their own form
-        make one from its place.
-        """
+        """Return the id to render for call ``index`` of a message; formats with their own id syntax derive one."""
         return call_id
 
     @property
     def closing(self) -> str:
-        """What closes open reasoning; empty where the format has no reasoning or its turn's close does it."""
+        """Marker that closes reasoning; empty if there is none, or the turn's close does it."""
         return self.markers.get(CLOSE, "")
 
     @property
     def reasons(self) -> bool:
-        """Whether a turn of this format can hold reasoning."""
+        """Whether turns of this format can hold reasoning."""
         return bool(self._open)
 
     def opened_by(self, prefix: str) -> bool:
-        """Return whether a text, with its markers as private characters, leaves reasoning open."""
+        """Return whether a text, with markers as private characters, leaves reasoning open."""
         if not self._open:
             return False
         opened = prefix.rfind(self._open)
         return opened >= 0 and prefix.find(self._close, opened + len(self._open)) < 0
 
     def reasoning_open(self, turn: TurnText) -> bool:
-        """Return whether reasoning is open where the turn ends."""
+        """Return whether reasoning is open at the end of the turn."""
         if not self._open:
             return False
         last_close = turn.text.rfind(self._close)
@@ -216,9 +209,7 @@ class ChatFormat(ABC):
         return scan.thinking
 
     def begins_call(self, text: str) -> bool | None:  # noqa: ARG002 - any text may, where nothing is known
-        """Return whether a text is the beginning of a call, None while that may still be. Asked of formats without
-        openers, to show no part of a call as text.
-        """
+        """Return whether a text begins a call, None while undecided; for streaming formats without openers."""
         return True
 
     def settled_by(self, prefix: str) -> bool:
@@ -226,7 +217,7 @@ class ChatFormat(ABC):
         return bool(self._close) and self._close in prefix
 
     def live(self, prefix: str) -> Live:
-        """Return the walk over a turn that is still being sampled behind a generation prompt."""
+        """Return the incremental parser of a turn after this generation prompt."""
         return LiveScan(
             self.marks,
             (self._open, self._close),
@@ -237,22 +228,16 @@ class ChatFormat(ABC):
         )
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
-        """Return the tag of one call or more, at most so many, of these tools; None where there is no such grammar."""
+        """Return the tag of 1 to ``most`` calls of these tools; None if there is no such grammar."""
         return None
 
     def _beside_tag(self, calls: Tag) -> Tag:
-        """Return the tag of a text, of calls, or of a text with calls behind it."""
+        """Return the tag of text, calls, or text followed by calls."""
         text = tags.free(*map(self.marks.plain, self._openers))
         return tags.either(text, tags.sequence(text, calls))
 
     def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
-        """Return the tag of a turn behind a generation prompt.
-
-        Args:
-            guide: What it is held to besides its reasoning.
-            prefix: The generation prompt, with its markers as private characters.
-            calls: The tag of its calls, where it may have some.
-        """
+        """Return the tag of a turn after generation prompt ``prefix``; ``calls`` is the tag of its calls, if any."""
         markers = [*map(self.marks.plain, self._openers), self.markers.get(OPEN, ""), self.closing]
         body = tags.held_tag(guide, calls, self._beside_tag, [each for each in markers if each])
         if not self._open or self.settled_by(prefix):
@@ -265,21 +250,16 @@ class ChatFormat(ABC):
         return tags.sequence(tags.BLANK, tags.optional(tags.sequence(opener, thought)), body)
 
     def _marked(self, key: str) -> Tag:
-        """Return the tag of a marker; of an empty one, that of no text."""
         return tags.marked(self.markers[key], self._added)
 
     def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:
-        """Return what a turn means. Never raises, whatever was sampled."""
+        """Parse a turn. Never raises, whatever was sampled."""
         scan = _Scan(self, turn, tools, (self._open, self._close), self._openers)
         return scan.run()
 
 
 class _Scan:
-    """One walk over a turn: reasoning, blocks, and the text around them.
-
-    Attributes:
-        thinking: Whether reasoning is open where the walk ended.
-    """
+    """One scan of a turn: reasoning, blocks, and the text around them; ``thinking``: reasoning is open at the end."""
 
     __slots__ = (
         "_content",
@@ -367,7 +347,6 @@ class _Scan:
         return max(block.end, start + 1)
 
     def _think(self, position: int) -> int:
-        """Take reasoning from ``position``; return where it ends."""
         text, closer = self._text, self._marks[1]
         close = text.find(closer, position)
         self.thinking = close < 0
@@ -390,7 +369,7 @@ class _Scan:
 
 
 class Plain(ChatFormat):
-    """Text and reasoning only."""
+    """Text and reasoning without calls."""
 
     name: ClassVar[str] = "plain"
 
@@ -398,9 +377,9 @@ class Plain(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return no markers where the template leaves calls out."""
+        """Return no markers if the template drops calls."""
         return {} if probe.one is None or probe.FIRST not in probe.one else None
 
     def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
-        """No text does."""
+        """Return False."""
         return False

@@ -1,4 +1,4 @@
-"""Reading a template's own way of writing calls off what it wrote for known ones."""
+"""Derivation of call syntax from what a template writes for known calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 @dataclass(frozen=True, slots=True)
 class JsonSpan:
-    """A JSON value in a text."""
+    """A JSON value and its position in a text."""
 
     value: Json
     start: int
@@ -25,7 +25,7 @@ class JsonSpan:
 
 
 def holds(value: Json, wanted: Mapping[str, Any]) -> bool:
-    """Return whether the arguments stand somewhere in a JSON value."""
+    """Return whether the arguments occur somewhere in a JSON value."""
     if value == wanted:
         return True
     if isinstance(value, dict):
@@ -48,7 +48,7 @@ def json_span(text: str | None, arguments: Mapping[str, Any]) -> JsonSpan | None
 
 
 def json_keys(call: Json, name: str, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return under which keys an object holds a call's name and arguments."""
+    """Return the keys of a call's name and arguments in a JSON object."""
     if not isinstance(call, dict):
         return None
     name_key = next((key for key, value in call.items() if value == name), None)
@@ -57,7 +57,7 @@ def json_keys(call: Json, name: str, arguments: Mapping[str, Any]) -> tuple[str,
 
 
 def common_start(one: str, other: str) -> str:
-    """Return how two texts begin alike."""
+    """Return the common prefix of two texts."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return one[:index]
@@ -65,13 +65,13 @@ def common_start(one: str, other: str) -> str:
 
 
 def split_added(text: str, added: Mapping[str, int]) -> list[str]:
-    """Return a text in pieces: added tokens, and what stands between them."""
+    """Split a text into added tokens and the text between them."""
     pattern = alternatives(added)
     return [piece for piece in re.split(f"({pattern.pattern})", text) if piece] if pattern else [text]
 
 
 def first_marker(text: str, added: Mapping[str, int]) -> str:
-    """Return the added token or tag at the start of a text, white space aside; empty where there is none."""
+    """Return the added token or tag at the start of a text, ignoring white space; else ``""``."""
     text = text.lstrip()
     token = max((token for token in added if text.startswith(token)), key=len, default="")
     match = _TAG.match(text)
@@ -79,7 +79,7 @@ def first_marker(text: str, added: Mapping[str, int]) -> str:
 
 
 def last_marker(text: str, added: Mapping[str, int]) -> str:
-    """Return the added token or tag at the end of a text, white space aside; empty where there is none."""
+    """Return the added token or tag at the end of a text, ignoring white space; else ``""``."""
     text = text.rstrip()
     token = max((token for token in added if text.endswith(token)), key=len, default="")
     tags = [match[0] for match in _TAG.finditer(text) if match.end() == len(text)]
@@ -87,7 +87,7 @@ def last_marker(text: str, added: Mapping[str, int]) -> str:
 
 
 def reasoning_markers(probe: Probe) -> dict[str, str]:
-    """Return the markers around reasoning, or nothing where the template writes none that can be told."""
+    """Return the markers around reasoning, or none if they cannot be told."""
     text = probe.reason
     if text is None or probe.THOUGHT not in text:
         return {}

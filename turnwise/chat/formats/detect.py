@@ -1,4 +1,4 @@
-"""Which chat format a template writes, decided by what it writes and proven by reading it back."""
+"""Detection of a template's chat format, proven by parsing what the template renders."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SECOND = ToolCall("", Probe.SECOND, {Probe.KEY: Probe.VALUE})
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chat format and why it is the one.
+    """The chosen chat format and its proof.
 
     Attributes:
-        format: The format, with the markers of this template.
+        format: The format, with this template's markers.
         source: ``auto``, ``config`` or ``turnwise_format.json``.
-        proof: What the template wrote and the format read back to the same message; empty if nothing.
-        unproven: What the template refuses, or writes so that it cannot be read back.
+        proof: Names of the conversations that were rendered and parsed back equal.
+        unproven: Conversations that the template refuses, or that do not parse back.
     """
 
     format: ChatFormat
@@ -70,7 +70,7 @@ def _same(found: Parsed, wanted: Parsed) -> bool:
 
 
 def prove(chat_format: ChatFormat, facts: TemplateFacts, tokens: Tokens) -> tuple[list[str], list[str]]:
-    """Read back what the template writes. Returns the names of the conversations that agree, and of the others."""
+    """Parse what the template renders; return the names of the conversations that agree, and of the others."""
     generation = facts.prompt[len(facts.head) :]
     agreed: list[str] = []
     others: list[str] = []
@@ -86,7 +86,7 @@ def prove(chat_format: ChatFormat, facts: TemplateFacts, tokens: Tokens) -> tupl
 
 
 def _common(one: str, other: str, tokens: Tokens) -> str:
-    """Return how two texts begin alike, without part of an added token."""
+    """Return the common prefix of two texts, without a part of an added token."""
     common = ""
     for left, right in zip(split_added(one, tokens.added), split_added(other, tokens.added), strict=False):
         if left != right:
@@ -99,7 +99,6 @@ def _common(one: str, other: str, tokens: Tokens) -> str:
 def _read_back(
     chat_format: ChatFormat, said: str, begun: str, wanted: Parsed, facts: TemplateFacts, tokens: Tokens
 ) -> Parsed:
-    """Return what a format makes of a turn of the template's own."""
     marks = chat_format.marks
     prefix = marks.read(tokens, tokens.encode(begun))
     text = marks.read(tokens, tokens.encode(facts.cut(said, called=bool(wanted.calls))))
@@ -110,7 +109,7 @@ def _read_back(
 
 
 def _reasoning(facts: TemplateFacts, tokens: Tokens) -> dict[str, str]:
-    """Return the markers around reasoning: the template's own, else the usual ones where the vocabulary has them."""
+    """Return the template's reasoning markers, else the usual ones if the vocabulary has them."""
     found = reasoning_markers(facts.probe)
     if found:
         return found
@@ -128,7 +127,7 @@ def _made(
 
 
 def _needed(facts: TemplateFacts) -> list[str]:
-    """Return the conversations that a format must read back: all those that the template writes in full."""
+    """Return the conversations that the template writes in full, which a format must parse back."""
     needed = ["answer"]
     if facts.probe.one is not None and Probe.FIRST in facts.probe.one:
         needed.append("one call")
@@ -138,11 +137,7 @@ def _needed(facts: TemplateFacts) -> list[str]:
 
 
 def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
-    """Return the one format that reads back what the template writes.
-
-    Raises:
-        RenderError: There is none, or more than one.
-    """
+    """Return the only format that parses what the template renders. Raises RenderError for none or several."""
     found: list[Choice] = []
     tried: list[str] = []
     needed = _needed(facts)
@@ -174,11 +169,7 @@ def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
 
 
 def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
-    """Return the format that a config names, with the template's own markers where it shows any.
-
-    Raises:
-        RenderError: There is no such format.
-    """
+    """Return the configured format, with the template's own markers if it shows any. Raises RenderError."""
     format_class = FORMATS.get(name)
     if format_class is None:
         raise RenderError(f"format: {name!r} is unknown; allowed: auto, {', '.join(FORMATS)}")
@@ -189,11 +180,7 @@ def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
 
 
 def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
-    """Return the format that a checkpoint was trained with.
-
-    Raises:
-        RenderError: The file does not hold what :func:`turnwise.chat.renderer.save_format` writes.
-    """
+    """Return the format that a checkpoint was saved with. Raises RenderError for an invalid file."""
     name, markers = saved.get("format"), saved.get("markers")
     format_class = FORMATS.get(name) if isinstance(name, str) else None
     if format_class is None or not isinstance(markers, dict):

@@ -1,8 +1,8 @@
-"""gpt-oss (harmony): a turn is a row of messages, each with a channel, some with a recipient.
+"""gpt-oss (harmony): a turn is a sequence of messages, each with a channel, some with a recipient.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
-<|constrain|>json<|message|>{...}<|call|>``. What stands in the reasoning channel is reasoning, a message with a
-recipient is a call, everything else is content. A call is closed by the token that ends its message.
+<|constrain|>json<|message|>{...}<|call|>``. The analysis channel is reasoning, a message with a recipient is a call,
+everything else is content. A call is closed by the token that ends its message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GptOss(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers where reasoning, calls and answers are messages with a channel."""
+        """Return the markers if reasoning, calls and answers are messages with a channel."""
         answer = split_added(probe.answer.rstrip(), probe.added)
         reason = split_added((probe.reason or "").rstrip(), probe.added)
         call = split_added(probe.one or "", probe.added)
@@ -81,25 +81,22 @@ class GptOss(ChatFormat):
 
     @property
     def reasons(self) -> bool:
-        """Whether a turn can hold reasoning: its analysis channel."""
+        """Return whether there is an analysis channel."""
         return True
 
     def opened_by(self, prefix: str) -> bool:
-        """Return whether a generation prompt ends inside a message of the reasoning channel."""
+        """Return whether a generation prompt ends inside a reasoning message."""
         header, _, _, closed = self._last(prefix)
         return not closed and self._reasons(header)
 
     def reasoning_open(self, turn: TurnText) -> bool:
-        """Return whether the turn ends inside a message of the reasoning channel."""
+        """Return whether the turn ends inside a reasoning message."""
         header, body, ended_by, _ = self._last(self._whole(turn))
         ends = (None, self._mark("return")) if turn.stopped else (None,)
         return self._reasons(header) and body is not None and ended_by in ends
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
-        """Return the tag of a message with a recipient; its end is the end of the turn, so there is one.
-
-        The recipient stands behind the channel, as models write it, or before it, as templates do.
-        """
+        """Return the tag of one call, whose end is the turn's; the recipient may precede or follow the channel."""
         constrain = self.markers["constrain"]
         marked = [tags.marked(constrain, self._added)] if constrain in self._added else []
         own = tags.sequence(tags.text(" "), *marked, tags.text("json"), self._marked("message"))
@@ -116,7 +113,7 @@ class GptOss(ChatFormat):
         )
 
     def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
-        """Return the tag of a turn: messages of the reasoning channel, then the one that is held to something."""
+        """Return the tag of a turn: reasoning messages, then the constrained one."""
         channel, message = self._marked("channel"), self._marked("message")
         final = (channel, tags.text("final"), message)
 
@@ -135,22 +132,16 @@ class GptOss(ChatFormat):
         return tags.sequence(thoughts, body)
 
     def _controls(self) -> list[str]:
-        """Return the markers, which stand in no text."""
+        """Return the markers, which text must not contain."""
         return [marker for marker in self.markers.values() if marker in self._added]
 
     def live(self, prefix: str) -> Live:
-        """Return the walk over a turn that is still being sampled behind a generation prompt."""
+        """Return the incremental parser of a turn after this generation prompt."""
         ends = (self._start, *self._ends)
         return _LiveMessages(self.marks, self._begun(prefix), self._split, ends, self._message, self._kind)
 
     def _kind(self, header: str, *, whole: bool, first: bool) -> Kind | None:
-        """Return what a message with a header says; None where it is a call.
-
-        Args:
-            header: What stands before its body.
-            whole: Whether it has a body.
-            first: Whether no message stands before it.
-        """
+        """Return the kind of a message by its header, None for a call; ``whole``: with a body, ``first``: of a turn."""
         if self._reasons(header):
             return "reasoning" if whole else None
         recipient = _RECIPIENT.search(self.marks.plain(header))
@@ -159,7 +150,6 @@ class GptOss(ChatFormat):
         return "text" if whole or (first and self._channel not in header) else None
 
     def _begun(self, prefix: str) -> str:
-        """Return the part of the first message that the generation prompt wrote."""
         start = prefix.rfind(self._start)
         return prefix[start:] if start >= 0 else ""
 
@@ -167,7 +157,7 @@ class GptOss(ChatFormat):
         return self._begun(turn.prefix) + turn.text
 
     def _messages(self, text: str) -> list[tuple[str, str | None, str | None]]:
-        """Return (header, body or None, what ended it or None) of each message of a text."""
+        """Return (header, body or None, end marker or None) of each message of a text."""
         messages: list[tuple[str, str | None, str | None]] = []
         position = 0
         while position < len(text):
@@ -193,7 +183,7 @@ class GptOss(ChatFormat):
         return bool(channel) and self.marks.plain(channel[0]).startswith(self.markers["analysis"])
 
     def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:  # noqa: ARG002 - arguments are JSON
-        """Return what the messages of a turn mean."""
+        """Parse the messages of a turn."""
         parsed = Parsed()
         content: list[str] = []
         thoughts: list[str] = []
@@ -234,15 +224,15 @@ class _KindOf(Protocol):
 
 
 class _LiveMessages(Live):
-    """The walk over a row of messages.
+    """Incremental parser of a sequence of messages.
 
     Args:
-        marks: Those of the format.
-        begun: What the generation prompt wrote of the first message.
-        split: Finds what begins or ends a message.
-        ends: The strings that it finds, the one that begins a message first.
-        body: What stands before a body.
-        kind: Says what a message with a header says.
+        marks: Markers of the format.
+        begun: Part of the first message that the generation prompt wrote.
+        split: Pattern of the markers that begin or end a message.
+        ends: Those markers, the one that begins a message first.
+        body: Marker before a body.
+        kind: Returns the kind of a message by its header.
     """
 
     __slots__ = ("_body", "_ends", "_first", "_fresh", "_inside", "_kind", "_kind_of", "_split")
@@ -261,7 +251,6 @@ class _LiveMessages(Live):
         self._kind: Kind | None = None
 
     def step(self, text: str) -> StreamedTurn | None:
-        """Go on as far as is certain."""
         if self.position >= len(text):
             return None
         return self._said(text) if self._inside else self._header(text)

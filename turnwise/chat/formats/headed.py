@@ -1,8 +1,8 @@
 r"""DeepSeek V3 and Kimi K2: a section of calls, each with a header and a JSON object.
 
-``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\\n```json\\n{...}\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>``
+``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{...}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>``
 and ``<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
-<|tool_calls_section_end|>``. A call is a call's own block: it stands although the section was cut.
+<|tool_calls_section_end|>``. A closed call counts even if the section was cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turnwise.types import ToolCall, ToolSchema
 
 
 def _derive(probe: Probe) -> dict[str, str] | None:
-    """Return the parts of a headed call: what stands before its name, before its JSON, and behind that."""
+    """Return the markers of a call: before its name, before its JSON, and after it."""
     span = json_span(probe.one, probe.arguments)
     second = json_span(probe.two, {probe.KEY: probe.VALUE})
     first = json_span(probe.two, probe.arguments)
@@ -51,7 +51,7 @@ def _derive(probe: Probe) -> dict[str, str] | None:
 
 
 class _Reader:
-    """Reads a section, given how a header is read."""
+    """Parser of a section, given the parser of a header."""
 
     __slots__ = ("_after", "_before", "_close", "_ids", "_name", "_open", "_plain", "_section")
 
@@ -65,7 +65,6 @@ class _Reader:
         self._ids = ids
 
     def block(self, text: str, start: int, limit: int) -> Block:
-        """Read the section at ``start``, call by call."""
         position = start + len(self._section[0])
         calls: list[ToolCall] = []
         while True:
@@ -94,7 +93,6 @@ class _Reader:
             position = close + len(self._close)
 
     def read(self, inner: str) -> ToolCall:
-        """Return the call that a header and its JSON are."""
         at = inner.find(self._before) if self._before else inner.find("{")
         if at < 0:
             return ToolCall("", "", {}, self._plain(inner).strip(), "the call has no arguments")
@@ -110,7 +108,7 @@ class _Reader:
 
 
 class _Headed(ChatFormat):
-    """What both formats write alike."""
+    """Base of both formats."""
 
     __slots__ = ()
 
@@ -118,7 +116,6 @@ class _Headed(ChatFormat):
     """Whether a number stands behind the name."""
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of a section of calls."""
         excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]
         # A fence stands on lines of its own.
         line = [tags.text("\n")] if self.markers["after_json"] else []
@@ -160,22 +157,22 @@ class DeepSeek(_Headed):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers where the header holds the name but not the call's id."""
+        """Return the markers if the header holds the name but not the call id."""
         if probe.one is None or probe.ids[0] in probe.one:
             return None
         return _derive(probe)
 
     def openers(self) -> tuple[str, ...]:
-        """The section begins with its marker."""
+        """Return the section's opening marker."""
         return (self._mark("section_open"),)
 
     def block(self, region: Region) -> Block | None:
-        """Read the section."""
+        """Parse the section."""
         return self._reader.block(region.text, region.start, region.limit)
 
 
 class Kimi(_Headed):
-    """Calls whose header is the model's own id of the call: ``functions.NAME:NUMBER``."""
+    """Calls whose header is the model's own call id: ``functions.NAME:NUMBER``."""
 
     name: ClassVar[str] = "kimi"
     numbered: ClassVar[bool] = True
@@ -197,7 +194,7 @@ class Kimi(_Headed):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers where the header is the call's id."""
+        """Return the markers if the header is the call id."""
         if probe.one is None or probe.ids[0] not in probe.one:
             return None
         markers = _derive(probe)
@@ -206,14 +203,14 @@ class Kimi(_Headed):
         return markers | {"before_json": markers["before_json"].removeprefix(":0").strip()}
 
     def openers(self) -> tuple[str, ...]:
-        """The section begins with its marker."""
+        """Return the section's opening marker."""
         return (self._mark("section_open"),)
 
     def block(self, region: Region) -> Block | None:
-        """Read the section."""
+        """Parse the section."""
         return self._reader.block(region.text, region.start, region.limit)
 
     def call_id(self, call_id: str, name: str, index: int) -> str:
-        """Return the model's own id where it is one, else one of its form."""
+        """Return the model's own id if it is one, else an id of its syntax."""
         own = self.markers["before_name"] + name
         return call_id if re.fullmatch(re.escape(own) + r":\d+", call_id) else f"{own}:{index}"

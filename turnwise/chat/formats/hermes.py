@@ -1,6 +1,6 @@
 r"""Hermes, Qwen 2.5, Qwen 3: one JSON object between two markers for each call.
 
-``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``
+``<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>``
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hermes(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers where each call is an object between two markers."""
+        """Return the markers if each call is an object between two markers."""
         span = json_span(probe.one, probe.arguments)
         if probe.one is None or span is None or not isinstance(span.value, dict):
             return None
@@ -54,11 +54,11 @@ class Hermes(ChatFormat):
         return markers
 
     def openers(self) -> tuple[str, ...]:
-        """A call begins with its opening marker."""
+        """Return the call's opening marker."""
         return (self._mark("open"),)
 
     def block(self, region: Region) -> Block | None:
-        """Read one object between the markers."""
+        """Parse one object between the markers."""
         text, start, limit = region.text, region.start, region.limit
         inner = start + len(self._begin)
         close = self._closing(text, inner, limit)
@@ -79,10 +79,7 @@ class Hermes(ChatFormat):
         return tags.joined(call, tags.BLANK, most)
 
     def _closing(self, text: str, inner: int, limit: int) -> int:
-        """Return where the closing marker stands.
-
-        A marker that is plain text may also stand inside a string of the call, so the object is read first.
-        """
+        """Return where the closing marker is, after the object, whose strings may contain a plain-text marker."""
         if self._spelled:
             try:
                 _, end = decode_at(text, inner, strict=False)

@@ -1,4 +1,4 @@
-"""Calls that are written as JSON: reading one, and saying what is wrong with it."""
+"""Parsing of JSON calls, with error messages that a model can use."""
 
 from __future__ import annotations
 
@@ -29,22 +29,15 @@ _BLANK = re.compile(r"\s*")
 
 
 def skip_blanks(text: str, position: int) -> int:
-    """Return the first position from ``position`` on that holds no white space."""
+    """Return the first position from ``position`` on that is not white space."""
     match = _BLANK.match(text, position)
     return match.end() if match else position
 
 
 def decode_at(text: str, position: int, *, strict: bool = True) -> tuple[Json, int]:
-    """Return the JSON value at ``position`` (after white space) and where it ends.
+    """Return the JSON value at ``position`` (after white space) and its end. Raises ValueError, worded for the model.
 
-    Args:
-        text: Any text.
-        position: Where to begin.
-        strict: Whether half surrogate pairs are refused. Text that holds markers as private characters is read
-            without, to find where a value ends, and then again as it reads.
-
-    Raises:
-        ValueError: There is none. The message says why, in words that a model can use.
+    Unless ``strict``, lone surrogates are accepted: text with markers as private characters is parsed so first.
     """
     try:
         value, end = _DECODER.raw_decode(text, skip_blanks(text, position))
@@ -60,11 +53,7 @@ def decode_at(text: str, position: int, *, strict: bool = True) -> tuple[Json, i
 
 
 def decode_whole(text: str) -> Json:
-    """Return the JSON value that a text is, white space around it aside.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return the JSON value of a text, ignoring white space around it. Raises ValueError."""
     value, end = decode_at(text, 0)
     if skip_blanks(text, end) != len(text):
         raise ValueError(f"there is more text behind the JSON value, at character {end}")
@@ -72,11 +61,7 @@ def decode_whole(text: str) -> Json:
 
 
 def arguments_of(value: Json) -> dict[str, Any]:
-    """Return the arguments of a call as an object; None and blank text are no arguments.
-
-    Raises:
-        ValueError: They are something else.
-    """
+    """Return a call's arguments as an object, ``{}`` for None and blank text. Raises ValueError."""
     if isinstance(value, str):
         value = decode_whole(value) if value.strip() else None
     if value is None:
@@ -92,7 +77,7 @@ def _kind(value: Json) -> str:
 
 
 def named_arguments(name: str, raw: str, call_id: str = "") -> ToolCall:
-    """Return the call of a name whose arguments are a JSON text."""
+    """Return a call by name, with its arguments as JSON text."""
     raw = raw.strip()
     if not name:
         return ToolCall(call_id, "", {}, raw, "the call has no name")
@@ -103,13 +88,7 @@ def named_arguments(name: str, raw: str, call_id: str = "") -> ToolCall:
 
 
 class JsonCalls:
-    """Reads calls that are objects with a name and arguments.
-
-    Args:
-        name_key: The key of the name.
-        arguments_key: The key of the arguments.
-        id_key: The key of the model's own call id, or empty.
-    """
+    """Parser of calls that are objects with these keys of name, arguments and the model's own call id (or empty)."""
 
     __slots__ = ("_arguments", "_arguments_at", "_broken", "_id", "_name")
 
@@ -127,11 +106,11 @@ class JsonCalls:
         return match is not None and match[2] is not None
 
     def is_call(self, value: Json) -> bool:
-        """Return whether a JSON value is a call rather than an answer that merely is JSON."""
+        """Return whether a JSON value is a call rather than an answer in JSON."""
         return isinstance(value, dict) and isinstance(value.get(self._name), str) and self._arguments in value
 
     def read(self, raw: str) -> ToolCall:
-        """Return the call that a text is; with ``error`` where it is none."""
+        """Parse a call; with ``error`` if it is invalid."""
         try:
             value = decode_whole(raw)
         except ValueError as error:
@@ -139,7 +118,7 @@ class JsonCalls:
         return self.from_value(value, raw)
 
     def broken(self, raw: str, error: str) -> ToolCall:
-        """Return a call that cannot be used, with what can be made out of it."""
+        """Return an unusable call with whatever can be recognised."""
         raw = raw.strip()
         match = self._broken.match(raw)
         if match is None:
@@ -150,7 +129,7 @@ class JsonCalls:
         return ToolCall("", match[1], {}, arguments.rstrip().removesuffix("}").rstrip(), error)
 
     def from_value(self, value: Json, raw: str) -> ToolCall:
-        """Return the call that a parsed value is; ``raw`` is its text."""
+        """Return the call of a parsed value; ``raw`` is its text."""
         if not isinstance(value, dict):
             return ToolCall("", "", {}, raw.strip(), f"the call is a JSON {_kind(value)}, not an object")
         name, call_id = value.get(self._name), value.get(self._id) if self._id else None
@@ -167,7 +146,7 @@ class JsonCalls:
             return ToolCall(identity, name, {}, text, str(error))
 
     def _arguments_text(self, value: dict[str, Any], raw: str) -> str:
-        """Return the arguments as they were sampled; the whole text where they cannot be told apart."""
+        """Return the arguments as sampled, or the whole text if they cannot be located."""
         if self._arguments not in value:
             return raw.strip()
         wanted = value[self._arguments]

@@ -1,8 +1,7 @@
-"""What a turn says while it is still being sampled: text and reasoning that no later id can take back.
+"""Incremental parsing of a turn while it is sampled: text and reasoning that no later id can change.
 
-What was shown of a kind is at any time the beginning of what the format's own parse of the whole turn says of it. Held
-back is whatever may still turn out to be something else: the beginning of a marker or of a stop string, white space at
-an end, half a character, and an answer whose reasoning nobody opened, as long as a closing marker could still make it
+What is emitted of a kind is always a prefix of the format's final parse. Held back are beginnings of markers and stop
+strings, trailing white space, incomplete characters, and an answer that a closing marker could still turn into
 reasoning.
 """
 
@@ -21,13 +20,7 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class StreamedTurn:
-    """A piece of what a turn says.
-
-    Attributes:
-        kind: What it is.
-        text: Never empty in what :class:`LiveTurn` returns.
-        fresh: Whether a message of its own begins with it, put on a new line behind the last one of its kind.
-    """
+    """A piece of a streamed turn; ``fresh``: it begins a message, on a new line after the last one of its kind."""
 
     kind: Kind
     text: str
@@ -35,7 +28,7 @@ class StreamedTurn:
 
 
 class Live(ABC):
-    """A walk over a text that grows. Subclasses say what of it is certain."""
+    """Incremental scan of a growing text."""
 
     __slots__ = ("_text", "marks", "position")
 
@@ -45,7 +38,7 @@ class Live(ABC):
         self._text = begun
 
     def feed(self, more: str) -> list[StreamedTurn]:
-        """Return what is certain of a turn that goes on with ``more``, in its order, markers spelled out."""
+        """Append text; return what is now certain, in order, with markers spelled out."""
         if not more:
             return []
         # What was walked over is never looked at again.
@@ -64,11 +57,11 @@ class Live(ABC):
 
     @abstractmethod
     def step(self, text: str) -> StreamedTurn | None:
-        """Go on from ``position`` as far as is certain; None where that is nowhere."""
+        """Advance from ``position`` as far as is certain; None if nowhere."""
 
 
 def held(text: str, start: int, strings: Sequence[str]) -> int:
-    """Return where a text, from ``start`` on, may begin one of the strings without holding it whole; else its end."""
+    """Return where a text, from ``start`` on, may begin one of the strings; else its end."""
     end = len(text)
     longest = max((len(string) for string in strings), default=1) - 1
     for at in range(max(start, end - longest), end):
@@ -78,15 +71,15 @@ def held(text: str, start: int, strings: Sequence[str]) -> int:
 
 
 class LiveScan(Live):
-    """The walk over formats whose calls stand in blocks, or are the whole text.
+    """Incremental scan for formats whose calls are blocks or the whole text.
 
     Args:
-        marks: Those of the format.
-        reasoning: What opens and closes reasoning, as it looks in the text; empty where there is none.
-        openers: What opens a block.
-        begins: Where there are no openers: whether a text begins a call, None while that may still be.
-        opened: Whether reasoning is open where the turn begins.
-        settled: Whether reasoning was closed before, so that no marker makes reasoning of an answer.
+        marks: Markers of the format.
+        reasoning: Opening and closing reasoning markers as they occur in the text; empty for none.
+        openers: Markers that open a block.
+        begins: Without openers: whether a text begins a call, None while undecided.
+        opened: Whether reasoning is open at the start.
+        settled: Whether reasoning was closed before, so that a closing marker means nothing.
     """
 
     __slots__ = ("_begins", "_begun", "_close", "_done", "_open", "_openers", "_searched", "_settled", "_thinking")
@@ -117,7 +110,7 @@ class LiveScan(Live):
         self._searched = max(self._searched - count, 0)
 
     def step(self, text: str) -> StreamedTurn | None:
-        """Go on as far as is certain."""
+        """Advance as far as is certain."""
         if self._done:
             self.position = len(text)
         if self.position >= len(text):
@@ -163,7 +156,7 @@ class LiveScan(Live):
         return self._take(first, "", "text") if first > self.position else None
 
     def _begins_nothing(self, text: str) -> bool:
-        """Whether an answer that begins with a text is no call."""
+        """Whether an answer that begins with a text is not a call."""
         begin = text.lstrip()
         if not begin:
             return True
@@ -173,18 +166,17 @@ class LiveScan(Live):
         return self._begun
 
     def _take(self, end: int, marker: str, kind: Kind) -> StreamedTurn:
-        """Take the text up to a place, and the marker that stands there."""
         start, self.position = self.position, end + len(marker)
         return StreamedTurn(kind, self._text[start:end])
 
 
 class LiveTurn:
-    """Reads the ids of one turn as they come.
+    """Incremental parser of the ids of one turn.
 
     Args:
         tokens: The tokenizer.
-        live: The walk over the turn's text.
-        stop_ids: What ends a turn.
+        live: The scan of the turn's text.
+        stop_ids: Ids that end a turn.
         stops: Stop strings of the request: text ends before the first of them.
     """
 
@@ -201,7 +193,7 @@ class LiveTurn:
         self._kinds = {"text": _Shown(), "reasoning": _Shown()}
 
     def feed(self, ids: Sequence[int]) -> list[StreamedTurn]:
-        """Return what further ids say for certain, joined where one kind follows itself."""
+        """Return what further ids make certain, merging neighbours of one kind."""
         said: list[StreamedTurn] = []
         for piece in self._live.feed("".join(self._texts(ids))):
             text = self._kinds[piece.kind].more(piece, self._stops if piece.kind == "text" else ())
@@ -230,13 +222,7 @@ class LiveTurn:
             yield self._grown()
 
     def _grown(self, *, flush: bool = False) -> str:
-        """Return the text that the newest ids of a run between markers add.
-
-        Only the ids before them, by which a decoder may read them differently, are read again.
-
-        Args:
-            flush: Whether half a character at the end is given as it is: nothing completes it.
-        """
+        """Return the text that the newest ids add, decoding only what affects it (``flush``: half characters, too)."""
         if self._read == len(self._run):
             return ""
         before = self._tokens.decode_behind(self._run[: self._read])
@@ -249,7 +235,7 @@ class LiveTurn:
 
 
 class _Shown:
-    """What was shown of one kind, and what of it is held back."""
+    """What was emitted of one kind, and what is held back."""
 
     __slots__ = ("_begins", "_ended", "_held", "_shown")
 
@@ -260,7 +246,6 @@ class _Shown:
         self._shown = False
 
     def more(self, piece: StreamedTurn, stops: Sequence[str]) -> str:
-        """Return what can be shown, given a further piece."""
         if self._ended:
             return ""
         text = piece.text

@@ -1,7 +1,7 @@
-"""Llama 3: the whole answer is one JSON object, or several with semicolons between them.
+"""Llama 3: the whole answer is one JSON object, or several separated by semicolons.
 
-``{"name": "f", "parameters": {...}}``, perhaps behind ``<|python_tag|>``. An answer that merely is JSON, without
-name and parameters, is content.
+``{"name": "f", "parameters": {...}}``, optionally after ``<|python_tag|>``. JSON without name and parameters is
+content.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Llama3Json(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the keys where a call is an object and nothing else stands behind it."""
+        """Return the keys if a call is an object with nothing after it."""
         span = json_span(probe.one, probe.arguments)
         if probe.one is None or span is None or probe.one[span.end :].strip():
             return None
@@ -45,25 +45,25 @@ class Llama3Json(ChatFormat):
         return {"open": opener or cls.defaults["open"], "name": keys[0], "arguments": keys[1]}
 
     def openers(self) -> tuple[str, ...]:
-        """Calls are the whole text."""
+        """Return none: calls are the whole text."""
         return ()
 
     def begins_call(self, text: str) -> bool | None:
-        """An object may be a call, and what stands behind the marker."""
+        """Return True after the marker; an object may be a call."""
         return text.startswith("{") or (bool(self._begin) and text.startswith(self._begin))
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of objects with semicolons between them."""
+        """Return the tag of objects separated by semicolons."""
         name, arguments = self.markers["name"], self.markers["arguments"]
         call = tags.either(*(tags.json_call(tool, name, arguments, ()) for tool in tools))
         return tags.joined(call, tags.text("; "), most)
 
     def _beside_tag(self, calls: Tag) -> Tag:
-        """Return the tag of calls, or of a text that does not begin like one."""
+        """Return the tag of calls, or of text that does not begin like one."""
         return tags.either(calls, tags.pattern(r"[^{\s](.|\n)*"))
 
     def block(self, region: Region) -> Block | None:
-        """Read all objects from ``start`` on."""
+        """Parse all objects from ``start`` on."""
         text, start, limit = region.text, region.start, region.limit
         tagged = bool(self._begin) and text.startswith(self._begin, start)
         position = start + len(self._begin) if tagged else start

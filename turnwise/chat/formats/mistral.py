@@ -1,8 +1,7 @@
-"""Mistral: a marker, then a JSON list of calls; or, in later models, a marker, a name and arguments for each.
+"""Mistral: a marker and a JSON list of calls; in later models, a marker, name and arguments for each.
 
-``[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "abcdefghi"}]`` and ``[TOOL_CALLS]f[ARGS]{...}``.
-An object of the list, or the arguments behind a name, are a call's own block: they stand although what follows
-was cut.
+``[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "abcdefghi"}]`` and ``[TOOL_CALLS]f[ARGS]{...}``. Each complete
+object counts even if what follows was cut.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from turnwise.types import ToolCall, ToolSchema
 
 
 class Mistral(ChatFormat):
-    """Calls behind one marker, as a list or one marker each."""
+    """Calls after one marker, as a list or one marker each."""
 
     name: ClassVar[str] = "mistral"
     defaults: ClassVar[Mapping[str, str]] = {
@@ -40,7 +39,7 @@ class Mistral(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the markers where calls stand in a list, or behind a marker and their name."""
+        """Return the markers if calls are in a list, or follow a marker and their name."""
         span = json_span(probe.one, probe.arguments)
         if probe.one is None or span is None or probe.one[span.end :].strip():
             return None
@@ -59,14 +58,11 @@ class Mistral(ChatFormat):
         return {**cls.defaults, "open": opener, "separator": separator, "id": ""}
 
     def openers(self) -> tuple[str, ...]:
-        """The marker begins a list, or one call."""
+        """Return the marker of a list or call."""
         return (self._mark("open"),)
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of a list behind the marker, or of a marker, a name and arguments for each call.
-
-        Lists are told by the ids of their calls, the later way by its separator; a template with neither has no tag.
-        """
+        """Return the tag of a list, recognised by its call ids, or of single calls, by their separator, or None."""
         name, arguments, call_id = (self.markers[key] for key in ("name", "arguments", "id"))
         opener = self._marked("open")
         excludes = (self.markers["open"],)
@@ -81,7 +77,7 @@ class Mistral(ChatFormat):
         return tags.joined(tags.sequence(opener, tags.either(*named)), None, most)
 
     def block(self, region: Region) -> Block | None:
-        """Read what stands behind the marker."""
+        """Parse what follows the marker."""
         text, limit = region.text, region.limit
         position = skip_blanks(text, region.start + len(self._begin))
         if text.startswith("[", position):

@@ -1,6 +1,6 @@
-"""Pythonic calls: a list of calls in Python's syntax, ``[f(a=1, b='x'), g()]``, with markers around it or alone.
+"""Pythonic calls: a list in Python's syntax, ``[f(a=1, b='x'), g()]``, with or without markers around it.
 
-Each call is its own block: it stands although the list was cut. A list of anything else is content.
+Each complete call counts even if the list was cut. A list of anything else is content.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ _DEPTH = 64
 
 
 class Unreadable(ValueError):
-    """What stands at a position is no literal or call.
-
-    Attributes:
-        at_end: Whether the text ended where more was needed.
-    """
+    """No literal or call at a position; ``at_end``: whether the text ended too early."""
 
     def __init__(self, message: str, *, at_end: bool) -> None:
         super().__init__(message)
@@ -33,11 +29,7 @@ class Unreadable(ValueError):
 
 
 class Reader:
-    """Reads calls and literals from a text, from ``position`` on.
-
-    Attributes:
-        position: Where the next thing begins.
-    """
+    """Parser of calls and literals from ``position`` on."""
 
     __slots__ = ("_end", "_text", "position")
 
@@ -53,14 +45,14 @@ class Reader:
         return self._text[self.position] if self.position < self._end else ""
 
     def take(self, wanted: str) -> bool:
-        """Go past a character if it is the next one."""
+        """Consume a character if it is the next one."""
         if self.peek() != wanted:
             return False
         self.position += 1
         return True
 
     def need(self, wanted: str) -> None:
-        """Go past a character. Raises Unreadable where another one stands."""
+        """Consume a character. Raises Unreadable if another one follows."""
         if not self.take(wanted):
             found = self.peek()
             raise Unreadable(
@@ -68,7 +60,7 @@ class Reader:
             )
 
     def name(self) -> str:
-        """Return a dotted name, empty where none stands."""
+        """Parse a dotted name; empty if there is none."""
         self.peek()
         match = _NAME.match(self._text, self.position, self._end)
         if match is None:
@@ -77,7 +69,7 @@ class Reader:
         return match[0]
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of the call at the position."""
+        """Parse name and arguments of a call."""
         name = self.name()
         if not name:
             raise Unreadable("a call begins with its name", at_end=not self.peek())
@@ -96,7 +88,7 @@ class Reader:
         return name, arguments
 
     def value(self, depth: int) -> Json:
-        """Return the literal at the position."""
+        """Parse a literal."""
         if depth > _DEPTH:
             raise Unreadable("it is nested too deeply", at_end=False)
         first = self.peek()
@@ -169,7 +161,7 @@ class Reader:
         raise Unreadable("the string is not closed", at_end=True)
 
     def _escape(self, position: int) -> tuple[str, int]:
-        """Return what a backslash means, and where the text goes on; one that means nothing stays as it is."""
+        """Return the character of an escape sequence and the next position; unknown ones stay as they are."""
         if position >= self._end:
             raise Unreadable("the string is not closed", at_end=True)
         kind = self._text[position]
@@ -192,7 +184,7 @@ _MAY_BEGIN = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z", re.ASCII)
 
 
 class Pythonic(ChatFormat):
-    """Calls as Python would write them."""
+    """Calls in Python's syntax."""
 
     name: ClassVar[str] = "pythonic"
     defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
@@ -224,17 +216,17 @@ class Pythonic(ChatFormat):
         return {"open": before, "close": after}
 
     def openers(self) -> tuple[str, ...]:
-        """The marker, if there is one; else the list is the whole text."""
+        """Return the marker, if there is one; else the list is the whole text."""
         return (self._mark("open"),)
 
     def begins_call(self, text: str) -> bool | None:
-        """A list whose first item is a name and an opening parenthesis is one of calls."""
+        """Return whether the first item of a list is a name with an opening parenthesis."""
         if _BEGINS.match(text):
             return True
         return None if _MAY_BEGIN.match(text) else False
 
     def block(self, region: Region) -> Block | None:
-        """Read the calls of a list."""
+        """Parse the calls of a list."""
         text, start, limit = region.text, region.start, region.limit
         if not self._begin:
             return self._list(text, start, limit, None) if _BEGINS.match(text, start) else None
@@ -252,7 +244,7 @@ class Pythonic(ChatFormat):
         return Block(close + len(self._end), self._list(text, inner, close, close).calls)
 
     def _list(self, text: str, start: int, limit: int, close: int | None) -> Block:
-        """Read a list; ``close`` is where it must end, None where it ends with its own bracket."""
+        """Parse a list; ``close`` is where it must end, None for at its own bracket."""
         reader = Reader(text, start, limit)
         calls: list[ToolCall] = []
         begin = start
@@ -279,7 +271,7 @@ class Pythonic(ChatFormat):
         return Block(reader.position, tuple(calls))
 
     def _plain(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Return arguments whose strings spell markers out."""
+        """Return arguments with the markers in strings spelled out."""
         return {key: self._spell(value) for key, value in arguments.items()}
 
     def _spell(self, value: object) -> object:

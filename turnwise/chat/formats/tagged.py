@@ -1,12 +1,9 @@
-r"""Calls that are written as tags: a name, then keys and values without quotes.
+r"""GLM, MiniMax and Qwen 3 Coder: calls as tags, with a name, keys and unquoted values.
 
-``<tool_call>f\\n<arg_key>k</arg_key>\\n<arg_value>v</arg_value>\\n</tool_call>``. A turn has no close of its own:
-the model ends it with the token that opens the next message.
-
-``<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="k">v</parameter>\\n</invoke>\\n</minimax:tool_call>``. An
-invocation is a call's own block: it stands although the section was cut.
-
-``<tool_call>\\n<function=f>\\n<parameter=k>\\nv\\n</parameter>\\n</function>\\n</tool_call>``
+- GLM: ``<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>``; turns have no close of their own.
+- MiniMax (a complete invocation counts even if the section was cut):
+  ``<minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>``.
+- Qwen 3 Coder: ``<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>``.
 """
 
 from __future__ import annotations
@@ -27,11 +24,7 @@ from turnwise.types import Json, ToolCall, ToolSchema
 
 
 def coerce(text: str, types: frozenset[str]) -> Json:
-    """Return the value that a text stands for, where one of ``types`` may stand.
-
-    A string parameter takes the text as it is, ``null`` is None only where the schema allows null, and where
-    nothing is known of the parameter JSON is read as JSON and everything else as text.
-    """
+    """Return the value of a parameter's text; without known types, JSON is parsed and all else is text."""
     if types == {"string"}:
         return text
     stripped = text.strip()
@@ -52,7 +45,6 @@ _NOTHING = object()
 
 
 def _spoken(text: str, types: frozenset[str]) -> Json:
-    """Read the words that Python writes for constants."""
     word = text.lower()
     if "boolean" in types and word in ("true", "false"):
         return word == "true"
@@ -79,7 +71,7 @@ KEYS = ("section_open", "section_close", "open", "close", "head", "first", "valu
 
 
 def derive(probe: Probe) -> dict[str, str] | None:
-    """Return the grammar of a template, or None where it does not write calls this way."""
+    """Return the grammar of a template, or None if it writes calls in another way."""
     places = _places(probe)
     if places is None or probe.bare is None or probe.one is None:
         return None
@@ -119,7 +111,7 @@ def derive(probe: Probe) -> dict[str, str] | None:
 
 
 def _places(probe: Probe) -> list[int] | None:
-    """Return where name, key, value, key and value stand in a call, in this order; None if they do not."""
+    """Return the positions of name, key, value, key and value in a call, in this order, or None."""
     if probe.one is None:
         return None
     words = [probe.FIRST, probe.KEY, probe.VALUE, probe.NUMBER_KEY, str(probe.NUMBER)]
@@ -139,12 +131,11 @@ def _ahead(text: str, marker: str) -> str:
 
 
 def _loose(text: str) -> str:
-    """Return a pattern for a text whose white space is free."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
 
 
 def _padded(text: str, *, at_end: bool) -> str:
-    """Return a pattern for a text that touches a value: the white space at that side is the template's or none."""
+    """Return a pattern for a text adjacent to a value: white space on that side is the template's or none."""
     core = text.rstrip() if at_end else text.lstrip()
     pad = text[len(core) :] if at_end else text[: len(text) - len(core)]
     loose = f"(?:{re.escape(pad)})?" if pad else ""
@@ -152,12 +143,7 @@ def _padded(text: str, *, at_end: bool) -> str:
 
 
 class Tagged:
-    """Reads the inside of one call.
-
-    Args:
-        markers: The grammar, see :data:`KEYS`.
-        marks: How markers look in the text.
-    """
+    """Parser of the inside of one call, by a grammar (:data:`KEYS`)."""
 
     __slots__ = (
         "_empty",
@@ -189,7 +175,7 @@ class Tagged:
         self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
 
     def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
-        """Return the call that stands between a call's own markers."""
+        """Parse the text between a call's own markers."""
         plain = self.plain
         raw = plain(inner).strip()
         head = self._head.match(inner)
@@ -222,7 +208,7 @@ class Tagged:
             position = following.end()
 
     def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
-        """Read the call whose opening marker stands at ``start``."""
+        """Parse the call whose opening marker is at ``start``."""
         inner = start + len(self.open)
         close = text.find(self.close, inner, limit)
         again = text.find(self.open, inner, limit)
@@ -241,7 +227,7 @@ class Tagged:
 
 
 def tagged_block(call: Tagged, region: Region) -> Block:
-    """Read the block at ``region.start``: one call, or a section of them."""
+    """Parse the block at ``region.start``: one call, or a section of them."""
     text, start, limit, tools = region.text, region.start, region.limit, region.tools
     if not call.section:
         return call.one(text, start, limit, tools)
@@ -267,7 +253,7 @@ def tagged_block(call: Tagged, region: Region) -> Block:
 def tagged_calls(
     markers: Mapping[str, str], added: Mapping[str, int], tools: Sequence[ToolSchema], most: int | None
 ) -> Tag:
-    """Return the tag of one call or more, at most so many, by a grammar (see :data:`KEYS`)."""
+    """Return the tag of 1 to ``most`` calls, by a grammar (see :data:`KEYS`)."""
     grammar = _Grammar(markers, added)
     inner = tags.either(*(tags.sequence(tags.text(tool.name), grammar.parameters(tool)) for tool in tools))
     before = [grammar.tag("open")]
@@ -281,7 +267,7 @@ def tagged_calls(
 
 
 class _Grammar:
-    """Writes the tags of parameters: ``first KEY value VALUE wall``, then ``next`` and another one, or ``end``."""
+    """Writer of parameter tags: ``first KEY value VALUE wall``, then ``next`` and another one, or ``end``."""
 
     __slots__ = ("_added", "_markers", "_wall", "_word")
 
@@ -299,16 +285,14 @@ class _Grammar:
         self._word = (wall.split() or [""])[0]
 
     def tag(self, key: str) -> Tag:
-        """Return the tag of a part; of ``next`` and ``end``, what stands behind a value's wall."""
+        """Return the tag of a part; of ``next`` and ``end``, what follows a value's wall."""
         text = self._markers[key]
         return tags.marked(text[len(self._wall) :] if key in ("next", "end") else text, self._added)
 
     def parameters(self, tool: ToolSchema) -> Tag:
-        """Return the tag of a call's parameters, behind its name, in the order of the schema."""
         return tags.either(*(self._shape(tool, shape) for shape in shapes(tool.parameters)))
 
     def _shape(self, tool: ToolSchema, shape: Shape) -> Tag:
-        """Return the tag of one set of parameters."""
         begun, none = self.tag("end"), self.tag("empty")
         for key, schema in reversed(shape.properties.items()):
             wall = tags.marked(self._wall, self._added)
@@ -322,7 +306,7 @@ class _Grammar:
         return none
 
     def _value(self, tool: ToolSchema, schema: Any) -> Tag:
-        """Return the tag of a parameter's value: the text of a string as it is, anything else as JSON."""
+        """Return the tag of a value: raw text for strings, JSON for anything else."""
         choices = choices_of(schema, tool.parameters) or []
         if any(isinstance(each, str) for each in choices):
             return tags.either(*(tags.text(each if isinstance(each, str) else json.dumps(each)) for each in choices))
@@ -361,20 +345,20 @@ class Glm(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the grammar where the name follows the opening marker and calls have no common section."""
+        """Return the grammar if the name follows the opening marker and calls share no section."""
         markers = derive(probe)
         return markers if markers and not markers["head"] and not markers["section_open"] else None
 
     def openers(self) -> tuple[str, ...]:
-        """Each call begins with its own marker."""
+        """Return the call's opening marker."""
         return (self._mark("open"),)
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, their parameters in the order of the schema."""
+        """Return the tag of calls, with parameters in the order of the schema."""
         return tagged_calls(self.markers, self._added, tools, most)
 
     def block(self, region: Region) -> Block | None:
-        """Read one call."""
+        """Parse one call."""
         return tagged_block(self._call, region)
 
 
@@ -403,25 +387,25 @@ class MiniMax(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the grammar where one pair of markers stands around all calls."""
+        """Return the grammar if one pair of markers encloses all calls."""
         markers = derive(probe)
         return markers if markers and markers["section_open"] else None
 
     def openers(self) -> tuple[str, ...]:
-        """The section begins with its marker."""
+        """Return the section's opening marker."""
         return (self._mark("section_open"),)
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, their parameters in the order of the schema."""
+        """Return the tag of calls, with parameters in the order of the schema."""
         return tagged_calls(self.markers, self._added, tools, most)
 
     def block(self, region: Region) -> Block | None:
-        """Read the section, call by call."""
+        """Parse the section."""
         return tagged_block(self._call, region)
 
 
 class Qwen3Coder(ChatFormat):
-    """Calls as tags whose names hold the function's and the parameters' names."""
+    """Calls as tags that contain the names of function and parameters."""
 
     name: ClassVar[str] = "qwen3_coder"
     defaults: ClassVar[Mapping[str, str]] = {
@@ -445,18 +429,18 @@ class Qwen3Coder(ChatFormat):
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
-        """Return the grammar where a tag stands before the name and calls have no common section."""
+        """Return the grammar if a tag precedes the name and calls share no section."""
         markers = derive(probe)
         return markers if markers and markers["head"] and not markers["section_open"] else None
 
     def openers(self) -> tuple[str, ...]:
-        """Each call begins with its own marker."""
+        """Return the call's opening marker."""
         return (self._mark("open"),)
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, their parameters in the order of the schema."""
+        """Return the tag of calls, with parameters in the order of the schema."""
         return tagged_calls(self.markers, self._added, tools, most)
 
     def block(self, region: Region) -> Block | None:
-        """Read one call."""
+        """Parse one call."""
         return tagged_block(self._call, region)

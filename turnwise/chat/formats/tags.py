@@ -1,6 +1,6 @@
-"""Grammars of completions, as structural tags: the JSON that xgrammar reads and vLLM passes on.
+"""Structural tags: the JSON grammars for structured output that xgrammar reads and vLLM accepts.
 
-A marker that is an added token is that token's id and nothing else: the same text spelled in pieces is text.
+A marker that is an added token matches that token's id only: the same text spelled in pieces is text.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ _COMPOSED = ("$ref", "allOf", "anyOf", "oneOf")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One set of parameters that a tool may be called with.
-
-    Attributes:
-        properties: Their schemas by name, in the order of the schema.
-        required: Those that must be there.
-    """
+    """One set of parameters that a tool accepts: schemas by name in schema order, and the required names."""
 
     properties: dict[str, Any] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
 
 
 def shapes(parameters: Mapping[str, Any]) -> list[Shape]:
-    """Return the sets of parameters that a schema allows, one for each of its alternatives.
-
-    Of more than 16 there is one: all parameters, and those required that all of them require.
-    """
+    """Return the parameter sets that a schema allows, one per alternative; more than 16 are merged into one."""
     found: list[Shape] = []
     for shape in _shapes(parameters, parameters, {}):
         unnamed: dict[str, Any] = {key: {} for key in sorted(shape.required - shape.properties.keys())}
@@ -47,7 +39,7 @@ def shapes(parameters: Mapping[str, Any]) -> list[Shape]:
 
 
 def names_all(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a schema names all its parameters itself, so that it can be closed to others."""
+    """Return whether a schema names all its parameters at the top, so that it can be closed to others."""
     properties, required = parameters.get("properties"), parameters.get("required")
     named = properties if isinstance(properties, Mapping) else {}
     wanted = required if isinstance(required, list) else []
@@ -55,7 +47,7 @@ def names_all(parameters: Mapping[str, Any]) -> bool:
 
 
 def parameter_types(tools: Sequence[ToolSchema], name: str) -> dict[str, frozenset[str]]:
-    """Return the JSON types that each parameter of a tool may have; none for those that may have any."""
+    """Return the allowed JSON types of each parameter of a tool; empty for any."""
     found: dict[str, frozenset[str]] = {}
     root = next((tool.parameters for tool in tools if tool.name == name), {})
     for shape in shapes(root):
@@ -68,12 +60,12 @@ def parameter_types(tools: Sequence[ToolSchema], name: str) -> dict[str, frozens
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a parameter's schema names; empty where it names none."""
+    """Return the JSON types that a parameter's schema names; empty if it names none."""
     return frozenset(_types(schema, root, set()))
 
 
 def choices_of(schema: Any, root: Mapping[str, Any]) -> list[Json] | None:
-    """Return the values that a parameter's schema lists (``const``, ``enum``), None where it lists none."""
+    """Return the values of a parameter's ``const`` or ``enum``, None if it has neither."""
     return next(_choices(schema, root, set()), None)
 
 
@@ -155,7 +147,7 @@ def _choices(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 
 
 
 def _new(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any]:
-    """Return what a schema refers to, unless that was seen: going through it again would take without end."""
+    """Return the schemas that a schema refers to, unless seen (references may be cyclic)."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or reference in seen:
         return []
@@ -205,8 +197,8 @@ def json_value(schema: Mapping[str, Any], excludes: Sequence[str] = ()) -> Tag:
 
     Args:
         schema: The JSON schema.
-        excludes: Texts that none of its strings may hold. They are left out where the schema limits the length of a
-            string, which the engine would then no longer do.
+        excludes: Texts that strings must not contain; ignored if the schema limits string lengths, which engines would
+            no longer enforce.
     """
     tag: Tag = {"type": "json_schema", "json_schema": dict(schema)}
     if excludes and not any(key in _LENGTHS for key in _keywords(schema)):
@@ -215,17 +207,17 @@ def json_value(schema: Mapping[str, Any], excludes: Sequence[str] = ()) -> Tag:
 
 
 def free(*excludes: str) -> Tag:
-    """Return the tag of any text that holds none of these."""
+    """Return the tag of any text without these strings."""
     return {"type": "any_text", "excludes": [each for each in excludes if each]}
 
 
 def pattern(regex: str) -> Tag:
-    """Return the tag of a text that a regular expression matches."""
+    """Return the tag of a text that matches a regular expression."""
     return {"type": "regex", "pattern": regex}
 
 
 def sequence(*parts: Tag) -> Tag:
-    """Return the tag of one behind the other."""
+    """Return the tag of parts in sequence."""
     flat: list[Tag] = []
     for part in parts:
         flat += part["elements"] if part["type"] == "sequence" else [part]
@@ -233,22 +225,22 @@ def sequence(*parts: Tag) -> Tag:
 
 
 def either(*parts: Tag) -> Tag:
-    """Return the tag of one of several."""
+    """Return the tag of one of several parts."""
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def optional(part: Tag) -> Tag:
-    """Return the tag of a part that may be missing."""
+    """Return the tag of an optional part."""
     return {"type": "optional", "content": part}
 
 
 def star(part: Tag) -> Tag:
-    """Return the tag of a part any number of times."""
+    """Return the tag of a part repeated any number of times."""
     return {"type": "star", "content": part}
 
 
 def marked(literal: str, added: Mapping[str, int]) -> Tag:
-    """Return the tag of a literal: its added tokens as ids, what stands between them as text."""
+    """Return the tag of a literal: added tokens as ids, the rest as text."""
     known = alternatives(added)
     pieces = [piece for piece in re.split(f"({known.pattern})", literal) if piece] if known else [literal]
     pieces = pieces or [literal]
@@ -256,7 +248,7 @@ def marked(literal: str, added: Mapping[str, int]) -> Tag:
 
 
 def joined(part: Tag, separator: Tag | None, most: int | None) -> Tag:
-    """Return the tag of a part at least once and at most so often, None without end, with a separator between."""
+    """Return the tag of a part repeated 1 to ``most`` times (None: unbounded) with a separator."""
     if most == 1:
         return part
     following = part if separator is None else sequence(separator, part)
@@ -269,7 +261,7 @@ def joined(part: Tag, separator: Tag | None, most: int | None) -> Tag:
 
 
 def unheld(schema: Any) -> str | None:
-    """Return the first keyword of a JSON schema that engines accept and do not hold answers to, or None."""
+    """Return the first keyword of a JSON schema that engines accept but do not enforce, or None."""
     for node in _schemas(schema):
         for key, value in node.items():
             if key in _UNHELD and value not in (True, {}):
@@ -284,7 +276,7 @@ def unheld(schema: Any) -> str | None:
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a JSON schema and those within it; what stands under ``enum``, ``const`` and the like is none."""
+    """Yield a JSON schema and its subschemas, excluding values of ``enum``, ``const`` and the like."""
     left = [schema]
     while left:
         node = left.pop()
@@ -309,11 +301,7 @@ BLANK = optional(either(text("\n\n"), text("\n")))
 
 
 def arguments(tool: ToolSchema, excludes: Sequence[str] = ()) -> Tag:
-    """Return the tag of a tool's arguments as a JSON object, without any that its schema does not name.
-
-    A schema that names them elsewhere than at its top (``$ref``, ``anyOf``, ...) is not closed to others: it would be
-    closed to those as well.
-    """
+    """Return the tag of a tool's arguments as a JSON object, closed if the schema lists all names at its top."""
     closed = {"additionalProperties": False} if names_all(tool.parameters) else {}
     return json_value({"type": "object", **closed, **tool.parameters}, excludes)
 
@@ -326,13 +314,13 @@ def json_call(tool: ToolSchema, name_key: str, arguments_key: str, excludes: Seq
 
 
 def held_tag(guide: Guide, calls: Tag | None, beside: Callable[[Tag], Tag], markers: Sequence[str]) -> Tag:
-    """Return the tag of what stands behind a turn's reasoning.
+    """Return the tag of what follows a turn's reasoning.
 
     Args:
-        guide: What it is held to.
-        calls: The tag of its calls, where it may have some.
-        beside: Returns the tag of a free text or calls.
-        markers: Texts that a JSON text must not hold.
+        guide: The structured output.
+        calls: The tag of its calls, if allowed.
+        beside: Returns the tag of free text or calls.
+        markers: Texts that JSON strings must not contain.
     """
     if calls is not None and not guide.text:
         return calls

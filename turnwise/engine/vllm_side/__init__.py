@@ -1,1 +1,1 @@
-"""What runs inside vLLM's own Python, where this package is not installed."""
+"""Code that runs inside vLLM's own Python, where this package is not installed."""

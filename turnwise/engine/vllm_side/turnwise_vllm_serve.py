@@ -1,4 +1,4 @@
-"""The process of a vLLM server: its own API server on a port that it takes and reports, ended with its parent."""
+"""The process of a vLLM server: its API server on a port that is bound and reported, ended with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def watch_parent(descriptor: int) -> None:
-    """End this process and all that it started when the other end of the pipe is closed."""
+    """End this process and its children when the other end of the pipe is closed."""
 
     def wait() -> None:
         while os.read(descriptor, 4096):
@@ -23,7 +23,7 @@ def watch_parent(descriptor: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take a port; 0 is a free one."""
+    """Bind a port; 0 for a free one."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -31,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(arguments: Any, listener: socket.socket, report: int) -> None:
-    """Start the engine, set it up, report the port and serve."""
+    """Start the engine, configure it, report the port and serve."""
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
     host, port = listener.getsockname()[:2]

@@ -1,9 +1,8 @@
 """Log-probabilities of vLLM as training needs them: of the logits divided by the temperature, before truncation.
 
-vLLM itself reports log-probabilities either of the raw logits (``--logprobs-mode raw_logprobs``: wrong for every
-temperature but 1) or of what is left after min-p, top-k and top-p (``processed_logprobs``: wrong wherever something was
-cut off). The quantity between the two is what a policy gradient is taken of. A grammar cuts off too, and vLLM applies
-it to the logits before its sampler sees them: their copy from before is what is reported of.
+vLLM itself reports those of the raw logits (``raw_logprobs``: wrong unless the temperature is 1) or after min-p, top-k
+and top-p (``processed_logprobs``: wrong where they cut). A policy gradient needs the quantity in between. vLLM applies
+grammars to the logits before the sampler, so a copy from before is used.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
     """Samples as vLLM does, and reports log_softmax(logits / temperature); at temperature 0 log_softmax(logits)."""
 
     def __init__(self) -> None:
-        """Make a sampler whose top-k and top-p kernels need not compute log-probabilities."""
+        """Create a sampler whose top-k and top-p kernels compute no log-probabilities."""
         super().__init__("raw_logprobs")
         # Says that sample() returns them, so that forward() does not report those of the raw logits.
         self.logprobs_mode = "processed_logprobs"
@@ -33,7 +32,7 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
     def sample(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the ids, and float32 log-probabilities of shape [rows, vocabulary] where any row asks for them."""
+        """Return the ids, and float32 log-probabilities of shape [rows, vocabulary] if any row asks for them."""
         scaled = None
         free, self.free = self.free, None
         if free is not None and free.shape != logits.shape:
@@ -52,11 +51,7 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
 
 
 def keep_free_logits(sampler: TemperatureSampler) -> None:
-    """Show a sampler the logits from before a grammar is applied to them.
-
-    Raises:
-        RuntimeError: The engine applies grammars in a way that is not known.
-    """
+    """Give a sampler the logits from before grammars are applied. Raises RuntimeError if they are applied elsewhere."""
     try:
         apply = gpu_model_runner.apply_grammar_bitmask
     except AttributeError as error:
@@ -75,11 +70,7 @@ class RolloutLogprobs:
     model_runner: Any
 
     def report_temperature_logprobs(self) -> str:
-        """Replace the sampler of this worker; return the name of the new one.
-
-        Raises:
-            RuntimeError: The engine samples in a way whose log-probabilities are not known.
-        """
+        """Replace this worker's sampler; return the name of the new one. Raises RuntimeError for an unknown sampler."""
         runner = self.model_runner
         sampler = runner.sampler
         if type(sampler) is not Sampler:

@@ -1,4 +1,4 @@
-"""The environment doctor: plays an environment in every way that goes wrong elsewhere, and says what to mend."""
+"""The environment checker: plays an environment through its edge cases and reports contract violations."""
 
 from turnwise.envs.checker.context import CheckReport, Finding
 from turnwise.envs.checker.core import check_env

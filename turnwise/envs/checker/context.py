@@ -1,4 +1,4 @@
-"""What the checks of one environment share."""
+"""Shared state of the environment checks: report, worker thread, episodes under time limits."""
 
 from __future__ import annotations
 
@@ -38,16 +38,7 @@ class Worker:
         self._thread.start()
 
     async def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        """Run a coroutine on the thread's loop.
-
-        Args:
-            work: The coroutine.
-            timeout: Seconds after which it is given up.
-            what: Its name, for the error.
-
-        Raises:
-            Stalled: It did not return in time.
-        """
+        """Run a coroutine on the thread's loop."""
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         waiting = asyncio.wrap_future(running)
         try:
@@ -62,7 +53,7 @@ class Worker:
         return waiting.result()
 
     async def close(self) -> None:
-        """Cancel what still runs, and end the thread; one that plain code holds is left behind."""
+        """Cancel the rest and end the thread; one blocked by plain code is abandoned."""
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._finish()))
         ending = asyncio.get_running_loop().run_in_executor(None, self._thread.join, 2 * _GRACE_S)
         await asyncio.shield(ending)
@@ -86,14 +77,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or that somebody should look at.
+    """A violation or a suspicion.
 
     Attributes:
-        check: Which check found it.
+        check: Name of the check.
         message: What is wrong.
-        remedy: What to do about it.
-        where: In which episode: task, seed, policy; empty where it is no matter of an episode.
-        severity: ``error`` breaks the contract; ``warning`` may be meant so.
+        remedy: How to fix it.
+        where: Task, seed and policy of the episode; empty where none.
+        severity: ``error`` breaks the contract; ``warning`` may be intended.
     """
 
     check: str
@@ -109,15 +100,15 @@ class Finding:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What :func:`~turnwise.envs.checker.core.check_env` found.
+    """Result of :func:`~turnwise.envs.checker.core.check_env`.
 
     Attributes:
         env: Name of the environment.
-        checks: The checks that ran to their end, in order.
+        checks: Completed checks, in order.
         skipped: The others, and why.
-        findings: What they found.
-        figures: Measured numbers, by name: lengths, seconds, megabytes, scores of the policies.
-        notes: What a reader should know to read the figures.
+        findings: All findings.
+        figures: Measurements by name: lengths, seconds, megabytes, policy scores.
+        notes: Remarks on the figures.
     """
 
     env: str
@@ -129,27 +120,27 @@ class CheckReport:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that break the contract."""
+        """Findings of severity ``error``."""
         return [each for each in self.findings if each.severity == "error"]
 
     @property
     def warnings(self) -> list[Finding]:
-        """The findings that may be meant so."""
+        """Findings of severity ``warning``."""
         return [each for each in self.findings if each.severity == "warning"]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing breaks the contract."""
+        """Whether there are no errors."""
         return not self.errors
 
     @property
     def summary(self) -> str:
-        """One line: how much was checked and found."""
+        """One line: numbers of checks and findings."""
         words = f"{len(self.checks)} checks, {len(self.errors)} errors, {len(self.warnings)} warnings"
         return f"{self.env}: {words}{f', {len(self.skipped)} checks not run' if self.skipped else ''}"
 
     def raise_for_findings(self) -> None:
-        """Raise EnvError with all findings, if there is an error among them."""
+        """Raise EnvError with all findings, if there are errors."""
         if not self.ok:
             raise EnvError(str(self))
 
@@ -173,24 +164,22 @@ ESTIMATE: Final = (
 
 
 def estimated_tokens(text: str) -> int:
-    """Return about how many tokens a text has: a quarter of its bytes, rounded up."""
+    """Estimate the tokens of a text: a quarter of its bytes, rounded up."""
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
 @dataclass(slots=True)
 class Examined:
-    """What is examined, and how.
+    """Subject and settings of an examination.
 
     Attributes:
-        source: What makes the environment.
-        tasks: What it is reset with; None where it needs none.
+        tasks: Tasks for resets; None where it needs none.
         seeds: At least one.
-        timeout: Seconds for any one call.
-        context_length: Tokens of prompt and completion that the model takes, or None.
+        context_length: Tokens of prompt and completion, or None.
         count_tokens: Counts the tokens of a text.
-        prompt: Makes ids of messages and tools, by a model's chat template.
-        rows: Tasks that are looked at one by one, where the environment can say what is wrong with one.
-        toolbox: Tools that a spec names, loaded where the environment runs; set by itself.
+        prompt: Renders messages and tools to ids.
+        rows: Tasks for ``check_task``.
+        toolbox: Tools of a spec, loaded on the worker.
     """
 
     source: EnvSource
@@ -207,7 +196,7 @@ class Examined:
         self.toolbox = self.source.toolbox() if isinstance(self.source, EnvSpec) else None
 
     async def close(self, worker: Worker) -> None:
-        """Close what the tools hold, where they were loaded, and that place with it."""
+        """Close the loaded tools and the worker."""
         if self.toolbox is not None:
             with suppress(TurnwiseError):
                 await worker.run(self.toolbox.close(), self.timeout, "closing its tools")
@@ -216,17 +205,7 @@ class Examined:
 
 @dataclass(slots=True)
 class Played:
-    """An environment whose episode runs, and what was seen of it.
-
-    Attributes:
-        env: The environment.
-        where: Task and seed, in words.
-        task: What it was reset with.
-        messages: The conversation so far, without the assistant's own messages.
-        info: What else reset returned.
-        total: Sum of the rewards so far.
-        seconds: What each step took.
-    """
+    """A running episode and its observations."""
 
     env: Env
     where: str
@@ -239,13 +218,7 @@ class Played:
 
 
 class CheckContext:
-    """One examination.
-
-    Attributes:
-        of: What is examined.
-        report: What was found so far.
-        first: The environment that was made first, or was given.
-    """
+    """One examination."""
 
     def __init__(self, of: Examined, first: Env, worker: Worker) -> None:
         self.of = of
@@ -255,7 +228,7 @@ class CheckContext:
 
     @property
     def single(self) -> bool:
-        """Whether there is one object only, since no second one can be made."""
+        """Whether no second object can be made."""
         return isinstance(self.of.source, Env)
 
     @property
@@ -272,13 +245,13 @@ class CheckContext:
         where: str = "",
         severity: Literal["error", "warning"] = "error",
     ) -> None:
-        """Note a finding; the same one in another episode is not noted again."""
+        """Add a finding, once for all episodes."""
         known = {(each.check, each.message) for each in self.report.findings}
         if (check, message) not in known:
             self.report.findings.append(Finding(check, message, remedy, where, severity))
 
     async def make(self) -> Env:
-        """Make the environment anew; the given one where no second one can be made."""
+        """Make a new environment; the given one where no second can be made."""
         return await self._worker.run(made(self.of.source, self.of.toolbox), self.of.timeout, "making the environment")
 
     async def call(self, env: Env, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -286,17 +259,17 @@ class CheckContext:
 
         Raises:
             EnvError: It raised or broke its contract.
-            Stalled: It did not return in time.
+            StallTimeout: It did not return in time.
         """
         return await self._worker.run(invoke(env, method, *args, **kwargs), self.of.timeout, method)
 
     async def run(self, work: Any, what: str) -> Any:
-        """Run a coroutine where the environment runs, within the time limit. Raises Stalled."""
+        """Run a coroutine on the environment's loop within the time limit. Raises StallTimeout."""
         return await self._worker.run(work, self.of.timeout, what)
 
     @asynccontextmanager
     async def episode(self, task: Task | None, seed: int) -> AsyncIterator[Played]:
-        """Make an environment, reset it, and close it in the end."""
+        """Make and reset an environment; close it on exit."""
         env = await self.make()
         try:
             yield await self.begin(env, task, seed)
@@ -320,7 +293,7 @@ class CheckContext:
         return Played(env, place(task, seed), task, list(messages), info)
 
     async def step(self, played: Played, action: Message) -> StepResult:
-        """Hand a message to the environment, and note what came of it."""
+        """Pass a message to the environment and record the result."""
         started = time.perf_counter()
         result: StepResult = await self.call(played.env, "step", action)
         played.seconds.append(time.perf_counter() - started)
@@ -332,14 +305,14 @@ class CheckContext:
         return result
 
     async def finish(self, played: Played, last: Message | None) -> float:
-        """Return what the episode was worth; it is scored where no step did."""
+        """Return the episode's total, scoring it unless a step did."""
         if not played.over:
             played.over = True
             played.total += sum((await self.call(played.env, "score", last)).values())
         return played.total
 
     def json_safe(self, what: str, value: Any, where: str) -> None:
-        """Note a finding where a value is not JSON."""
+        """Add a finding where a value is not JSON."""
         try:
             orjson.dumps(value)
         except (TypeError, orjson.JSONEncodeError) as error:
@@ -347,13 +320,13 @@ class CheckContext:
             self.find("json", f"{what} is not JSON: {error}", remedy, where=where)
 
     def check_messages(self, what: str, messages: Sequence[Message], where: str) -> None:
-        """Note a finding for each message that is not JSON."""
+        """Add a finding for each message that is not JSON."""
         for index, message in enumerate(messages):
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             self.json_safe(f"{what}: message {index} ({message['role']})", plain, where)
 
     def check_range(self, value: float, where: str) -> None:
-        """Note a finding where a score lies outside what the environment declares."""
+        """Add a finding where a score lies outside the declared range."""
         bounds = self.first.score_range
         if bounds is not None and not bounds[0] - 1e-9 <= value <= bounds[1] + 1e-9:
             self.find(
@@ -365,13 +338,7 @@ class CheckContext:
 
 
 async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
-    """Return an environment of a source.
-
-    Raises:
-        RegistryError: There is no such environment, or it does not take its configuration.
-        ConfigError: Something that the configuration names cannot be loaded.
-        EnvError: Its constructor raised.
-    """
+    """Make an environment from its source."""
     if isinstance(source, Env):
         return source
     try:
@@ -390,12 +357,12 @@ async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
 
 
 def place(task: Task | None, seed: int) -> str:
-    """Return in words which episode it is."""
+    """Describe an episode by task and seed."""
     return f"seed {seed}" if task is None else f"task {task.id!r}, seed {seed}"
 
 
 def some_calls(env: Env) -> list[ToolCall]:
-    """Return calls of every kind: of no tool, of each tool with unusable, wrong and made-up arguments."""
+    """Return calls of an unknown tool, and of each tool with unparsable, invalid and random arguments."""
     calls = [
         ToolCall("call_unknown", "no_such_tool", {"a": 1}),
         ToolCall("call_nameless", "", {}, raw="{}", error="the call has no name"),
@@ -411,12 +378,12 @@ def some_calls(env: Env) -> list[ToolCall]:
 
 
 def usable_calls(env: Env) -> list[ToolCall]:
-    """Return one call of each tool, with made-up arguments that its schema allows."""
+    """Return one call of each tool, with random arguments that its schema allows."""
     made = {schema.name: example_arguments(schema) for schema in schemas(env)}
     return [ToolCall(f"call_{name}", name, arguments) for name, arguments in made.items() if arguments is not None]
 
 
 def brief(value: Any) -> str:
-    """Return a value as a finding quotes it."""
+    """Shorten a value for a finding."""
     text = repr(value)
     return text if len(text) <= 160 else f"{text[:120]}...{text[-37:]}"

@@ -1,4 +1,4 @@
-"""The API contract: signatures, schemas, shapes, one answer per call, no message that makes it raise."""
+"""Contract checks: signatures, schemas, result shapes, one answer per call, closing without leaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIGNATURES: Final[dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]] = {
 
 
 async def signature(exam: CheckContext) -> None:
-    """Every method can be called as others call it."""
+    """Check that every method takes its contract's arguments."""
     for name, (args, kwargs, text) in _SIGNATURES.items():
         found = inspect.signature(getattr(exam.first, name))
         try:
@@ -54,7 +54,7 @@ async def signature(exam: CheckContext) -> None:
 
 
 async def tools(exam: CheckContext) -> None:
-    """Every tool has a schema that is JSON and that a validator accepts; one without a description is warned of."""
+    """Check that every tool has a valid JSON schema; warn of missing descriptions."""
     for schema in schemas(exam.first):
         try:
             json.dumps(schema.parameters)
@@ -68,7 +68,7 @@ async def tools(exam: CheckContext) -> None:
 
 
 async def reset(exam: CheckContext) -> None:
-    """What reset returns begins a conversation."""
+    """Check the result of reset."""
     for task, seed in exam.episodes:
         async with exam.episode(task, seed) as played:
             messages, where = played.messages, played.where
@@ -85,7 +85,7 @@ async def reset(exam: CheckContext) -> None:
 
 
 async def finals(exam: CheckContext) -> None:
-    """No final message makes step or score raise, and what they return is in range."""
+    """Check that no final message makes step or score raise, and that scores are in range."""
     task, seed = exam.episodes[0]
     where = place(task, seed)
     said: set[str] = set()
@@ -120,7 +120,7 @@ async def finals(exam: CheckContext) -> None:
 
 
 async def calls(exam: CheckContext) -> None:
-    """Every call of a message gets one answer, in order, whatever the call is."""
+    """Check that every call of a message gets one answer, in order."""
     for task, seed in exam.episodes:
         async with exam.episode(task, seed) as played:
             made = some_calls(played.env)
@@ -150,7 +150,7 @@ def _answers(exam: CheckContext, made: Sequence[ToolCall], messages: Sequence[Me
 
 
 async def single_calls(exam: CheckContext) -> None:
-    """A call that comes alone is answered too, one that is unusable by an error."""
+    """Check that single calls are answered, invalid ones by an error."""
     task, seed = exam.episodes[0]
     async with exam.episode(task, seed) as played:
         if not isinstance(played.env, ToolEnv):
@@ -177,7 +177,7 @@ Ending = Callable[[CheckContext, Env], Awaitable[None]]
 
 
 async def close(exam: CheckContext) -> None:
-    """Closing works, and closing twice is no error."""
+    """Check that closing works twice."""
     env = await exam.make()
     task, seed = exam.episodes[-1]
     await exam.begin(env, task, seed)
@@ -191,7 +191,7 @@ async def close(exam: CheckContext) -> None:
 
 
 async def close_after_errors(exam: CheckContext) -> None:
-    """Closing works after each way in which an episode can break."""
+    """Check that closing works after each kind of broken episode."""
     if exam.single:
         return
     for when, ending in _ENDINGS.items():
@@ -210,7 +210,7 @@ async def close_after_errors(exam: CheckContext) -> None:
 
 
 async def leaks(exam: CheckContext) -> None:
-    """After closing, whatever happened before, no more threads run and no more files are open than before."""
+    """Check that closing leaves no further threads or open files."""
     if exam.single:
         return
     kept: list[Env] = []

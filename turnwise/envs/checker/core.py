@@ -1,4 +1,4 @@
-"""The examination as a whole: which checks there are, in which order, and which needs which."""
+"""check_env: runs all checks of an environment in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ AT_ONCE: Final = 4
 
 
 def looks_at_tasks(env: Env) -> bool:
-    """Return whether an environment says what is wrong with a task."""
+    """Return whether an environment implements ``check_task``."""
     inner = env.unwrapped if isinstance(env, Wrapper) else env
     return type(inner).check_task is not Env.check_task
 
 
 async def each_task(exam: CheckContext) -> None:
-    """Nothing is wrong with any task, where the environment can say so (``check_task``)."""
+    """Check every task by the environment's ``check_task``."""
     rows = exam.of.rows
     if not rows or exam.single or not looks_at_tasks(exam.first):
         return
@@ -109,33 +109,32 @@ async def check_env(
     count_tokens: TokenCounter | None = None,
     prompt: PromptIds | None = None,
 ) -> CheckReport:
-    """Play short episodes in an environment, with made-up calls of its tools, and report what is wrong with it.
+    """Play short episodes with random tool calls in an environment, and report violations of its contract.
 
-    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a group begin equally;
-    any final message; calls of every kind, together and one by one; that equal seeds give equal episodes, in a used
-    environment too, and while another one runs; close, also after what raised, with no thread or file left; that the
-    chat template shows the tools; lengths against the context; answers that stand in the prompt; that policies which
-    know nothing score no more than the floor, and the reference solution the most; every task by itself, where the
-    environment can say what is wrong with one (``check_task``); what a step costs.
+    Checks: signatures; tool schemas; the shape of reset; equal starts in a group; any final message; calls of every
+    kind, together and single; equal episodes from equal seeds, also in a reused environment and beside another one;
+    close, also after errors, without leaked threads or files; tools in the rendered prompt; lengths against the
+    context; answers leaked in the prompt; trivial policies at the floor and the reference solution at the maximum;
+    every task (``check_task``); the cost of a step.
 
     Args:
-        env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
-            no second one can be made) an environment.
-        task: What it is reset with; by default the first of the environment's own tasks, or none.
+        env: A registered name or reference, a spec, a class or function that makes one, or an environment (with fewer
+            checks, since no second one can be made).
+        task: Task for resets; by default the first of the environment's own, or none.
         tasks: Several of them.
-        looked_at: Those that are looked at one by one, or their source; by default ``tasks``, else all its own.
+        looked_at: Tasks for ``check_task``, or their source; by default ``tasks``, else all its own.
         seeds: At least one.
-        timeout: Seconds that any one call may take. The first that takes longer ends the examination.
-        context_length: Tokens of prompt and completion that the model takes, or None.
-        count_tokens: Counts the tokens of a text; by default it is estimated.
-        prompt: Makes ids of messages and tools by the chat template that is to show the tools.
+        timeout: Seconds for any one call; the first stall ends the examination.
+        context_length: Tokens of prompt and completion, or None.
+        count_tokens: Counts the tokens of a text; by default an estimate.
+        prompt: Renders messages and tools to ids by the chat template.
 
     Returns:
-        The report. Nothing is raised for what the environment does wrong.
+        The report. Faults of the environment raise nothing.
 
     Raises:
-        RegistryError: There is no such environment.
-        ConfigError: What its configuration names cannot be loaded, there is no seed, or no time.
+        RegistryError: The environment is unknown.
+        ConfigError: Its configuration cannot be loaded, or there is no seed or no time.
         TaskError: Its own tasks cannot be loaded.
     """
     _check_arguments(seeds, timeout)

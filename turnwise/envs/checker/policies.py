@@ -1,4 +1,4 @@
-"""Policies without a model: those that know nothing score no more than the floor, the reference the most."""
+"""Policy checks: trivial policies score at most the floor, the reference solution the maximum."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MOST_REFERENCE: Final = 1_000
 
 
 async def null(exam: CheckContext) -> None:
-    """Who says nothing earns nothing, be it in empty messages or, as where turns run out, without a last message."""
+    """Check that empty messages, or no final message, earn nothing."""
     empty: Message = {"role": "assistant", "content": ""}
     await _exactly(exam, "null policy", lambda _played, _step: empty, "an episode of empty messages")
     await _exactly(exam, "null policy", lambda _played, _step: None, "an episode without an answer, score(None),")
 
 
 async def repeat(exam: CheckContext) -> None:
-    """Who repeats the question earns nothing."""
+    """Check that repeating the question earns nothing."""
 
     def say(played: Played, _step: int) -> Message:
         return {"role": "assistant", "content": text_of(played.messages[-1]) if played.messages else ""}
@@ -42,7 +42,7 @@ async def repeat(exam: CheckContext) -> None:
 
 
 async def random_calls(exam: CheckContext) -> None:
-    """Who calls tools at random and says something at random earns nothing to speak of."""
+    """Check that random tool calls and answers earn next to nothing."""
     bounds = _bounds(exam)
     rng = random.Random(0)
     totals = []
@@ -84,7 +84,6 @@ async def _exactly(exam: CheckContext, name: str, policy: Policy, what: str) -> 
 
 
 def _bounds(exam: CheckContext) -> tuple[float, float] | None:
-    """Return the floor and the largest score, where they are declared."""
     bounds = exam.first.score_range
     if bounds is None:
         exam.find(
@@ -129,7 +128,7 @@ def _random_message(played: Played, rng: random.Random, *, calls: bool) -> Messa
 
 
 async def reference(exam: CheckContext) -> None:
-    """The reference solution, where there is one, scores the most that is possible."""
+    """Check that the reference solution scores the maximum."""
     if solver_of(exam.first) is None:
         exam.report.notes.append("no reference solution: write solve() to have it checked that the top can be reached")
         return

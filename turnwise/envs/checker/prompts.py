@@ -1,4 +1,4 @@
-"""What stands before the model: how long it is, and whether the answer stands in it."""
+"""Prompt checks: tools in the rendered prompt, lengths, and leaked answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_MOVES: Final = 100
 
 
 async def tools_shown(exam: CheckContext) -> None:
-    """The chat template writes the tools into the prompt, where a model was named."""
+    """Check that the chat template renders the tools."""
     if exam.of.prompt is None:
         return
     task, seed = exam.episodes[0]
@@ -44,7 +44,7 @@ async def tools_shown(exam: CheckContext) -> None:
 
 
 async def lengths(exam: CheckContext) -> None:
-    """The prompt, and the longest that a tool answers, fit into the context."""
+    """Check that the prompt and the longest tool result fit into the context."""
     count = exam.of.count_tokens
     prompts: list[int] = []
     longest = (0, "")
@@ -90,11 +90,10 @@ def _tools_text(tools: Sequence[ToolSchema]) -> str:
 
 
 async def answers(exam: CheckContext) -> None:
-    """The answer does not stand in the prompt or in what the tools' schemas say.
+    """Check that the answer does not stand in the prompt or the tools' schemas.
 
-    One that does in a single episode may be chance (a number of the question is the answer, a person manages
-    themself), and one that does in all may be one of listed choices; so it is a leak where the answers of an episode
-    stand in its own texts far more often than those of other episodes do.
+    Single occurrences may be chance, and listed choices always contain the answer; so a leak is where an episode's
+    answers stand in its own texts far more often than those of other episodes do.
     """
     seen: list[tuple[set[str], dict[str, str]]] = []
     episodes = [(task, seed) for seed in exam.of.seeds for task in exam.of.tasks]
@@ -127,7 +126,7 @@ async def answers(exam: CheckContext) -> None:
 
 
 def _by_chance(seen: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
-    """Return how often answers of one episode stand in the text of another one that has other answers."""
+    """Return how often an episode's answers stand in the text of another one with other answers."""
     pairs = [
         any(_stands(each, text) for each in wanted - mine)
         for (mine, _), text in zip(seen, texts, strict=True)
@@ -159,7 +158,6 @@ async def _answers_of(exam: CheckContext, played: Played) -> set[str]:
 
 
 async def _solution_text(exam: CheckContext, played: Played) -> str:
-    """Return the last message of the reference solution; the episode is played for it."""
     try:
         solver = solver_of(played.env)
         if solver is None:

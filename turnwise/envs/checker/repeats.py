@@ -1,4 +1,4 @@
-"""The same again: in a group, a second time, in a used environment, and beside another one."""
+"""Repeatability checks: equal episodes within a group, in sequence, after reuse, and concurrently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST: Message = {"role": "assistant", "content": "I do not know."}
 
 
 async def group(exam: CheckContext) -> None:
-    """Members of a group, reset with one task and one seed, begin equally."""
+    """Check that members of a group (equal task and seed) begin equally."""
     if exam.single:
         return
     for task, seed in exam.episodes:
@@ -54,7 +54,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
 
 
 async def determinism(exam: CheckContext) -> None:
-    """Equal messages in episodes with equal seeds are answered equally."""
+    """Check that equal messages get equal answers in episodes with equal seeds."""
     if exam.single:
         return
     plays = [await _alone(exam), await _alone(exam)]
@@ -63,7 +63,7 @@ async def determinism(exam: CheckContext) -> None:
 
 
 async def reuse(exam: CheckContext) -> None:
-    """An environment that played an episode plays the next one like a new one."""
+    """Check that a used environment plays the next episode like a new one."""
     plays = []
     for _ in range(2):
         played = await exam.begin(exam.first, *exam.episodes[0])
@@ -73,7 +73,7 @@ async def reuse(exam: CheckContext) -> None:
 
 
 async def isolation(exam: CheckContext) -> None:
-    """Two episodes that run at the same time do not see each other."""
+    """Check that concurrent episodes do not affect each other."""
     if exam.single:
         return
     alone = await _alone(exam)
@@ -130,7 +130,7 @@ _TICK_S: Final = 0.002
 
 
 async def cost(exam: CheckContext) -> None:
-    """Measure steps and memory; warn of what would slow or fill a run of thousands of episodes."""
+    """Measure steps and memory; warn of what would slow down or fill a long run."""
     seconds: list[float] = []
     held = 0.0
     task, seed = exam.episodes[0]
@@ -160,7 +160,7 @@ async def cost(exam: CheckContext) -> None:
 
 
 async def _watched(env: Env, task: Task | None, seed: int) -> tuple[list[float], float]:
-    """Play an episode while something else ticks on the loop; return step times and the longest gap between ticks."""
+    """Play an episode beside a ticker; return step times and the longest gap between ticks."""
     gaps: list[float] = [0.0]
 
     async def tick() -> None:

@@ -1,1 +1,1 @@
-"""Gymnasium, both ways: its environments as ours, and ours as its."""
+"""Adapters to and from Gymnasium environments."""

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment as one of this package."""
+"""GymnasiumEnv and GymnasiumToolEnv: Gymnasium environments played by messages or tool calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TOOL_NAME: Final = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 class _World:
-    """A Gymnasium environment, how it is shown, and what was seen of the running episode."""
+    """A Gymnasium environment, its rendering, and the state of the episode."""
 
     def __init__(
         self,
@@ -93,12 +93,9 @@ class _World:
 class GymnasiumEnv(Env):
     """A Gymnasium environment in which every message is an action.
 
-    The action is what stands between the last ``<action>`` and ``</action>`` of a message, or its last line, with or
-    without ``Action:`` before it: a name, a number, or JSON, as the space has it. A message without an action is
-    answered with what is expected and moves nothing; after ``max_invalid`` of them in a row the episode is truncated.
-
-    Attributes:
-        world: The environment and how it is shown.
+    The action stands between the last ``<action>`` and ``</action>`` of a message, or on its last line, optionally
+    after ``Action:``: a name, a number, or JSON. A message without one is answered with a hint and changes nothing;
+    after ``max_invalid`` of them in a row the episode is truncated.
     """
 
     def __init__(
@@ -113,22 +110,22 @@ class GymnasiumEnv(Env):
         max_invalid: int = 3,
         blocking: bool = False,
     ) -> None:
-        """Take an environment.
+        """Wrap an environment.
 
         Args:
             env_id: Its id in Gymnasium, an object, or a function that makes one.
             kwargs: Arguments of ``gymnasium.make``.
-            render: What the model reads of an observation: a function of observation and environment, a reference to
-                one, or ``ansi`` for what ``env.render()`` draws. By default numbers, or the words that are known.
-            parse: From the text of a message to an action: a function of text and environment, or a reference to one.
+            render: Text of an observation: a function of observation and environment, a reference to one, or ``ansi``
+                for ``env.render()``. By default numbers, or known names.
+            parse: Action of a text: a function of text and environment, or a reference to one.
             actions: Names of the values of a Discrete action space.
-            instructions: What the model is told in the beginning, before what an action is.
-            max_invalid: After so many messages without an action in a row the episode is truncated; 0 is never.
-            blocking: Whether a step takes long: it then runs in a thread.
+            instructions: Instructions before the description of actions.
+            max_invalid: Messages without an action in a row that truncate the episode; 0 is never.
+            blocking: Whether steps run in a thread.
 
         Raises:
-            ConfigError: There is no such environment, or an argument does not fit it.
-            EnvError: Its action space has no form in text and no ``parse`` is given.
+            ConfigError: The environment is unknown, or an argument does not fit it.
+            EnvError: Its action space has no text form and no ``parse`` is given.
         """
         self.world = _World(env_id, kwargs=kwargs, render=render, actions=actions, instructions=instructions)
         self._parse: Parse | None = load_object(parse, "parse function") if isinstance(parse, str) else parse
@@ -139,7 +136,7 @@ class GymnasiumEnv(Env):
         vars(self)["blocking"] = blocking
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Reset the world with the seed, and with ``task.data["options"]`` where there are some."""
+        """Reset the world with the seed, and with ``task.data["options"]`` if given."""
         text = self.world.reset(task, seed)
         self._invalid = 0
         rules = f"{self.world.rules}\n" if self.world.rules else ""
@@ -184,14 +181,11 @@ class GymnasiumEnv(Env):
 
 
 class GymnasiumToolEnv(ToolEnv):
-    """A Gymnasium environment that is acted in by tool calls.
+    """A Gymnasium environment played by tool calls.
 
     A Discrete action space with names has one tool for each name; any other has one tool, ``act(action)``. A message
-    without a call is answered with a reminder; after ``max_invalid_calls`` of them, or of calls that reached no tool,
-    in a row the episode is truncated.
-
-    Attributes:
-        world: The environment and how it is shown.
+    without a call is answered with a reminder; after ``max_invalid_calls`` of them, or of invalid calls, in a row the
+    episode is truncated.
     """
 
     def __init__(
@@ -205,12 +199,7 @@ class GymnasiumToolEnv(ToolEnv):
         max_invalid: int = 3,
         blocking: bool = False,
     ) -> None:
-        """Take an environment; the arguments are those of :class:`GymnasiumEnv`.
-
-        Raises:
-            ConfigError: There is no such environment, or an argument does not fit it.
-            EnvError: Its action space has no form in JSON.
-        """
+        """Wrap an environment; the arguments are those of :class:`GymnasiumEnv`."""
         self.world = _World(env_id, kwargs=kwargs, render=render, actions=actions, instructions=instructions)
         self.max_invalid_calls = max_invalid
         self._blocking = blocking
@@ -218,7 +207,7 @@ class GymnasiumToolEnv(ToolEnv):
         self.tools = self._tools()
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Reset the world with the seed, and with ``task.data["options"]`` where there are some."""
+        """Reset the world with the seed, and with ``task.data["options"]`` if given."""
         text = self.world.reset(task, seed)
         self._ended = None
         rules = f"{self.world.rules}\n" if self.world.rules else ""
@@ -226,7 +215,7 @@ class GymnasiumToolEnv(ToolEnv):
         return [{"role": "system", "content": system}, {"role": "user", "content": text}], self.world.seen()
 
     async def step(self, action: Message) -> StepResult:
-        """Take the calls of a message as actions, one after the other."""
+        """Take the calls of a message as actions, in order."""
         if not action.get("tool_calls"):
             return await self._reminded()
         result = await super().step(action)
@@ -238,7 +227,7 @@ class GymnasiumToolEnv(ToolEnv):
         return result._replace(info=info)
 
     def close(self) -> None:  # type: ignore[override]
-        """Close the world; the tools are released after it."""
+        """Close the world, then the tools."""
         self.world.env.close()
 
     async def _reminded(self) -> StepResult:
@@ -297,21 +286,21 @@ def from_gymnasium(
     max_invalid: int = 3,
     blocking: bool = False,
 ) -> GymnasiumEnv | GymnasiumToolEnv:
-    """Return a Gymnasium environment as one of this package.
+    """Wrap a Gymnasium environment.
 
     Args:
         env: Its id, an object, or a function that makes one.
-        tools: Whether the model acts by tool calls; else each of its messages is an action.
+        tools: Whether the model acts by tool calls; else by messages.
         kwargs: Arguments of ``gymnasium.make``.
-        render: What the model reads of an observation; see :class:`GymnasiumEnv`.
-        parse: From the text of a message to an action; not with tools, whose arguments are the action.
+        render: Text of an observation; see :class:`GymnasiumEnv`.
+        parse: Action of a text; not with tools, whose arguments are the action.
         actions: Names of the values of a Discrete action space.
-        instructions: What the model is told in the beginning.
-        max_invalid: After so many messages in a row without an action the episode is truncated; 0 is never.
-        blocking: Whether a step takes long: it then runs in a thread.
+        instructions: Instructions for the model.
+        max_invalid: Messages without an action in a row that truncate the episode; 0 is never.
+        blocking: Whether steps run in a thread.
 
     Raises:
-        ConfigError: There is no such environment, or an argument does not fit it.
+        ConfigError: The environment is unknown, or an argument does not fit it.
         EnvError: Its action space has no form in text or JSON and no ``parse`` is given.
     """
     common: dict[str, Any] = {
@@ -347,7 +336,7 @@ def _renderer(render: Render | str | None, known: Render | None) -> Render | Non
 
 
 def _said(text: str, space: Any) -> Any:
-    """Return what a message says its action is: JSON where it is JSON and no text is wanted, else the text."""
+    """Return the action in a message: JSON where it parses and no text is wanted, else the text."""
     said = _tagged(text)
     if said is None:
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Values of Gymnasium's spaces as text and JSON, and back."""
+"""Values of Gymnasium spaces as text and JSON, and back; renderings of well-known environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURED: Final = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 
 
 def value_text(space: Any, value: Any) -> str:
-    """Return a value of a space as a model reads it: numbers in at most six digits, dicts as lines."""
+    """Format a value of a space: numbers in at most six digits, dicts as lines."""
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{name}: {value_text(inner, value[name])}" for name, inner in space.spaces.items())
     if isinstance(space, spaces.Tuple):
@@ -52,15 +52,7 @@ def _rounded(value: Any) -> Any:
 
 
 def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a space's values.
-
-    Args:
-        space: The space.
-        names: Names of the values of a Discrete space.
-
-    Raises:
-        EnvError: The space has no form in JSON.
-    """
+    """Return the JSON schema of a space's values."""
     if isinstance(space, spaces.Discrete):
         if names:
             return {"type": "string", "enum": list(names)}
@@ -98,7 +90,7 @@ def _array_schema(space: Any) -> dict[str, Any]:
 
 
 def space_hint(space: Any, names: Sequence[str] = ()) -> str:
-    """Return in words what an action is."""
+    """Describe an action in words."""
     if isinstance(space, spaces.Discrete):
         if names:
             return f"one of: {', '.join(names)}"
@@ -109,10 +101,10 @@ def space_hint(space: Any, names: Sequence[str] = ()) -> str:
 
 
 def value_from_json(space: Any, value: Any, names: Sequence[str] = ()) -> Any:
-    """Return what a JSON value is in a space.
+    """Convert a JSON value to a space.
 
     Raises:
-        ToolError: It does not fit; the message says to the model what does.
+        ToolError: It does not fit; the message tells the model what does.
     """
     found = _converted(space, value, names)
     if found is None or not space.contains(found):
@@ -162,7 +154,7 @@ def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
 
 
 def ansi_text(_observation: Any, env: Any) -> str:
-    """Return what ``env.render()`` draws as text; what it colours stands in brackets."""
+    """Return ``env.render()`` as text; coloured parts in brackets."""
     drawn = env.render()
     if not isinstance(drawn, str):
         raise EnvError(
@@ -174,13 +166,7 @@ def ansi_text(_observation: Any, env: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How a well-known environment is shown.
-
-    Attributes:
-        rules: What the model is told in the beginning.
-        actions: Names of its actions.
-        render: What the model reads of an observation.
-    """
+    """Rendering of a well-known environment."""
 
     rules: str
     actions: tuple[str, ...]

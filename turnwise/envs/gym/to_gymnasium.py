@@ -1,4 +1,4 @@
-"""Gymnasium, both ways: environments of this package as Gymnasium's, and (``gym_env.py``) the other way round."""
+"""GymnasiumAdapter: environments of this package as Gymnasium environments, with message spaces."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ _WORDS: Final = "yes no one two left right up down hello answer north south 0 1 
 class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
     """Assistant messages: texts, or dicts with ``content`` and ``tool_calls``.
 
-    A call is a :class:`~turnwise.types.ToolCall` or a dict with ``name`` and ``arguments``; ids are given where they
-    miss. Samples are dicts of JSON values: random words, or calls of the tools with random arguments.
-
-    Attributes:
-        tools: What samples may call.
+    A call is a :class:`~turnwise.types.ToolCall` or a dict with ``name`` and ``arguments``; missing ids are added.
+    Samples are random words, or calls of the tools with random arguments.
     """
 
     def __init__(self, tools: Sequence[ToolSchema] = (), seed: int | None = None) -> None:
@@ -47,11 +44,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
-        """Return a random message.
-
-        Raises:
-            ValueError: A mask or probability was given; a message has no fixed set of values to mask.
-        """
+        """Return a random message; refuses mask and probability with ValueError."""
         if mask is not None or probability is not None:
             raise ValueError("the space of messages takes no mask and no probability")
         rng = random.Random(int(self.np_random.integers(2**63)))
@@ -76,7 +69,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
         return [plain(as_message(each)) for each in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
-        """Return what :meth:`to_jsonable` returned as elements of the space."""
+        """Invert :meth:`to_jsonable`."""
         return list(sample_n)
 
     def __eq__(self, other: object) -> bool:
@@ -89,7 +82,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
 
 class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
-    """Tuples of messages, each a dict of JSON values with a ``role``: what an environment answers."""
+    """Tuples of messages, each a dict of JSON values with a ``role``."""
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(shape=None, dtype=None, seed=seed)
@@ -100,11 +93,7 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> tuple[dict[str, Any], ...]:
-        """Return one to three random user messages.
-
-        Raises:
-            ValueError: A mask or probability was given.
-        """
+        """Return one to three random user messages; refuses mask and probability with ValueError."""
         if mask is not None or probability is not None:
             raise ValueError("the space of messages takes no mask and no probability")
         rng = random.Random(int(self.np_random.integers(2**63)))
@@ -128,7 +117,7 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
         return [list(each) for each in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
-        """Return what :meth:`to_jsonable` returned as elements of the space."""
+        """Invert :meth:`to_jsonable`."""
         return [tuple(each) for each in sample_n]
 
     def __eq__(self, other: object) -> bool:
@@ -141,11 +130,7 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
 
 def as_message(action: Any) -> Message:
-    """Return an action as an assistant message.
-
-    Raises:
-        EnvError: It is neither a text nor an assistant message.
-    """
+    """Return an action as an assistant message."""
     if isinstance(action, str):
         return {"role": "assistant", "content": action}
     if not isinstance(action, Mapping) or action.get("role", "assistant") != "assistant":
@@ -203,7 +188,7 @@ _TIMES: Final = "seconds"
 
 
 class _Loop:
-    """An event loop in a thread of its own, so that it can be waited for inside a running loop as well."""
+    """An event loop in its own thread, usable from inside a running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -234,14 +219,14 @@ def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None
 class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
     """An environment of this package as a Gymnasium environment.
 
-    An observation is a tuple of messages (dicts of JSON values), an action a text or an assistant message; both have
-    their space. Rewards, ``terminated`` and ``truncated`` are the environment's own; where it truncates, its score is
-    added to the reward of that step, since Gymnasium has no other place for it.
+    An observation is a tuple of messages (dicts of JSON values), an action a text or an assistant message. Rewards,
+    ``terminated`` and ``truncated`` are the environment's own; on truncation the score is added to the step's reward,
+    since Gymnasium has no other place for it.
 
     Attributes:
         observation_space: Tuples of messages.
         action_space: Assistant messages; samples call the environment's tools.
-        conversation: All messages of the running episode, the actions included.
+        conversation: All messages of the running episode, actions included.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -255,19 +240,19 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         render_mode: str | None = None,
         **config: Any,
     ) -> None:
-        """Take an environment.
+        """Wrap an environment.
 
         Args:
-            env: A registered name or reference, a spec, an environment, or what makes one.
-            tasks: What resets draw from; by default the environment's own tasks, where it has some.
-            max_tasks: So many tasks are read.
+            env: A registered name or reference, a spec, an environment, or a factory.
+            tasks: Tasks that resets draw from; by default the environment's own, if any.
+            max_tasks: Most tasks read.
             render_mode: ``ansi`` for the conversation as text, or None.
             **config: Keyword arguments of its constructor, where ``env`` is a name.
 
         Raises:
-            RegistryError: There is no such environment, or it does not take this configuration.
+            RegistryError: The environment is unknown, or refuses the configuration.
             TaskError: The tasks cannot be read, or there are none.
-            EnvError: Arguments were given to an environment that is made already, or the render mode is unknown.
+            EnvError: Arguments were given to an existing environment, or the render mode is unknown.
         """
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise EnvError(f"render_mode is {render_mode!r}: there is 'ansi' (the conversation as text), or None")
@@ -282,7 +267,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
 
     @property
     def env(self) -> Env:
-        """The environment itself."""
+        """The wrapped environment."""
         return self._env
 
     def reset(
@@ -291,15 +276,15 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         """Begin an episode.
 
         Args:
-            seed: Seeds what is drawn from here on, as in Gymnasium: the task, and the seed of the environment.
-            options: ``task`` names the task: a Task, a row, an id, or its number.
+            seed: Seeds all later draws, as in Gymnasium: tasks and environment seeds.
+            options: ``task`` names the task: a Task, a row, an id, or its index.
 
         Returns:
-            The messages that the conversation begins with, and the environment's info with ``task_id``.
+            The head of the conversation, and the environment's info with ``task_id``.
 
         Raises:
             EnvError: The environment raised or broke its contract.
-            TaskError: ``options["task"]`` names none.
+            TaskError: ``options["task"]`` is unknown.
         """
         super().reset(seed=seed)
         drawn = int(self.np_random.integers(2**31))
@@ -310,13 +295,13 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         return self._observed(messages), {**_comparable(info), "task_id": None if task is None else task.id}
 
     def step(self, action: Any) -> tuple[tuple[dict[str, Any], ...], float, bool, bool, dict[str, Any]]:
-        """Say something.
+        """Take an action.
 
         Args:
             action: A text or an assistant message.
 
         Raises:
-            EnvError: It is none, or the environment raised or broke its contract.
+            EnvError: It is invalid, or the environment raised or broke its contract.
         """
         message = as_message(action)
         self.conversation.append(message)
@@ -338,7 +323,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         return "\n".join(_line(message) for message in self.conversation)
 
     def close(self) -> None:
-        """Close the environment and end its event loop. A second time is no error."""
+        """Close the environment and end its event loop. Idempotent."""
         if not self._open:
             return
         try:
@@ -383,7 +368,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
 
 
 def to_gymnasium(env: str | EnvSpec | Env | Callable[[], Env], **options: Any) -> GymnasiumAdapter:
-    """Return an environment as a Gymnasium environment; the arguments are those of :class:`GymnasiumAdapter`."""
+    """Wrap an environment; the arguments are those of :class:`GymnasiumAdapter`."""
     return GymnasiumAdapter(env, **options)
 
 
@@ -409,7 +394,7 @@ def _tasks(env: Env, source: TaskSource | None, limit: int) -> list[Task]:
 
 
 def _comparable(info: dict[str, Any]) -> dict[str, Any]:
-    """Return an info without the times in its metrics: Gymnasium compares infos of equal episodes."""
+    """Return an info without times in its metrics: Gymnasium compares infos of equal episodes."""
     metrics = info.get("metrics")
     if not metrics:
         return dict(info)

@@ -1,1 +1,1 @@
-"""The environments that ship."""
+"""Built-in environments."""

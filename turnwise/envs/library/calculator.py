@@ -1,4 +1,4 @@
-"""A chain of arithmetic operations, solved with a calculator tool that does one operation at a time."""
+"""Calculator environment: a chain of arithmetic operations, one tool call each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A number, and what is done to it step by step."""
+    """A start number and a chain of operations."""
 
     start: int
     steps: tuple[tuple[str, int], ...]
@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def results(self) -> list[int]:
-        """The result of each operation, which is applied to the result of the one before."""
+        """The result of each operation."""
         found = [self.start]
         for sign, number in self.steps:
             value = found[-1]
@@ -49,12 +49,12 @@ class Problem:
         return self.results[-1]
 
     def to_data(self) -> dict[str, Any]:
-        """Return what a task holds of it."""
+        """Return the task data."""
         return {"start": self.start, "steps": [list(step) for step in self.steps]}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Problem:
-        """Read it back. Raises TaskError."""
+        """Parse task data. Raises TaskError."""
         start: Any = data.get("start")
         steps: Any = data.get("steps")
         fits = type(start) is int and isinstance(steps, Sequence) and len(steps) > 0
@@ -97,20 +97,12 @@ class CalculatorEnv(ToolEnv):
     default_tasks: ClassVar[str] = "turnwise.envs.library.calculator:tasks"
 
     def __init__(self, operations: int = 2, largest: int = 99) -> None:
-        """Say how hard the problems are that are drawn where no task says one.
-
-        Args:
-            operations: How many are applied to the first number.
-            largest: The largest number of a problem.
-
-        Raises:
-            EnvError: One is out of range.
-        """
+        """Set the difficulty of problems drawn without a task."""
         _check(EnvError, operations, largest)
         self.operations, self.largest = operations, largest
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Ask the task's problem, or one that is drawn from the seed."""
+        """Ask the task's problem, or one drawn from the seed."""
         if task is None:
             seed = random.getrandbits(63) if seed is None else seed
             self.problem = problem(seed, operations=self.operations, largest=self.largest)
@@ -145,11 +137,7 @@ def _check(error: type[EnvError | TaskError], operations: Any, largest: Any) -> 
 def tasks(
     n: int = 200, *, split: str = "train", seed: int = 0, operations: int = 2, largest: int = 99
 ) -> Iterator[Task]:
-    """Yield ``n`` problems of a split.
-
-    Raises:
-        TaskError: There is no such split, or a number is out of range.
-    """
+    """Yield ``n`` problems of a split."""
     _check(TaskError, operations, largest)
     for index in range(n):
         found = problem(stable_hash(split, seed, index), operations=operations, largest=largest, split=split)

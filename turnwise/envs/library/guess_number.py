@@ -1,4 +1,4 @@
-"""Guess a hidden number from "higher" and "lower": an environment without tools, its ``step`` written by hand."""
+"""Guess a hidden number from "higher" and "lower": an environment without tools."""
 
 from __future__ import annotations
 
@@ -20,23 +20,15 @@ class GuessNumberEnv(Env):
     """Hides a number and answers guesses with "higher" or "lower". 1 for finding it in time, else 0.
 
     Attributes:
-        low: The least number that is hidden.
-        high: The largest.
-        guesses: How many there are.
-        number: What is hidden in this episode.
-        left: How many guesses are left.
-        found: Whether the number was guessed.
+        low: Least hidden number.
+        found: Whether it was guessed.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.seeded:tasks"
 
     def __init__(self, low: int = 1, high: int = 1000, guesses: int = 10) -> None:
-        """Say what may be hidden, and how often one may guess.
-
-        Raises:
-            EnvError: Nothing could be hidden, or there is no guess.
-        """
+        """Set the range of numbers and the guesses."""
         for name, value in (("low", low), ("high", high), ("guesses", guesses)):
             if type(value) is not int or abs(value) >= 10**18:
                 raise EnvError(
@@ -50,11 +42,7 @@ class GuessNumberEnv(Env):
         self._over = True
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Hide a number: the task's ``data["number"]``, or one that is drawn from the seed.
-
-        Raises:
-            TaskError: The task's number is none, or out of range.
-        """
+        """Hide the task's ``data["number"]``, or one drawn from the seed."""
         given = None if task is None else task.data.get("number")
         if given is not None and (type(given) is not int or not self.low <= given <= self.high):
             name = None if task is None else task.id
@@ -71,11 +59,7 @@ class GuessNumberEnv(Env):
         return text, {}
 
     def step(self, action: Message) -> StepResult:
-        """Answer a guess. Whatever is none is used up too, so that an episode always ends.
-
-        Raises:
-            EnvError: No episode runs.
-        """
+        """Answer a guess. An invalid one counts, too, so that episodes end."""
         if self._over:
             raise EnvError("guess_number: no episode runs: call reset() first")
         self.left -= 1
@@ -116,7 +100,7 @@ def _guess(text: str) -> int | None:
 
 
 def _refusals(action: Message) -> list[Message]:
-    """Answer calls, though no tool was offered: every call gets an answer."""
+    """Answer calls by errors: no tool was offered."""
     answers: list[Message] = []
     for call in action.get("tool_calls") or ():
         response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])

@@ -1,4 +1,4 @@
-"""Who manages whom: two dependent tool calls over a table drawn from the seed, then an exact answer."""
+"""Lookup environment: two dependent tool calls over a table drawn from the seed, then an exact answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What is hidden behind the tools of one episode, and the question about it."""
+    """Hidden data and question of an episode."""
 
     person: str
     teams: dict[str, str]
@@ -34,7 +34,7 @@ class Table:
 
     @property
     def answer(self) -> str:
-        """Who manages the person."""
+        """The person's manager."""
         return self.managers[self.teams[self.person]]
 
 
@@ -52,7 +52,7 @@ def table(seed: int, *, person: str | None = None, split: str = "train") -> Tabl
 
 
 class LookupEnv(ToolEnv):
-    """Asks who manages a person. The model must look up the person's team, and then the team's manager."""
+    """Asks for a person's manager: look up the team, then the team's manager."""
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.lookup:tasks"
@@ -90,7 +90,7 @@ class LookupEnv(ToolEnv):
 
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
-    """Yield ``n`` questions of a split. Their tables are drawn when an episode resets."""
+    """Yield ``n`` questions of a split; their tables are drawn at reset."""
     for index in range(n):
         person = NAMES[stable_hash("lookup", split, seed, index) % len(NAMES)]
         data = {"person": person, "split": split}

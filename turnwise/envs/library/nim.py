@@ -1,4 +1,4 @@
-"""Nim with one heap: two players take stones by turns, and who takes the last one wins."""
+"""Nim with one heap: the player who takes the last stone wins."""
 
 from __future__ import annotations
 
@@ -21,30 +21,25 @@ SIDES: Final = ("first", "second")
 
 
 class NimEnv(MultiAgentEnv):
-    """1 for who takes the last stone, 0 for the other; an answer that is no allowed move loses.
+    """1 for the player who takes the last stone, 0 for the other; an invalid move loses.
 
-    Without ``opponent`` two agents play, ``first`` and ``second``. With it, one, ``main``, plays against the
-    environment.
+    Two agents play, ``first`` and ``second``; with ``opponent`` one, ``main``, plays against the environment.
 
     Attributes:
-        stones: How many are left.
-        winner: Who won, as far as the game is over.
+        winner: The winner, once the game is over.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.nim:tasks"
 
     def __init__(self, least: int = 5, most: int = 20, take: int = 3, opponent: Opponent | None = None) -> None:
-        """Say how large heaps are and who plays.
+        """Set heap sizes and players.
 
         Args:
-            least: The smallest heap that a game begins with.
-            most: The largest.
-            take: How many stones one may take at once.
-            opponent: Plays the other side of ``main``; None where two agents play.
-
-        Raises:
-            EnvError: There are no such games, or there is no such opponent.
+            least: Smallest initial heap.
+            most: Largest initial heap.
+            take: Most stones of a move.
+            opponent: Strategy of ``main``'s opponent; None where two agents play.
         """
         # So large that nobody ends it with the first move.
         for name, value, low in (("take", take, 1), ("least", least, take + 1), ("most", most, least)):
@@ -57,13 +52,10 @@ class NimEnv(MultiAgentEnv):
         self.stones, self.winner = 0, ""
 
     def begin(self, task: Task | None, seed: int | None) -> str:
-        """Lay the heap: the task's ``data["stones"]``, or as many as are drawn from the seed.
+        """Lay the task's ``data["stones"]``, or a heap drawn from the seed.
 
-        Against an opponent the task's ``data["side"]`` says who begins. Without it a game against a perfect one is such
-        that it can be won, and else the seed decides.
-
-        Raises:
-            TaskError: The task names no heap that can be played, or no side.
+        Against an opponent ``data["side"]`` says who begins. By default games against a perfect one can be won;
+        otherwise the seed decides.
         """
         data = {} if task is None else task.data
         name = None if task is None else task.id
@@ -108,17 +100,16 @@ class NimEnv(MultiAgentEnv):
         return None if self.winner else agent
 
     def payoff(self) -> Mapping[str, float]:
-        """1 for the winner; where a limit ended the game, for the one whose turn it was not."""
+        """1 for the winner; after a limit, for the agent whose turn it was not."""
         lost = self.turn if not self.winner else None
         return {name: float(name != lost if lost else name == self.winner) for name in self.agents}
 
     def solve(self) -> Solution:
-        """Take what leaves a multiple of ``take + 1``; with one mind on both sides, whoever can win wins."""
+        """Leave a multiple of ``take + 1``; playing both sides, the side that can win does."""
         while not self.winner:
             yield str(best(self.stones, self.take))
 
     def _reply(self) -> str:
-        """Let the opponent move; return what is said of it."""
         perfect = best(self.stones, self.take)
         taken = perfect if self.opponent == "perfect" else self._rng.randint(1, min(self.take, self.stones))
         self.stones -= taken
@@ -128,26 +119,23 @@ class NimEnv(MultiAgentEnv):
 
 
 def chosen(text: str) -> int | None:
-    """Return the number that an answer names: the only one in it."""
+    """Return the only number in an answer."""
     numbers = _NUMBER.findall(text)
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def best(stones: int, take: int) -> int:
-    """Return how many stones to take: what leaves the other a lost heap, else one."""
+    """Return the best move: to a lost heap for the other, else one stone."""
     return stones % (take + 1) or 1
 
 
 def tasks(n: int = 1000, *, name: str = "train", opponent: Opponent | None = None) -> Iterator[Task]:
-    """Yield games whose heaps are drawn when they begin.
+    """Yield games whose heaps are drawn at reset.
 
     Args:
-        n: How many.
-        name: First part of the ids. Other names give other seeds: ``train`` to train on, ``test`` held out.
-        opponent: Plays the other side, whatever the run's own environment is configured to.
-
-    Raises:
-        TaskError: ``n`` is no positive number, or there is no name.
+        n: Number of tasks.
+        name: Prefix of the ids, which determines the seeds: ``train`` to train on, ``test`` held out.
+        opponent: Overrides the environment's ``opponent``.
     """
     if n < 1 or not name:
         raise TaskError(f"nim tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty")

@@ -9,14 +9,11 @@ from turnwise.tasks import Task
 
 
 def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:
-    """Yield ``n`` tasks without a prompt; the environment writes the conversation's beginning itself.
+    """Yield ``n`` tasks without a prompt.
 
     Args:
-        n: How many.
-        name: First part of the ids. Other names give other seeds: ``train`` to train on, ``test`` held out.
-
-    Raises:
-        TaskError: ``n`` is no positive number, or there is no name.
+        n: Number of tasks.
+        name: Prefix of the ids, which determines the seeds: ``train`` to train on, ``test`` held out.
     """
     if n < 1 or not name:
         raise TaskError(

@@ -1,4 +1,4 @@
-"""The environment of agents that bring their own reward."""
+"""Environments for tasks without a world: agents with their own reward, and tasks with loaded tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import Message
 
 
 class TaskEnv(SingleTurnEnv):
-    """The task's prompt begins the conversation, and that is all: an agent that gives no reward earned none."""
+    """Starts with the task's prompt; only the agent's own reward counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,21 +26,17 @@ class TaskEnv(SingleTurnEnv):
 
 
 class TaskToolEnv(ToolEnv):
-    """The task's prompt begins the conversation, its tools are those that were loaded, a function scores the end."""
+    """Starts with the task's prompt, offers the loaded tools, and scores by a function."""
 
     def __init__(
         self, scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None, *, system: str | None = None
     ) -> None:
-        """Take what an answer is worth.
+        """Set the scorer.
 
         Args:
-            scorer: As for :class:`~turnwise.envs.single_turn.SingleTurnEnv`. Where only the tools give rewards:
-                ``turnwise.envs.library.task_env:only_tools``.
-            system: A system prompt for tasks that bring none.
-
-        Raises:
-            EnvError: There is no scorer.
-            ConfigError: It cannot be loaded or used.
+            scorer: As for :class:`~turnwise.envs.single_turn.SingleTurnEnv`. For rewards from tools only:
+            ``turnwise.envs.library.task_env:only_tools``.
+            system: A system prompt for tasks without one.
         """
         if scorer is None:
             raise EnvError(
@@ -62,10 +58,10 @@ class TaskToolEnv(ToolEnv):
         return messages, {}
 
     async def score(self, final: Message | None) -> Score:
-        """Return what the scorer says."""
+        """Apply the scorer."""
         return await self._rubric.score(self, self.task, final)
 
 
 def only_tools() -> dict[str, float]:
-    """Score nothing: the rewards of the tools are all there is."""
+    """Score nothing: only the tools give rewards."""
     return {}

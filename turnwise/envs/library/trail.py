@@ -1,4 +1,4 @@
-"""A trail of signs, each of which names the next one between many words: many dependent calls, and long answers."""
+"""Trail environment: many dependent tool calls with long results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The places of a trail's signs in order, and where it ends, as the last one says."""
+    """The places of a trail's signs in order, and its end."""
 
     places: tuple[str, ...]
     end: str
 
 
 def trail(seed: int, *, steps: int = 8, split: str = "train") -> Trail:
-    """Draw a trail of so many signs; about a quarter of all are ``test``."""
+    """Draw a trail; about a quarter of all are ``test``."""
     rng = random.Random(stable_hash("trail", seed))
     while True:
         places: list[str] = []
@@ -49,31 +49,19 @@ def trail(seed: int, *, steps: int = 8, split: str = "train") -> Trail:
 
 
 class TrailEnv(ToolEnv):
-    """Asks where a trail ends. Each sign must be read to know where the next one stands."""
+    """Asks where a trail ends; each sign names the next place."""
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.trail:tasks"
 
     def __init__(self, steps: int = 8, words: int = 20) -> None:
-        """Say how long the trails are where no task says it.
-
-        Args:
-            steps: Signs of a trail.
-            words: Words on a sign that say nothing.
-
-        Raises:
-            EnvError: One is out of range.
-        """
+        """Set the defaults of trails."""
         _check(EnvError, "steps", steps, 1)
         _check(EnvError, "words", words, 0)
         self.steps, self.words = steps, words
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Draw a trail from the seed; the task may say its steps, the words of a sign, and the split.
-
-        Raises:
-            TaskError: What the task says is out of range.
-        """
+        """Draw a trail from the seed; the task may set steps, words and split."""
         data = {} if task is None else task.data
         steps, words, split = data.get("steps", self.steps), data.get("words", self.words), data.get("split", "train")
         _check(TaskError, "steps", steps, 1)
@@ -132,18 +120,15 @@ def _check_split(split: Any) -> None:
 def tasks(
     n: int = 200, *, split: str = "train", seed: int = 0, steps: int = 8, least: int | None = None, words: int = 20
 ) -> Iterator[Task]:
-    """Yield ``n`` trails of a split. They are drawn when an episode resets.
+    """Yield ``n`` trails of a split, drawn at reset.
 
     Args:
-        n: How many.
+        n: Number of tasks.
         split: ``train`` or ``test``.
-        seed: Other seeds give other trails.
+        seed: Determines the trails.
         steps: Signs of a trail.
-        least: Signs of the shortest one, where they differ: each number from it to ``steps`` is as likely.
-        words: Words on a sign that say nothing.
-
-    Raises:
-        TaskError: There is no such split, or a number is out of range.
+        least: Signs of the shortest trail, where lengths are drawn uniformly up to ``steps``.
+        words: Filler words on a sign.
     """
     _check_split(split)
     _check(TaskError, "steps", steps, 1)

@@ -1,6 +1,6 @@
-"""Rewards: functions, and what composes them to a score.
+"""Reward functions and rubrics.
 
-The names are lazy: an environment that has a rubric imports neither an HTTP client nor what a judge needs.
+Names are loaded lazily: a rubric imports neither an HTTP client nor a judge's dependencies.
 """
 
 from __future__ import annotations

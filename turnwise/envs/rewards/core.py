@@ -47,12 +47,12 @@ SHIPPED: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
-    """Return a reward function that is ready to be called.
+    """Load a reward function.
 
     Args:
-        given: The function, the name of a shipped one, or a reference.
-        arguments: For a class those of its constructor, for a function keyword arguments of every call.
-        where: What it belongs to, for messages.
+        given: The function, a built-in name, or a reference.
+        arguments: Of a class's constructor, or keyword arguments of every call of a function.
+        where: Its owner, for messages.
 
     Raises:
         ConfigError: It cannot be found, or does not take the arguments.
@@ -91,7 +91,7 @@ def _with(function: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def describe(function: Any) -> str:
-    """Return how messages call a function: its module and name, or its class."""
+    """Return a function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
@@ -105,11 +105,11 @@ GIVEN: Final = ("task", "final", "text", "messages", "data", "env")
 
 
 class RewardFunction:
-    """Base of reward functions that have settings: subclasses write ``__call__`` with the parameters that they want.
+    """Base of configurable reward functions: subclasses write ``__call__`` with the parameters that they need.
 
     Attributes:
         inline: Whether a plain ``__call__`` runs on the event loop: only where it takes microseconds.
-        timeout: Seconds that a call may take where neither its part nor the rubric says otherwise.
+        timeout: Default seconds for a call.
     """
 
     inline: ClassVar[bool] = False
@@ -121,13 +121,13 @@ class Part:
     """One function of a rubric.
 
     Attributes:
-        function: A function, plain or async; in configurations the name of a shipped one or ``pkg.module:function``.
-        weight: Its value is multiplied by this; 0 only logs it.
+        function: A function, plain or async; in configurations a built-in name or ``pkg.module:function``.
+        weight: Factor of its value; 0 only logs it.
         arguments: Keyword arguments: of the constructor where ``function`` names a class, else of every call.
-        timeout: Seconds that a call may take; None is the rubric's, or else the function's own, or else 60.
-        only_if: Names of other parts: where one of them is not above 0, this function is not called and is worth 0.
-        multiply_by: Names of other parts whose unweighted values its own is multiplied by.
-        inline: Whether a plain function runs on the event loop instead of a thread; None is what the function says.
+        timeout: Seconds for a call; None is the rubric's, else the function's own, else 60.
+        only_if: Names of other parts: unless all are above 0, this part is 0 and not called.
+        multiply_by: Names of other parts whose unweighted values multiply its own.
+        inline: Whether a plain function runs on the event loop instead of a thread; None is the function's own.
     """
 
     function: Callable[..., Any] | str
@@ -141,7 +141,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPart:
-    """A part, checked and loaded: see :class:`Part`; ``wanted`` are its parameters, ``label`` what messages call it."""
+    """A validated, loaded :class:`Part`; ``wanted`` are its parameters, ``label`` its name in messages."""
 
     name: str
     function: Callable[..., Any]
@@ -174,15 +174,12 @@ def _as_part(name: str, given: Any) -> Part:
 
 
 def ready_part(name: str, given: Any, timeout: float | None) -> ReadyPart:
-    """Check and load one part.
+    """Validate and load one part.
 
     Args:
         name: Its name.
-        given: What the rubric was given for it.
+        given: Its value in the rubric.
         timeout: The rubric's, in seconds, or None.
-
-    Raises:
-        ConfigError: It cannot be used.
     """
     where = f"rubric part {name!r}"
     part = _as_part(name, given)
@@ -211,12 +208,12 @@ def ready_part(name: str, given: Any, timeout: float | None) -> ReadyPart:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function, or what an object's ``__call__`` is, is ``async def``."""
+    """Return whether a function, or an object's ``__call__``, is ``async def``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _wanted(function: Callable[..., Any], where: str) -> dict[str, bool]:
-    """Return the names of the parameters that a function is called with, each with whether it has no default."""
+    """Return a function's parameters, each with whether it is required."""
     label = describe(function)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -252,7 +249,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def in_order(parts: Mapping[str, ReadyPart]) -> tuple[ReadyPart, ...]:
-    """Return the parts such that each stands behind those that it depends on."""
+    """Sort parts topologically by their dependencies."""
     ordered: dict[str, ReadyPart] = {}
 
     def add(name: str, path: tuple[str, ...]) -> None:
@@ -279,7 +276,7 @@ def in_order(parts: Mapping[str, ReadyPart]) -> tuple[ReadyPart, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What reward functions are given: the entries of :data:`GIVEN`."""
+    """Inputs of reward functions: the entries of :data:`GIVEN`."""
 
     task: Task | None
     final: Message | None
@@ -289,14 +286,11 @@ class Attempt:
     env: Env
 
     def arguments(self, wanted: Mapping[str, bool], function: str) -> dict[str, Any]:
-        """Return what a function asks for by name.
+        """Return the arguments of a function by name.
 
         Args:
-            wanted: Name to whether it has no default.
-            function: How messages call it.
-
-        Raises:
-            EnvError: A name is neither given nor an entry of the task's data.
+            wanted: Name to whether it is required.
+            function: Its name in messages.
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in wanted if name in GIVEN}
         for name, required in wanted.items():
@@ -316,7 +310,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a part is worth: ``named`` where the function named parts, else ``total`` alone."""
+    """Value of a part: ``named`` where the function named parts, else ``total`` alone."""
 
     total: float
     named: Mapping[str, float] | None = None
@@ -326,13 +320,12 @@ class _Value:
 class Rubric:
     """Named reward functions with weights, which together make a score.
 
-    Each function names the parameters that it wants: ``task``, ``final`` (the last message, or None), ``text`` (what
-    it says), ``messages`` (the whole conversation), ``data`` (the task's), ``env``, or any entry of ``task.data``. It
-    returns a number, ``(number, metrics)``, or a dict of named numbers whose sum counts. All run at the same time:
-    async ones on the event loop, plain ones in the environment's threads.
+    Functions declare their parameters: ``task``, ``final`` (the last message, or None), ``text`` (its text),
+    ``messages`` (the whole conversation), ``data`` (the task's), ``env``, or any entry of ``task.data``. They return a
+    number, ``(number, metrics)``, or a dict of named numbers whose sum counts. All run concurrently: async ones on the
+    event loop, plain ones in the environment's threads.
 
-    The reward of a part is its weight times its value, under its name; the value itself is the metric
-    ``rubric/<name>``.
+    The reward of a part is its weighted value; the unweighted one is the metric ``rubric/<name>``.
     """
 
     def __init__(
@@ -345,8 +338,7 @@ class Rubric:
 
         Args:
             parts: Name to a function, ``(function, weight)``, a :class:`Part`, or the fields of one as a dict.
-            timeout: Seconds that each call may take, where a part does not say otherwise; None is what the function
-                says, or else 60.
+            timeout: Default seconds for each call; None is the function's own, else 60.
 
         Raises:
             ConfigError: A part cannot be used; the message names it, its field and the remedy.
@@ -366,19 +358,19 @@ class Rubric:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parts, each behind those that it depends on."""
+        """The parts in topological order."""
         return tuple(part.name for part in self._parts)
 
     async def score(self, env: Env, task: Task | None, final: Message | None) -> ScoreParts:
-        """Return the weighted parts, and their values as metrics.
+        """Return the weighted parts, with their values as metrics.
 
         Args:
-            env: Whose episode it is: its conversation and its threads.
+            env: The environment: its conversation and its threads.
             task: The dataset row.
             final: The message that ended the episode, or None.
 
         Raises:
-            EnvError: A function raised, took too long, or returned something else than finite numbers.
+            EnvError: A function raised, timed out, or returned no finite numbers.
         """
         attempt = _attempt(env, task, final)
         started = time.monotonic()
@@ -410,11 +402,11 @@ class Rubric:
 
 
 def as_rubric(scorer: Any) -> Rubric:
-    """Return what scores, in any of its forms, as a rubric.
+    """Return any form of scorer as a rubric.
 
     Args:
-        scorer: A :class:`Rubric`; a dict from names to parts; one function; or in configurations the name of a shipped
-            one or ``pkg.module:function`` (which may also name a Rubric).
+        scorer: A :class:`Rubric`; a dict from names to parts; one function; or in configurations a built-in name or
+            ``pkg.module:function`` (which may also name a Rubric).
 
     Raises:
         ConfigError: It cannot be loaded or used.
@@ -440,7 +432,7 @@ def _attempt(env: Env, task: Task | None, final: Message | None) -> Attempt:
 async def _evaluate(
     part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError]]
 ) -> _Value | EnvError:
-    """Return a part's value, or the error that it ended in; never raises but when cancelled."""
+    """Return a part's value or error; raises only on cancellation."""
     before: dict[str, _Value] = {}
     for name in (*part.only_if, *part.multiply_by):
         value = await running[name]
@@ -479,19 +471,19 @@ async def call_function(
     timeout: float,
     inline: bool,
 ) -> Any:
-    """Call a function of a user's, and name what it raises as its own.
+    """Call a user's function and wrap its errors.
 
     Args:
         function: Plain or async.
         args: Its arguments.
         kwargs: Its arguments.
-        env: Lends the thread that a plain function runs in, and is marked where that thread is lost.
-        what: How messages call it, such as ``reward function 'correct' (pkg.module:correct)``.
-        timeout: Seconds that it may take.
+        env: Provides the thread of a plain function, and is marked where that thread is lost.
+        what: Its name in messages, such as ``reward function 'correct' (pkg.module:correct)``.
+        timeout: Seconds for the call.
         inline: Whether it runs on the event loop.
 
     Raises:
-        EnvError: It raised, or took longer.
+        EnvError: It raised, or timed out.
     """
     # A task of its own: one that does not heed its cancellation is left behind, and holds nobody up.
     task = asyncio.ensure_future(_settled(function, args, kwargs, env, inline))
@@ -515,7 +507,7 @@ async def call_function(
 async def _settled(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], env: Env, inline: bool
 ) -> tuple[Any, BaseException | None]:
-    """Return what a function returns, or what it raises: some exceptions would end the event loop."""
+    """Return a function's result or exception: some exceptions would end the event loop."""
     try:
         result = function(*args, **kwargs) if inline else await in_thread(env, function, args, kwargs)
         return (await result if inspect.isawaitable(result) else result), None
@@ -542,28 +534,21 @@ def _read(result: Any, label: str) -> _Value:
 class VerlScore(RewardFunction):
     """Calls ``compute_score(data_source, solution_str, ground_truth, extra_info)``, plain or async.
 
-    It may return a number, or a dict whose ``score`` is the value; its other numbers become metrics, and what else it
-    holds is for verl's logs and is not read.
+    The result is a number, or a dict whose ``score`` is the value; its other numbers become metrics, the rest is
+    ignored.
     """
 
     def __init__(self, compute_score: Callable[..., Any] | str, **arguments: Any) -> None:
-        """Take the function.
+        """Set the function.
 
         Args:
             compute_score: The function, or ``pkg.module:function``.
             **arguments: Further keyword arguments of every call.
-
-        Raises:
-            ConfigError: It cannot be loaded.
         """
         self._function = load_function(compute_score, arguments, "verl: compute_score")
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> Any:
-        """Call it with verl's columns: ``data_source``, ``extra_info``, and ``ground_truth`` or ``reward_model``'s.
-
-        Raises:
-            EnvError: The task has no ground truth, or the function returned a dict without ``score``.
-        """
+        """Call it with verl's columns: ``data_source``, ``extra_info``, and ``ground_truth`` or ``reward_model``'s."""
         model = data.get("reward_model")
         truth = data.get("ground_truth", model.get("ground_truth") if isinstance(model, Mapping) else None)
         if truth is None:

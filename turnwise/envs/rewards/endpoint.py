@@ -1,4 +1,4 @@
-"""One HTTP server that reward functions ask: pooled connections, bounded, retried, no faster than it allows."""
+"""HTTP client of reward servers: pooled connections, bounded concurrency, retries, rate limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Held(Generic[T]):
-    """One loop's value: what opens it, and whether its end has begun."""
+    """One loop's value: its opening task, and whether it is being closed."""
 
     opened: asyncio.Future[T]
     keeper: AsyncGenerator[None, None] | None = None
@@ -36,14 +36,7 @@ class _Held(Generic[T]):
 
 
 class PerLoop(Generic[T]):
-    """A value for each event loop that asks.
-
-    ``asyncio.run`` ends the asynchronous generators that were begun on its loop: such a one sees to the value's end.
-
-    Args:
-        open_value: Makes a value.
-        close_value: Ends it.
-    """
+    """A value for each event loop. It is closed when ``asyncio.run`` closes the loop's asynchronous generators."""
 
     def __init__(self, open_value: Callable[[], Awaitable[T]], close_value: Callable[[T], Awaitable[None]]) -> None:
         self._open = open_value
@@ -51,7 +44,7 @@ class PerLoop(Generic[T]):
         self._held: dict[asyncio.AbstractEventLoop, _Held[T]] = {}
 
     async def get(self) -> T:
-        """Return this loop's value. Raises what opening it raised; the next call tries again."""
+        """Return this loop's value. Raises the error of opening it; the next call retries."""
         loop = asyncio.get_running_loop()
         held = self._held.get(loop)
         if held is None:
@@ -69,16 +62,14 @@ class PerLoop(Generic[T]):
             raise
 
     async def close(self) -> None:
-        """Close this loop's value; the next call of :meth:`get` opens another. Closing twice is no error."""
+        """Close this loop's value; the next :meth:`get` opens another. Idempotent."""
         loop = asyncio.get_running_loop()
         held = self._held.get(loop)
         if held is not None:
             await self._end(loop, held)
 
     async def drop(self, value: T) -> bool:
-        """Close this loop's value where it still is this one, and return whether it was: of several who found it dead,
-        the first drops it.
-        """
+        """Close this loop's value if it is still this one; return whether it was."""
         loop = asyncio.get_running_loop()
         held = self._held.get(loop)
         if held is None or not held.opened.done() or held.opened.cancelled() or held.opened.exception() is not None:
@@ -117,7 +108,7 @@ class EndpointError(EnvError):
     """A server did not answer, or refused.
 
     Attributes:
-        status: The HTTP status of its last answer, or None.
+        status: The last HTTP status, or None.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -127,7 +118,7 @@ class EndpointError(EnvError):
 
 @dataclass(slots=True)
 class _Link:
-    """What belongs to one event loop."""
+    """State of one event loop."""
 
     session: aiohttp.ClientSession
     slots: asyncio.Semaphore
@@ -136,17 +127,17 @@ class _Link:
 
 
 class Endpoint:
-    """Sends JSON to one server and returns JSON.
+    """Posts JSON to one server.
 
     Args:
         url: Base URL.
-        what: What it is, for messages (``judge``).
+        what: Its name in messages (``judge``).
         api_key_env: Environment variable with a key, sent as a bearer token.
-        timeout: Seconds that one try may take.
-        retries: How often a request is sent again after a broken connection, a time-out, 408, 409, 425, 429 or 5xx.
-        retry_wait: Seconds before the first of those; doubled each time. A ``Retry-After`` of the server is kept to.
+        timeout: Seconds for one try.
+        retries: Retries after a broken connection, a timeout, 408, 409, 425, 429 or 5xx.
+        retry_wait: Seconds before the first retry, doubled each time. ``Retry-After`` is honoured.
         concurrency: Requests in flight at the same time.
-        requests_per_minute: Requests are spaced so that no more are sent; None is no limit.
+        requests_per_minute: Rate limit; None is unlimited.
 
     Raises:
         ConfigError: An argument is out of range, or the environment variable is not set.
@@ -184,10 +175,10 @@ class Endpoint:
         self._links = PerLoop(self._open, _close)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request until it is answered.
+        """Send a request, with retries.
 
         Args:
-            path: Behind the base URL, such as ``/classify``.
+            path: Appended to the base URL, such as ``/classify``.
             body: JSON values.
 
         Raises:
@@ -219,18 +210,18 @@ class Endpoint:
                 await asyncio.sleep(min(max(backoff, wait), _LONGEST_WAIT))
 
     def redact(self, text: str) -> str:
-        """Return a text without the key, and without the password of the URL."""
+        """Remove the key, and the URL's password, from a text."""
         # The key may be another one by now: it is read for each request.
         return Secrets([*self._hidden, *([] if self._key_name is None else [self._key_name])]).redact(text)
 
     async def close(self) -> None:
-        """Close the connections of this event loop; they are opened again when they are needed."""
+        """Close this event loop's connections; they reopen on demand."""
         await self._links.close()
 
     async def _try(
         self, session: aiohttp.ClientSession, path: str, data: bytes
     ) -> tuple[str, int | None, float | None]:
-        """Return the answer's text or what went wrong, its status, and seconds to wait (None: it is final)."""
+        """Return the response or error text, its status, and seconds to wait (None: final)."""
         try:
             async with session.post(self._url + path, data=data, headers=self._headers()) as answer:
                 text = (await answer.read()).decode("utf-8", "replace")
@@ -290,7 +281,7 @@ async def _close(link: _Link) -> None:
 
 
 def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form, which chat servers take."""
+    """Return messages in OpenAI's format."""
     wire = []
     for message in canonical_messages(messages):
         told = message.to_template()
@@ -303,7 +294,7 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _retry_after(header: str | None) -> float:
-    """Return the seconds that a Retry-After header asks for (RFC 9110, 10.2.3), 0 where it says nothing."""
+    """Parse a Retry-After header in seconds (RFC 9110, 10.2.3), 0 where absent."""
     if not header:
         return 0.0
     try:
@@ -317,7 +308,7 @@ def _retry_after(header: str | None) -> float:
 
 
 def _said(text: str) -> str:
-    """Return what an error's body says: its message, in any of the usual places, or its beginning."""
+    """Return the message in an error's body, in any of the usual places, or its beginning."""
     try:
         body = orjson.loads(text)
     except orjson.JSONDecodeError:

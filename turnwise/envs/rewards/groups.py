@@ -1,7 +1,4 @@
-"""Group rewards: functions that see all trajectories of a task and say how they compare.
-
-A group reward is ``f(task, trajectories)``, plain or async, and returns for each trajectory a number or named numbers.
-"""
+"""Group rewards: ``f(task, trajectories)``, plain or async, gives each trajectory a number or named numbers."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ _WORTH: Final = {"a": 1.0, "tie": 0.5, "b": 0.0}
 
 
 def centred_ranks(values: Sequence[float]) -> list[float]:
-    """Return the ranks of values, from -0.5 (the least) to 0.5 (the largest); equal values share their mean rank.
+    """Return the ranks of values in [-0.5, 0.5], with mean ranks for ties.
 
-    Ranks sum to 0. One value alone has rank 0.
+    Ranks sum to 0. A single value has rank 0.
     """
     if len(values) < 2:
         return [0.0] * len(values)
@@ -57,7 +54,7 @@ def centred_ranks(values: Sequence[float]) -> list[float]:
 
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
-    """Return what was said in a trajectory, on its last branch."""
+    """Return the messages of a trajectory's last branch."""
     if not trajectory.segments:
         return []
     said = [each for segment in trajectory.path(len(trajectory.segments) - 1) for each in segment.messages]
@@ -65,7 +62,7 @@ def conversation_of(trajectory: Trajectory) -> list[Message]:
 
 
 def answer_of(trajectory: Trajectory) -> str:
-    """Return the text of a trajectory's last message, empty where the model said nothing."""
+    """Return the text of a trajectory's last message, or ""."""
     said = [message for message in conversation_of(trajectory) if message["role"] == "assistant"]
     return text_of(said[-1]) if said else ""
 
@@ -90,7 +87,7 @@ class RankBy:
     """Centred ranks by a number of each trajectory."""
 
     def __init__(self, metric: str = "reward", *, least_is_best: bool = False, name: str = "rank") -> None:
-        """Say by what.
+        """Set the number.
 
         Args:
             metric: ``reward`` (the sum so far), ``answer_length`` (characters of the last message), or a metric of the
@@ -101,11 +98,7 @@ class RankBy:
         self._metric, self._sign, self._name = metric, -1.0 if least_is_best else 1.0, name
 
     def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:  # noqa: ARG002
-        """Rank.
-
-        Raises:
-            EnvError: A trajectory has no such metric.
-        """
+        """Rank the trajectories."""
         ranks = centred_ranks([self._sign * self._value(each) for each in trajectories])
         return [{self._name: rank} for rank in ranks]
 
@@ -121,9 +114,9 @@ class RankBy:
 
 
 class PairwiseJudge:
-    """Centred ranks by the share of comparisons that a trajectory's answer wins, as a chat model judges.
+    """Centred ranks by the share of pairwise comparisons won, as a chat model judges.
 
-    Each pair is judged in both orders, since judges favour a place. Equal answers are a tie without being asked about.
+    Each pair is judged in both orders, against position bias. Equal answers tie without a request.
     """
 
     def __init__(
@@ -138,21 +131,18 @@ class PairwiseJudge:
         name: str = "rank",
         **options: Any,
     ) -> None:
-        """Name a judge.
+        """Configure the judge.
 
         Args:
             base_url: Of an OpenAI-compatible API: ``/chat/completions`` is appended.
             model: Name of the model.
-            criteria: What makes an answer better; part of the template.
+            criteria: Criteria of a better answer, for the template.
             template: A jinja template that sees ``task``, ``conversation``, ``first``, ``second`` and ``criteria``; the
                 verdict's ``winner`` is ``A`` (the first), ``B`` or ``tie``.
-            template_file: A file that holds it, instead.
-            opponents: Each answer is compared with so many that follow it, in a ring; None is all others.
+            template_file: A file with the template.
+            opponents: Each answer is compared with so many successors in a ring; None is all others.
             name: The reward's name.
             **options: Key, tries, rate and cache: the fields of :class:`AskOptions`.
-
-        Raises:
-            ConfigError: An argument cannot be used.
         """
         if opponents is not None and (isinstance(opponents, bool) or not isinstance(opponents, int) or opponents < 1):
             raise ConfigError(f"pairwise_judge: opponents is {shown(opponents)}: it must be an integer of at least 1")
@@ -161,11 +151,7 @@ class PairwiseJudge:
         self._verdicts = Verdicts(base_url, model, _SCHEMA, _read, AskOptions(**options))
 
     async def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
-        """Compare the answers and rank them.
-
-        Raises:
-            EnvError: The judge failed, or gave no verdict.
-        """
+        """Compare the answers and rank them."""
         answers = [answer_of(each) for each in trajectories]
         pairs = self._pairs(len(answers))
         worth = await asyncio.gather(*(self._compare(task, answers[one], answers[other]) for one, other in pairs))
@@ -177,7 +163,7 @@ class PairwiseJudge:
         return [{self._name: rank} for rank in centred_ranks([round(share, 9) for share in shares])]
 
     async def close(self) -> None:
-        """Close the cache's file and the connections of this event loop."""
+        """Close the cache file and this event loop's connections."""
         await self._verdicts.close()
 
     def _pairs(self, count: int) -> list[tuple[int, int]]:
@@ -186,7 +172,6 @@ class PairwiseJudge:
         return sorted({(min(pair), max(pair)) for pair in ring})
 
     async def _compare(self, task: Task, one: str, other: str) -> float:
-        """Return the share of the verdicts, over both orders, that goes to the first answer."""
         if one.strip() == other.strip():
             return 0.5
         there, back = await asyncio.gather(self._winner(task, one, other), self._winner(task, other, one))

@@ -1,4 +1,4 @@
-"""Generative judges: a chat model reads an answer and says what it is worth."""
+"""Generative judges: a chat model grades an answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _THOUGHT = re.compile(r"<think>.*?</think>|\A\s*<think>.*", re.DOTALL)
 
 
 class _Said(NamedTuple):
-    """What a model wrote, and whether a limit cut it off."""
+    """A model's text, and whether a length limit cut it."""
 
     text: str
     cut: bool
@@ -43,23 +43,23 @@ class _Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions:
-    """How a chat model is asked.
+    """Request options of a judge.
 
     Attributes:
-        api_key_env: Environment variable that holds the key; None sends none.
-        attempts: How often a model that writes no verdict is asked.
-        temperature: Of the judge.
+        api_key_env: Environment variable with the key; None sends none.
+        attempts: Requests until a verdict parses.
+        temperature: Sampling temperature.
         max_tokens: Most tokens of its answer.
-        structured: Whether ``response_format`` with a JSON schema is sent: ``auto`` (until the server refuses it),
-            ``always`` or ``never``. What comes back is read tolerantly in any case.
+        structured: Whether to send ``response_format`` with a JSON schema: ``auto`` (until the server refuses it),
+            ``always`` or ``never``. Parsing is tolerant in any case.
         extra_body: Further fields of each request.
-        cache_size: How many verdicts are kept in memory.
-        cache_file: File of verdicts that were given before; new ones are appended. For one process at a time.
-        timeout: Seconds that one try may take.
-        retries: How often a request is sent again after a broken connection, a time-out, 429 or 5xx.
-        retry_wait: Seconds before the first of those; doubled each time. ``Retry-After`` is kept to.
+        cache_size: Verdicts kept in memory.
+        cache_file: Append-only file of verdicts, for one process at a time.
+        timeout: Seconds for one try.
+        retries: Retries after a broken connection, a timeout, 429 or 5xx.
+        retry_wait: Seconds before the first retry, doubled each time. ``Retry-After`` is honoured.
         concurrency: Requests in flight at the same time.
-        requests_per_minute: Requests are spaced so that no more are sent; None is no limit.
+        requests_per_minute: Rate limit; None is unlimited.
     """
 
     api_key_env: str | None = None
@@ -78,22 +78,19 @@ class AskOptions:
 
 
 class Verdicts:
-    """Asks a chat model for verdicts of one form. Each question is asked once: equal ones share an answer."""
+    """Requests verdicts of one form from a chat model, once for each question."""
 
     def __init__(
         self, base_url: str, model: str, schema: Mapping[str, Any], read: ReadVerdict, options: AskOptions
     ) -> None:
-        """Name a model.
+        """Configure the model.
 
         Args:
             base_url: Of an OpenAI-compatible API; ``/chat/completions`` is appended.
             model: Name of the model.
             schema: JSON schema of a verdict; sent as ``response_format`` where the server takes it.
-            read: Reads a verdict.
-            options: How it is asked.
-
-        Raises:
-            ConfigError: An argument cannot be used.
+            read: Parses a verdict.
+            options: Request options.
         """
         for name, value, least in (
             ("attempts", options.attempts, 1),
@@ -138,11 +135,7 @@ class Verdicts:
             self._open_cache(self._path)
 
     async def ask(self, question: str) -> tuple[Verdict, bool]:
-        """Return the verdict on a question, and whether it was known.
-
-        Raises:
-            EnvError: The server failed, or the model gave no verdict in all its attempts.
-        """
+        """Return the verdict on a question, and whether it was cached."""
         key = self._key(question)
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -157,7 +150,7 @@ class Verdicts:
         return await asyncio.shield(task), shared
 
     async def close(self) -> None:
-        """Close the cache's file and the connections of this event loop."""
+        """Close the cache file and this event loop's connections."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -241,7 +234,7 @@ class Verdicts:
             self._cache.popitem(last=False)
 
     def _open_cache(self, path: Path) -> None:
-        """Read the file where there is one, else see that it can be made: before the first verdict is paid for."""
+        """Read the file, or check that it can be created, before the first verdict is paid for."""
         if path.exists():
             self._load(path)
         place = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
@@ -285,9 +278,9 @@ _SCORE = re.compile(r"[\"']?\bscore\b[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)(?![
 
 
 class Question:
-    """A jinja template, in a sandbox, that becomes what a judge is asked.
+    """A sandboxed jinja template of a judge's question.
 
-    The filter ``inside("name")`` puts a text between ``<name>`` tags that nothing in the text can close.
+    The filter ``inside("name")`` puts a text between ``<name>`` tags that the text cannot close.
     """
 
     def __init__(self, template: str | None, template_file: str | None, default: str) -> None:
@@ -295,11 +288,8 @@ class Question:
 
         Args:
             template: Its text.
-            template_file: A file with its text, instead.
-            default: What is taken where neither is given.
-
-        Raises:
-            ConfigError: Both are given, the file cannot be read, or it is no template.
+            template_file: A file with its text.
+            default: The default text.
         """
         if template is not None and template_file is not None:
             raise ConfigError("judge: template and template_file are both given: write one of them")
@@ -319,11 +309,7 @@ class Question:
             raise ConfigError(f"judge: {where} is no template (line {error.lineno}: {error.message})") from error
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the question.
-
-        Raises:
-            EnvError: The template raised; it says what.
-        """
+        """Render the question."""
         try:
             return self._template.render(values)
         except Exception as error:  # a user's template: what it raises is named as its own
@@ -336,9 +322,9 @@ def _inside(text: Any, name: str) -> str:
 
 
 class Judge(RewardFunction):
-    """What a chat model thinks of the answer, brought to the range from 0 to 1.
+    """A chat model's grade of the answer, scaled to [0, 1].
 
-    The metric ``cached`` says whether the verdict was known already: equal questions are asked once.
+    Equal questions are asked once; the metric ``cached`` marks repeats.
     """
 
     # Tries, their waits and a rate limit take their time.
@@ -358,23 +344,20 @@ class Judge(RewardFunction):
         without_answer: float = 0.0,
         **options: Any,
     ) -> None:
-        """Name a judge.
+        """Configure the judge.
 
         Args:
             base_url: Of an OpenAI-compatible API: ``/chat/completions`` is appended.
             model: Name of the model.
-            criteria: What makes an answer good; part of the template.
+            criteria: Criteria of a good answer, for the template.
             template: A jinja template of the question; it sees ``task``, ``data``, ``conversation``, ``messages``,
                 ``answer``, ``reference``, ``criteria``, ``low`` and ``high``.
-            template_file: A file that holds it, instead.
-            column: Entry of ``task.data`` that the template sees as ``reference``.
-            low: The worst score that the model may give; its verdict is worth 0.
-            high: The best one; worth 1.
-            without_answer: The value of an episode that ended without a final message; the judge is not asked.
+            template_file: A file with the template.
+            column: Entry of ``task.data`` for ``reference``.
+            low: The worst grade, worth 0.
+            high: The best grade, worth 1.
+            without_answer: Value of an episode without a final message, which is not judged.
             **options: Key, tries, rate and cache: the fields of :class:`AskOptions`.
-
-        Raises:
-            ConfigError: An argument cannot be used.
         """
         for name, value in (("low", low), ("high", high)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -389,11 +372,7 @@ class Judge(RewardFunction):
     async def __call__(
         self, task: Task | None, final: Message | None, text: str, messages: list[Message], data: Mapping[str, Any]
     ) -> tuple[float, dict[str, float]]:
-        """Ask the judge.
-
-        Raises:
-            EnvError: It failed, or gave no verdict.
-        """
+        """Grade the answer."""
         if final is None:
             return self._without, {"cached": 0.0}
         before = messages[:-1] if messages and messages[-1] is final else messages
@@ -417,7 +396,7 @@ class Judge(RewardFunction):
         return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(known)}
 
     async def close(self) -> None:
-        """Close the cache's file and the connections of this event loop."""
+        """Close the cache file and this event loop's connections."""
         await self._verdicts.close()
 
     def _read(self, text: str) -> Verdict:
@@ -439,7 +418,7 @@ class Judge(RewardFunction):
 
 
 def transcript(messages: list[Message]) -> str:
-    """Return a conversation as a text: each message's role and what it says, its calls included."""
+    """Format a conversation as text: roles, contents and calls."""
     lines = []
     for message in messages:
         calls = [f"{call.name}({call.raw or call.arguments})" for call in message.get("tool_calls") or ()]

@@ -33,16 +33,13 @@ Extract: TypeAlias = Callable[[str], str | None]
 
 
 def extractor(form: str, where: str) -> Extract:
-    r"""Return the function that finds answers in one form.
+    r"""Return the function that extracts answers of one form.
 
     Args:
         form: ``text`` (all of it), ``last_line`` (that is not blank), ``boxed`` (the last ``\boxed{...}``), ``hash``
-            (the last ``#### ...``), ``tag:NAME`` (the last ``<NAME>...</NAME>``), or ``regex:PATTERN`` (the last match:
-            its group ``answer``, else its first group, else all of it).
+        (the last ``#### ...``), ``tag:NAME`` (the last ``<NAME>...</NAME>``), or ``regex:PATTERN`` (the last match:
+        its group ``answer``, else its first group, else all of it).
         where: For messages.
-
-    Raises:
-        ConfigError: There is no such form, or the pattern is none.
     """
     kind, _, rest = form.partition(":") if isinstance(form, str) else ("", "", "")
     simple: dict[str, Extract] = {"text": str.strip, "last_line": _last_line, "boxed": _last_boxed, "hash": _last_hash}
@@ -60,12 +57,12 @@ def extractor(form: str, where: str) -> Extract:
 
 
 def extract_answer(text: str, form: str) -> str | None:
-    """Return the answer that stands in a text, or None. See :func:`extractor` for the forms."""
+    """Return the answer in a text, or None. See :func:`extractor` for the forms."""
     return extractor(form, "extract_answer")(text)
 
 
 def normalize(text: str, how: Normalization) -> str:
-    """Return the form in which texts are compared.
+    """Normalise a text for comparison.
 
     Args:
         text: The text.
@@ -85,7 +82,7 @@ def normalize(text: str, how: Normalization) -> str:
 
 
 def check_normalization(how: str, where: str) -> Normalization:
-    """Return ``how`` where it is one. Raises ConfigError."""
+    """Check a normalisation's name and return it. Raises ConfigError."""
     for each in get_args(Normalization):
         if how == each:
             known: Normalization = each
@@ -94,11 +91,7 @@ def check_normalization(how: str, where: str) -> Normalization:
 
 
 def gold_answers(data: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
-    """Return the right answers of a task: what stands in a column, or each entry of the list there.
-
-    Raises:
-        EnvError: There is no such column, or nothing in it.
-    """
+    """Return the right answers of a task: a column, or each entry of the list there."""
     if column not in data:
         raise EnvError(f"{where}: task.data has no {column!r}; it has {', '.join(map(repr, data)) or 'no entries'}")
     value = data[column]
@@ -173,7 +166,7 @@ class ExactMatch(RewardFunction):
         self._how = check_normalization(normalize, "exact_match")
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> float:
-        """Compare."""
+        """Compare the answer."""
         gold = gold_answers(data, self._column, "exact_match")
         answer = self._extract(text)
         if answer is None:
@@ -183,9 +176,9 @@ class ExactMatch(RewardFunction):
 
 
 class Regex(RewardFunction):
-    """1 where a pattern is found in the text, else 0. For formats, and as a gate before dearer functions.
+    """1 where a pattern is found in the text, else 0. For formats, and as a gate before costlier functions.
 
-    The pattern runs on the event loop: one that backtracks without bound stops everything.
+    The pattern runs on the event loop: unbounded backtracking blocks everything.
     """
 
     inline: ClassVar[bool] = True
@@ -194,12 +187,9 @@ class Regex(RewardFunction):
         """Compile a pattern.
 
         Args:
-            pattern: In the syntax of Python's ``re``; ``.`` matches line breaks, too.
-            whole: Whether all of the text (without white space around it) must match.
-            ignore_case: Whether case does not matter.
-
-        Raises:
-            ConfigError: The pattern is none.
+            pattern: In Python's ``re`` syntax; ``.`` matches line breaks, too.
+            whole: Whether the whole text (stripped) must match.
+            ignore_case: Whether case is ignored.
         """
         try:
             self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
@@ -208,30 +198,27 @@ class Regex(RewardFunction):
         self._whole = whole
 
     def __call__(self, text: str) -> float:
-        """Search, or match as a whole."""
+        """Search, or match the whole text."""
         if self._whole:
             return float(self._pattern.fullmatch(text.strip()) is not None)
         return float(self._pattern.search(text) is not None)
 
 
 class JSONSchema(RewardFunction):
-    """1 where the answer holds JSON that satisfies a schema, else 0, or part of it."""
+    """1 where the answer holds JSON that satisfies a schema, else 0 or partial credit."""
 
     inline: ClassVar[bool] = True
 
     def __init__(
         self, schema: Mapping[str, Any] | None = None, *, column: str = "schema", partial: bool = False
     ) -> None:
-        """Take a schema.
+        """Set the schema.
 
         Args:
             schema: A JSON schema (draft 2020-12). None takes each task's own.
             column: Entry of ``task.data`` with the task's schema.
-            partial: Whether an object that does not satisfy it earns half of the share of the schema's ``properties``
-                that it has and that satisfy theirs.
-
-        Raises:
-            ConfigError: The schema is none.
+            partial: Whether an invalid object earns half of the share of the schema's ``properties`` that it has and
+                that satisfy theirs.
         """
         self._column = column
         self._partial = partial
@@ -241,7 +228,7 @@ class JSONSchema(RewardFunction):
             raise ConfigError(f"json_schema: schema is no JSON schema: {error.message}") from error
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Find the JSON and hold it to the schema. The metric ``valid_json`` says whether there was any."""
+        """Validate the JSON. The metric ``valid_json`` says whether there was any."""
         validator = self._validator or self._own(data)
         found, value = find_json(text)
         if not found:
@@ -287,8 +274,8 @@ def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
 
 
 def find_json(text: str) -> tuple[bool, Any]:
-    """Return whether a text holds JSON, and the value: the whole text, else the last fenced block, else the last
-    object or array that stands in it.
+    """Return whether a text holds JSON, and the value: all of it, the last fenced block, or the last object or
+    array.
     """
     for candidate in (text.strip(), *reversed(_FENCED.findall(text))):
         try:
@@ -343,11 +330,11 @@ _WRAPPING = re.compile(r"^(?:\\[(\[]|\\(?:text|mathrm|mathbf)\{|[$(\[{*_`'\"]|\s
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that stands in a text.
+    """A number in a text.
 
     Attributes:
-        value: Exactly; of ``50%`` it is 50.
-        percent: Whether a percent sign follows it.
+        value: Exact; 50 for ``50%``.
+        percent: Whether a percent sign follows.
     """
 
     value: Fraction
@@ -355,11 +342,11 @@ class Number:
 
 
 def parse_number(text: str) -> Number | None:
-    r"""Return the number that a text is, or None.
+    r"""Parse a text as a number, or return None.
 
-    Understood are signs, thousands separators (``1,234``), decimals, exponents (``1e3``, ``2 \times 10^3``), fractions
-    (``3/4``, ``1 3/4``, ``\frac{3}{4}``), a currency before it and a percent sign behind it. Around it may stand white
-    space, brackets, dollar signs, Markdown emphasis and a full stop.
+    Accepts signs, thousands separators (``1,234``), decimals, exponents (``1e3``, ``2 \times 10^3``), fractions
+    (``3/4``, ``1 3/4``, ``\frac{3}{4}``), a currency before and a percent sign after it, inside white space, brackets,
+    dollar signs, Markdown emphasis and a full stop.
     """
     text = text.strip()
     if len(text) > 2 * _MOST_CHARACTERS:
@@ -372,7 +359,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number that stands in a text, or None."""
+    """Return the last number in a text, or None."""
     found: re.Match[str] | None = None
     for found in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
         pass
@@ -426,7 +413,7 @@ def _fraction(text: str) -> Fraction | None:
 class Numeric(RewardFunction):
     """1 where the answer is the right number within a tolerance, else 0.
 
-    A percent sign on one side only may mean either reading: ``50%`` equals 50 as well as 0.5.
+    A percent sign on one side only allows both readings: ``50%`` equals 50 and 0.5.
     """
 
     inline: ClassVar[bool] = True
@@ -457,7 +444,7 @@ class Numeric(RewardFunction):
         self._relative = Fraction(relative)
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> float:
-        """Compare."""
+        """Compare the number."""
         gold = [self._gold(each) for each in gold_answers(data, self._column, "numeric")]
         answer = self._answer(text)
         return 0.0 if answer is None else float(any(self._equal(answer, each) for each in gold))

@@ -1,4 +1,4 @@
-"""Reward models: a sequence classifier behind an HTTP server says what a conversation is worth."""
+"""Reward models: a sequence classifier behind an HTTP server grades a conversation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class RewardModel(RewardFunction):
-    """The raw output of a reward model for the conversation, its chat template applied by the server.
+    """The raw output of a reward model for the conversation; the server applies its chat template.
 
-    One object keeps its connections, and the server that it started, for all episodes of an event loop.
+    Connections and a started server are shared by all episodes of an event loop.
     """
 
     # Loading a model takes longer than what a function gets that says nothing.
@@ -43,24 +43,21 @@ class RewardModel(RewardFunction):
         without_answer: float = 0.0,
         **connection: Any,
     ) -> None:
-        """Name a server, or the directory of a model that is served for this process.
+        """Configure a server, or the directory of a model to serve.
 
         Args:
             url: Base URL of a running server.
-            model_dir: Instead of ``url``: a Hugging Face sequence classifier. Its server is started when the first
-                conversation is judged, started again where it died, and ends with this process.
+            model_dir: Instead of ``url``: a Hugging Face sequence classifier. Its server starts with the first request,
+                restarts when it dies, and ends with this process.
             server: With ``model_dir``: the settings of that server (:class:`RewardServerConfig`).
-            model: Sent as ``model`` where a server serves several.
-            label: Which of the model's outputs is the reward.
+            model: ``model`` of requests, for servers of several.
+            label: Index of the output that is the reward.
             activation: Whether the server applies the activation (a sigmoid of one output, a softmax of several).
-            last_message_only: Whether only the answer's text is sent, as plain text, instead of the conversation.
-            without_answer: The value of an episode that ended without a final message, or with an empty one where only
-                that would be sent; the model is not asked.
+            last_message_only: Whether only the answer is sent, as plain text.
+            without_answer: Value of an episode without a final message (or with an empty one, if only that would be
+                sent), without a request.
             **connection: ``api_key_env``, ``timeout``, ``retries``, ``retry_wait``, ``concurrency`` and
                 ``requests_per_minute`` of :class:`Endpoint`.
-
-        Raises:
-            ConfigError: An argument cannot be used.
         """
         if (url is None) == (model_dir is None):
             raise ConfigError("reward_model: give either url (a running server) or model_dir (a model to serve)")
@@ -82,11 +79,7 @@ class RewardModel(RewardFunction):
         self._without = without_answer
 
     async def __call__(self, final: Message | None, text: str, messages: list[Message]) -> float:
-        """Ask the model.
-
-        Raises:
-            EnvError: The server failed, or answered no such output.
-        """
+        """Grade the conversation."""
         if final is None or (self._last_only and not text):
             return self._without
         body: dict[str, Any] = {"input": text} if self._last_only else {"messages": wire_messages(messages)}
@@ -103,13 +96,13 @@ class RewardModel(RewardFunction):
             raise EnvError(f"{endpoint.name} answered no data[0].probs: {text}") from error
 
     async def close(self) -> None:
-        """Close what belongs to this event loop: connections, and the server that was started."""
+        """Close this event loop's connections and server."""
         await self._served.close()
         if self._endpoint is not None:
             await self._endpoint.close()
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[Any, Endpoint]:
-        """Return the answer and who gave it; a server of this process that died meanwhile is started and asked anew."""
+        """Return the response and its endpoint, restarting a dead own server once."""
         if self._endpoint is not None:
             return await self._endpoint.post("/classify", body), self._endpoint
         served = await self._running()
@@ -145,7 +138,7 @@ class RewardModel(RewardFunction):
 
 
 def _check_classifier(directory: Path) -> None:
-    """See that a server could start, before episodes wait for it."""
+    """Check that a server could start, before episodes wait for it."""
     where = f"reward_model: model_dir is {directory}"
     try:
         config = orjson.loads((directory / "config.json").read_bytes())
@@ -159,7 +152,7 @@ def _check_classifier(directory: Path) -> None:
 
 
 class _Served:
-    """A server that was started for this process, and how it is asked."""
+    """A server started by this process, with its endpoint."""
 
     def __init__(self, replica: RewardReplica, endpoint: Endpoint, logs: tempfile.TemporaryDirectory[str]) -> None:
         self.endpoint = endpoint
@@ -168,15 +161,12 @@ class _Served:
 
     @property
     def running(self) -> bool:
-        """Whether its process has not ended."""
         return self._replica.running
 
     async def wait_died(self) -> EngineDied:
-        """Return what can be said of its death."""
         return await self._replica.wait_died()
 
     async def close(self) -> None:
-        """Close the connections and end the server."""
         await self.endpoint.close()
         await self._replica.close()
         self._logs.cleanup()

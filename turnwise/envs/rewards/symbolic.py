@@ -1,4 +1,4 @@
-r"""Mathematical answers, compared by meaning: ``\frac{1}{2}`` is ``0.5``, and ``(x+1)^2`` is ``x^2+2x+1``."""
+r"""Symbolic comparison of mathematical answers: ``\frac{1}{2}`` is ``0.5``, and ``(x+1)^2`` is ``x^2+2x+1``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ _MOST_CHARACTERS = 4000
 class Symbolic(RewardFunction):
     """1 where the answer is mathematically equal to the right one, as ``math-verify`` decides, else 0.
 
-    A comparison that has not ended after ``cpu_seconds`` of CPU time (``9**9**9**9``) is undecided: the answer is not
-    shown to be equal, which is worth 0 and counted in the metric ``undecided``. CPU time does not depend on how busy
-    the machine is. A process that fails otherwise is an error, never a 0.
+    A comparison beyond ``cpu_seconds`` of CPU time (``9**9**9**9``) is undecided: 0, counted in the metric
+    ``undecided``. CPU time does not depend on the machine's load. Other failures of the process are errors, never a 0.
     """
 
     # Comparisons wait for a process: those of other answers, hostile ones among them, take their CPU time first.
@@ -71,7 +70,7 @@ class Symbolic(RewardFunction):
         self._undecided_is_wrong = undecided == "wrong"
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Compare."""
+        """Compare the answer."""
         gold = [_gold(each) for each in gold_answers(data, self._column, "symbolic")]
         answer = self._answer(text)
         if not answer:
@@ -106,7 +105,7 @@ def _gold(value: Any) -> str:
 
 
 class _Pool:
-    """Processes that compare: started when they are needed, ended with the event loop."""
+    """Worker processes, started on demand and stopped with the event loop."""
 
     def __init__(self, size: int) -> None:
         self._slots = asyncio.Semaphore(size)
@@ -114,7 +113,6 @@ class _Pool:
         self._all: set[asyncio.subprocess.Process] = set()
 
     async def compare(self, gold: list[str], answer: str, seconds: float) -> dict[str, Any]:
-        """Return the verdict of a process on one answer."""
         request = orjson.dumps({"gold": gold, "answer": answer, "seconds": seconds}) + b"\n"
         async with self._slots:
             # A second one is asked where the first had died before, by whatever hand.
@@ -132,7 +130,6 @@ class _Pool:
         raise EnvError(f"symbolic: two processes that compared {shown(answer)} died, the last with exit status {code}")
 
     async def close(self) -> None:
-        """End all processes."""
         for process in self._all:
             _kill(process)
         for process in self._all:
@@ -184,5 +181,5 @@ async def _open_pool() -> _Pool:
 
 @functools.cache
 def _pools() -> PerLoop[_Pool]:
-    """Return the processes of all Symbolic functions: one set per event loop."""
+    """Return the pools of all Symbolic functions: one per event loop."""
     return PerLoop(_open_pool, _Pool.close)

@@ -1,4 +1,4 @@
-"""The process in which answers are compared symbolically. Imports nothing of this package: it starts in a second."""
+"""Worker process of symbolic comparison. Imports nothing of this package, to start within a second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
 
 
 def _parse_gold(parse: Any, text: str) -> Any:
-    """Parse a right answer: as it stands, or else as bare LaTeX, which a parser of prose does not look for."""
+    """Parse a right answer as it stands, else as bare LaTeX."""
     bare = text.strip()
     marked = any(mark in bare for mark in ("$", "\\boxed", "\\(", "\\["))
     return parse(bare if marked else f"${bare}$", parsing_timeout=0) or parse(bare, parsing_timeout=0)

@@ -1,1 +1,1 @@
-"""The wire APIs of the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages."""
+"""Dialects, the gateway's wire APIs: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages."""

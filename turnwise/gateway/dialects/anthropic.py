@@ -1,7 +1,7 @@
-"""Anthropic Messages: responses, events and errors.
+"""The Anthropic Messages dialect: requests, responses, stream events and errors.
 
-Every block is opened, filled by deltas and closed: clients drop what stands in ``content_block_start``, and whole
-blocks that are not closed. Calls are sent when the turn is recorded, like in every dialect.
+Every block is opened, filled by deltas and closed: clients drop text in ``content_block_start`` and unclosed blocks. As
+in every dialect, calls are sent once the turn is recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _THINKING = {"enabled": True, "disabled": False}
 
 
 def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
-    """Return what a body asks for."""
+    """Parse a request body."""
     fields = Fields(body)
     fields.refuse("container", "nothing is run here")
     fields.refuse("mcp_servers", "nothing is run here: connect them in the agent")
@@ -153,10 +153,7 @@ def _system(value: Any, at: str) -> str:
 
 
 def _remind(messages: list[dict[str, Any]], text: str) -> None:
-    """Add what the system says in the middle: most templates know one system message, the first.
-
-    Claude Code writes it the same way for models that know no such messages.
-    """
+    """Append a mid-conversation system message, which most templates lack, to the last user message."""
     if not text:
         return
     text = f"<system-reminder>\n{text}\n</system-reminder>"
@@ -195,7 +192,7 @@ def _said(blocks: list[Any], at: str) -> dict[str, Any]:
 def _asked(
     blocks: list[Any], at: str, before: Sequence[Mapping[str, Any]], abilities: Abilities
 ) -> list[dict[str, Any]]:
-    """Return the messages of a user message: one for each tool result, then what the user says."""
+    """Return the messages of a user message: one per tool result, then the user's text."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for index, entry in enumerate(blocks):
@@ -281,7 +278,7 @@ class Anthropic:
     name = "anthropic"
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
-        """Return what a body asks for."""
+        """Parse a request body."""
         return read_request(body, abilities)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -308,16 +305,16 @@ class Anthropic:
         }
 
     def writer(self, request: ChatRequest) -> EventWriter:
-        """Return the writer of a stream of events."""
+        """Return the event writer of a stream."""
         return EventWriter(request)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return an error as Anthropic's clients expect it."""
+        """Return an error in Anthropic's form."""
         kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": new_id("req_")}
 
     def status(self, error: ApiError) -> int:
-        """Return the status under which clients of this API send a request again when a server is overloaded."""
+        """Return the status; for an overloaded server the one on which these clients retry."""
         return 529 if error.status == 503 else error.status
 
 
@@ -343,7 +340,7 @@ def _stop_reason(answer: Answer) -> tuple[str, str | None]:
 
 
 class EventWriter:
-    """Writes the events of one message."""
+    """Writer of one message's events."""
 
     __slots__ = ("_id", "_index", "_open", "_request", "_sent", "_thought")
 
@@ -387,13 +384,13 @@ class EventWriter:
         return self._into("text") + self._delta("text_delta", "text", text)
 
     def alive(self) -> bytes:
-        """Return an empty delta: Claude Code takes nothing else for a sign of life."""
+        """Return an empty delta, the only keep-alive that Claude Code accepts."""
         if self._open == "thinking":
             return self._delta("thinking_delta", "thinking", "")
         return self._into("text") + self._delta("text_delta", "text", "")
 
     def finish(self, index: int, answer: Answer) -> bytes:
-        """Return the rest of the message, call by call, and why it ended."""
+        """Return the rest of the message, its calls and its stop reason."""
         events = []
         if rest := answer.thoughts[self._thought :]:
             events.append(self.thoughts(index, rest))
@@ -422,7 +419,7 @@ class EventWriter:
         return sse.event(Anthropic().error(error))
 
     def _into(self, kind: str) -> bytes:
-        """Return what makes ``kind`` the open block."""
+        """Return the events that make ``kind`` the open block."""
         if self._open == kind:
             return b""
         closed = self._close(None)

@@ -32,11 +32,11 @@ _NO_EFFORT = "none"
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What is asked of the template.
+    """Requested template options.
 
     Attributes:
-        effort: How much the model is to reason (``low``, ``high`` ...), ``none`` for not at all; empty if not said.
-        thinking: Whether the model is to reason; None where nothing is said.
+        effort: Reasoning effort (``low``, ``high`` ...), ``none`` for no reasoning, ``""`` for unset.
+        thinking: Whether the model should reason; None for unset.
         kwargs: Arguments by the template's own names.
     """
 
@@ -49,22 +49,18 @@ NO_TEMPLATE_OPTIONS = TemplateOptions()
 
 
 class TemplateSupport(Protocol):
-    """What is asked of a renderer."""
+    """The part of a renderer that describes its template arguments."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """The arguments that a conversation may give."""
+        """Arguments that a conversation may set."""
 
     def takes(self, name: str, value: Any) -> bool:
-        """Return whether it may give this one."""
+        """Return whether an argument may have this value."""
 
 
 def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any = None) -> TemplateOptions:
-    """Return the wishes of a body, given its fields.
-
-    Raises:
-        ApiError: ``chat_template_kwargs`` is no object.
-    """
+    """Return the options of a body. Raises ApiError if ``chat_template_kwargs`` is not an object."""
     if not effort and thinking is None and kwargs is None:
         return NO_TEMPLATE_OPTIONS
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -73,11 +69,7 @@ def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any
 
 
 def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[str, Any]:
-    """Return the arguments that a template is given for a request.
-
-    Raises:
-        ApiError: ``chat_template_kwargs`` holds what the template does not take.
-    """
+    """Return the template arguments of a request. Raises ApiError for one that the template does not take."""
     if wishes is NO_TEMPLATE_OPTIONS:
         return {}
     found: dict[str, Any] = {}
@@ -109,11 +101,11 @@ INVALID_CALL = "invalid_tool_call"
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model must call.
+    """Whether the model must call a tool.
 
     Attributes:
         mode: ``auto``, ``none`` (no tool is offered), ``required``, or ``named``.
-        names: The tools of which one must be called, where ``mode`` is ``named``.
+        names: For ``named``: the tools of which one must be called.
     """
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
@@ -122,14 +114,14 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the model behind the gateway can be asked for, besides text and calls.
+    """Capabilities of the model behind the gateway, besides text and calls.
 
     Attributes:
-        images: Whether the renderer places images.
-        guided: Whether the engine can hold an answer to a JSON schema.
-        forced_calls: Whether it can be held to calls as well, for which the chat format needs a grammar.
-        most_choices: Most answers of one request.
-        chat_format: The name of the chat format, to say what has no grammar.
+        images: Whether the renderer supports images.
+        guided: Whether the engine supports structured output.
+        forced_calls: Whether calls can be forced, which needs a call grammar of the chat format.
+        most_choices: Maximum answers per request.
+        chat_format: Name of the chat format, for error messages.
     """
 
     images: bool = False
@@ -141,25 +133,23 @@ class Abilities:
 
 @dataclass(slots=True)
 class ChatRequest:
-    """A request of any dialect, in this package's own words.
+    """A parsed request of any dialect.
 
     Attributes:
-        model: The name that the agent asked for; answers repeat it.
-        messages: The conversation. Calls of assistant messages stay in OpenAI's form, as they were echoed: the
-            recorder alone says what they mean.
-        tools: What is offered, in order; empty under ``tool_choice`` none.
-        sampling: The fields of :class:`SamplingParams` that the body sets.
-        n: How many answers.
+        model: Requested name, repeated in the response.
+        messages: The conversation. Calls stay in OpenAI's form, as the recorder alone interprets them.
+        tools: Offered tools, in order; empty under ``tool_choice`` none.
+        sampling: Fields of :class:`SamplingParams` that the body sets.
+        n: Number of answers.
         stream: Whether events are sent while tokens are sampled.
-        include_usage: Whether a stream of Chat Completions ends with its usage.
-        tool_choice: Whether the model must call.
-        guide: What the answer is held to, or None.
-        guide_field: The field of the body that asks for that.
-        logprobs: Whether log-probabilities of the sampled tokens are asked for.
-        reasoning: Whether the agent is given the reasoning.
-        wishes: What is asked of the chat template.
-        template_args: What the template is given of that.
-        extra: What a dialect needs again for its answer.
+        include_usage: Whether a Chat Completions stream ends with its usage.
+        guide: Structured output, or None.
+        guide_field: The field of the body that asks for it.
+        logprobs: Whether log-probabilities of sampled tokens are returned.
+        reasoning: Whether the reasoning is returned.
+        wishes: Requested template options.
+        template_args: Template arguments derived from them.
+        extra: Dialect-specific data for the response.
     """
 
     model: str
@@ -179,19 +169,14 @@ class ChatRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self, defaults: SamplingParams, fixed: frozenset[str] = frozenset()) -> SamplingParams:
-        """Return the session's parameters with what this request sets.
-
-        Args:
-            defaults: The session's own.
-            fixed: Fields that no request may change (a trajectory is trained at one temperature).
-        """
+        """Return the session's parameters with those of this request, except the ``fixed`` fields."""
         own = {key: value for key, value in self.sampling.items() if key not in fixed}
         return replace(defaults, **own, guide=self.guide)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One sampled token as an agent is told of it: its text and log-probability."""
+    """Text and log-probability of a sampled token."""
 
     text: str
     logprob: float
@@ -199,15 +184,13 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Answer:
-    """One recorded turn, as the dialects tell of it.
+    """A recorded turn, for the dialects.
 
     Attributes:
-        message: The assistant message, its calls with the ids that the session issued.
-        prompt_tokens: Ids that the model saw.
-        completion_tokens: Ids that it sampled.
-        cached_tokens: How many ids of the prompt the server knew.
-        reasoning_tokens: How many of the sampled ids are reasoning; 0 where nobody counted.
-        logprobs: The sampled tokens, where they were asked for.
+        message: The assistant message with the session's call ids.
+        cached_tokens: Prompt tokens served from the cache.
+        reasoning_tokens: Sampled tokens of reasoning; 0 if not counted.
+        logprobs: Of the sampled tokens, if requested.
         stop: The stop string that ended it, or None.
     """
 
@@ -221,35 +204,34 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text of the message."""
+        """Text of the message."""
         return text_of(self.message)
 
     @property
     def thoughts(self) -> str:
-        """The reasoning of the message; empty where it has none."""
+        """Reasoning of the message, or ``""``."""
         return self.message.get("reasoning_content") or ""
 
     @property
     def calls(self) -> Sequence[ToolCall]:
-        """The calls of the message."""
+        """Calls of the message."""
         return self.message.get("tool_calls") or ()
 
     @property
     def cut(self) -> bool:
-        """Whether a length limit ended it and nothing in it can be executed."""
+        """Whether a length limit ended it without any executable call."""
         return self.message.get("finish_reason") == "length" and not self.calls
 
 
 class StreamWriter(Protocol):
-    """Writes the events of one response. Each method returns bytes to send at once; empty where there are none.
+    """Writer of one response's events. Each method returns bytes to send at once, possibly none.
 
-    Order of calls: ``begin``, then ``text``, ``thoughts`` and ``alive`` in any order, ``finish`` once for each answer,
-    ``end``; or ``fail`` at any time, and nothing behind it. What ``finish`` is given holds the text that was sent, as
-    its beginning.
+    Call order: ``begin``, any ``text``, ``thoughts`` and ``alive``, ``finish`` once per answer, ``end``; or ``fail`` as
+    the last call. The text sent so far is a prefix of the one passed to ``finish``.
     """
 
     def begin(self) -> bytes:
-        """Return what opens the stream."""
+        """Return the start of the stream."""
 
     def thoughts(self, index: int, text: str) -> bytes:
         """Return the events for more reasoning of an answer."""
@@ -258,16 +240,16 @@ class StreamWriter(Protocol):
         """Return the events for more text of an answer."""
 
     def alive(self) -> bytes:
-        """Return what keeps a waiting client from giving up."""
+        """Return a keep-alive for a waiting client."""
 
     def finish(self, index: int, answer: Answer) -> bytes:
-        """Return what an answer still lacks: the rest of its text, its calls and why it ended."""
+        """Return the rest of an answer: remaining text, calls and finish reason."""
 
     def end(self) -> bytes:
-        """Return what closes the stream."""
+        """Return the end of the stream."""
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the event of an error after which nothing follows."""
+        """Return a final error event."""
 
 
 class Dialect(Protocol):
@@ -276,14 +258,10 @@ class Dialect(Protocol):
     name: str
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
-        """Return what a body asks for.
-
-        Raises:
-            ApiError: A field is wrong, or asks for what cannot be done here.
-        """
+        """Parse a request body. Raises ApiError for invalid or unsupported fields."""
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of a response without streaming."""
 
     def writer(self, request: ChatRequest) -> StreamWriter:
         """Return the writer of a streamed response."""
@@ -296,20 +274,15 @@ class Dialect(Protocol):
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that no session has seen, nor any of another process. It is no secret."""
+    """Return a unique id, which is no secret."""
     return f"{prefix}{_PROCESS}{next(_NUMBERS):08x}"
 
 
 def told_call(call: ToolCall, *, raw: bool) -> tuple[str, str]:
-    """Return the name and the arguments, as JSON text, under which an agent is told of a call.
+    """Return the name and JSON arguments of a call as sent to an agent.
 
-    A call with an error must not be executed, and a foreign agent does not know of errors. Where its arguments are text
-    that no client can take for JSON, not even for the beginning of some, the agent is given that text and says itself
-    what is wrong. Every other one is a call of :data:`INVALID_CALL`, which no agent has.
-
-    Args:
-        call: The call.
-        raw: Whether the dialect's clients take arguments that are no JSON.
+    External agents must not execute invalid calls. Arguments that no client can read as JSON, not even partially, are
+    sent as they are if the dialect allows it (``raw``); any other invalid call is sent as :data:`INVALID_CALL`.
     """
     if call.error is None:
         return call.name, json.dumps(call.arguments, ensure_ascii=False)
@@ -320,7 +293,7 @@ def told_call(call: ToolCall, *, raw: bool) -> tuple[str, str]:
 
 
 def _begins_json(text: str) -> bool:
-    """Whether a lenient client may read a JSON value from a text, or from the beginning of one."""
+    """Whether a lenient client may read a JSON value from a prefix of a text."""
     try:
         pydantic_core.from_json(text, allow_partial="trailing-strings")
     except ValueError:
@@ -329,7 +302,7 @@ def _begins_json(text: str) -> bool:
 
 
 def echoed_call(call_id: Any, name: Any, arguments: Json) -> dict[str, Any]:
-    """Return a call as it came back from an agent, in OpenAI's form."""
+    """Return an agent's echo of a call in OpenAI's form."""
     if isinstance(arguments, Mapping):
         unread = arguments.get("__unparsedToolInput")
         if isinstance(unread, Mapping) and len(arguments) == 1:
@@ -349,7 +322,7 @@ _MOST_STOPS = 64
 
 
 class Fields:
-    """The fields of a JSON object. A field that is null counts as missing."""
+    """The fields of a JSON object; null counts as missing."""
 
     __slots__ = ("_at", "_body")
 
@@ -360,19 +333,19 @@ class Fields:
         self._at = f"{at}." if at else ""
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of all fields of the body."""
+        """Iterate over the names of all fields."""
         return iter(self._body)
 
     def name(self, key: str) -> str:
-        """Return the field's name as an error says it."""
+        """Return a field's full name, for error messages."""
         return self._at + key
 
     def get(self, key: str) -> Any:
-        """Return a field's value, None where it is missing."""
+        """Return a field's value, or None."""
         return self._body.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text."""
+        """Return a string."""
         value = self._body.get(key)
         if value is None and default is not None:
             return default
@@ -390,7 +363,7 @@ class Fields:
         return value
 
     def number(self, key: str, low: float, high: float) -> float | None:
-        """Return a number between two limits, both allowed."""
+        """Return a number in [``low``, ``high``]."""
         value = self._body.get(key)
         if value is None:
             return None
@@ -399,7 +372,7 @@ class Fields:
         return float(value)
 
     def whole(self, key: str, low: int, high: int) -> int | None:
-        """Return an integer between two limits, both allowed."""
+        """Return an integer in [``low``, ``high``]."""
         value = self._body.get(key)
         if value is None:
             return None
@@ -408,7 +381,7 @@ class Fields:
         return value
 
     def items(self, key: str) -> Sequence[Any]:
-        """Return a list, empty where it is missing."""
+        """Return a list, empty if missing."""
         value = self._body.get(key)
         if value is None:
             return ()
@@ -417,7 +390,7 @@ class Fields:
         return value
 
     def refuse(self, key: str, message: str, *neutral: Any) -> None:
-        """Raise where a field asks for what cannot be done; missing, empty and neutral values ask for nothing."""
+        """Raise ApiError if an unsupported field has a value that is neither empty nor neutral."""
         value = self._body.get(key)
         if value is None or value is False or value in ({}, [], "") or value in neutral:
             return
@@ -425,13 +398,7 @@ class Fields:
 
 
 def read_sampling(fields: Fields, *, most: Sequence[str], stop: str) -> dict[str, Any]:
-    """Return the sampling parameters that a body sets.
-
-    Args:
-        fields: The body.
-        most: Names of the fields that limit the tokens, the one that counts first.
-        stop: Name of the field of stop strings.
-    """
+    """Return the sampling parameters of a body; ``most`` are the token limit fields by precedence."""
     limits = [fields.whole(key, 1, _MOST_TOKENS) for key in most]
     found: dict[str, Any] = {
         "temperature": fields.number("temperature", 0, 2),
@@ -465,7 +432,7 @@ def _stops(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSchema:
-    """Return a tool of a body."""
+    """Parse a tool."""
     if not isinstance(name, str) or not name:
         raise invalid(f"{at}.name", f"must be a text that is not empty, not {shown(name)}")
     if description is not None and not isinstance(description, str):
@@ -478,7 +445,7 @@ def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSche
 
 
 def check_names(tools: Sequence[ToolSchema]) -> None:
-    """Raise where two tools have one name: a call could mean either."""
+    """Raise ApiError if two tools share a name."""
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:
@@ -487,11 +454,7 @@ def check_names(tools: Sequence[ToolSchema]) -> None:
 
 
 def image_part(source: str | None, at: str, abilities: Abilities) -> dict[str, Any]:
-    """Return an image of a message, given as a ``data:`` URL.
-
-    Raises:
-        ApiError: The model takes none, or it would have to be fetched.
-    """
+    """Return an image given as a ``data:`` URL. Raises ApiError if unsupported, or if it would have to be fetched."""
     if not abilities.images:
         raise unsupported(at, "this model takes text only: it was given an image")
     if not source or not source.startswith("data:image/"):
@@ -509,7 +472,7 @@ def text_part(text: Any, at: str) -> dict[str, Any]:
 
 
 def not_found(message: str) -> ApiError:
-    """Return the error of what does not exist."""
+    """Return the error of a missing resource."""
     return ApiError(404, message, code="not_found")
 
 
@@ -523,11 +486,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON.
-
-    Raises:
-        RecursionError: It is nested too deep.
-    """
+    """Return a value as JSON. Raises RecursionError if it is nested too deep."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -536,23 +495,23 @@ def encoded(value: Any) -> bytes:
 
 
 def data(value: Any) -> bytes:
-    """Return an event without a name."""
+    """Return an unnamed event."""
     return b"data: " + encoded(value) + b"\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Return an event that is named by its ``type``: clients of two of the APIs drop events without a name."""
+    """Return an event named by its ``type``: clients of two of the APIs drop unnamed events."""
     return b"event: " + str(value["type"]).encode() + b"\ndata: " + encoded(value) + b"\n\n"
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """What is used of a renderer to read turns."""
+    """The part of a renderer used to parse turns."""
 
     stop_ids: frozenset[int]
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
-        """Return what reads a completion while it is sampled."""
+        """Return the incremental parser of a completion."""
 
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ids."""
@@ -562,10 +521,10 @@ class Reader(Protocol):
 
     @property
     def reads(self) -> frozenset[str]:
-        """The arguments that a conversation may give the template."""
+        """Template arguments that a conversation may set."""
 
     def takes(self, name: str, value: Any) -> bool:
-        """Return whether it may give this one."""
+        """Return whether a template argument may have this value."""
 
     def under(self, arguments: TemplateArguments) -> Renderer:
-        """Return the renderer of conversations with these arguments."""
+        """Return the renderer for these template arguments."""

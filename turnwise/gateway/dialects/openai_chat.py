@@ -1,7 +1,7 @@
-"""OpenAI Chat Completions, with the fields that open servers add (``reasoning_content``, ``top_k``, ``min_p``).
+"""The OpenAI Chat Completions dialect, with open servers' extensions (``reasoning_content``, ``top_k``, ``min_p``).
 
-A stream sends reasoning and text as they are sampled; calls follow when the turn is recorded, for only then is it known
-that they stand (a call that a limit cut off is none) and under which ids.
+Reasoning and text are streamed as sampled; calls follow once the turn is recorded, for only then their validity (a call
+cut by a limit is none) and their ids are known.
 """
 
 from __future__ import annotations
@@ -36,13 +36,7 @@ from turnwise.types import Guide, Message, ToolSchema, as_ids
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The field of a body that says what the text of its answer must be.
-
-    Attributes:
-        at: Its name.
-        value: What stands there.
-        nested: Whether a schema stands under ``json_schema`` (Chat Completions) or beside the type.
-    """
+    """The response format field of a body; ``nested``: the schema is under ``json_schema`` (Chat Completions)."""
 
     at: str
     value: Any
@@ -51,13 +45,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What an answer is held to.
-
-    Attributes:
-        tools: What the model is told of.
-        guide: What it is held to, or None.
-        field: The field that asks for it.
-    """
+    """Resolved tools and structured output of a request, and the field that asks for it."""
 
     tools: tuple[ToolSchema, ...]
     guide: Guide | None = None
@@ -67,17 +55,14 @@ class ResponseFormat:
 def read_response_format(
     tools: tuple[ToolSchema, ...], choice: ToolChoice, answer: Format, abilities: Abilities, *, single: str = ""
 ) -> ResponseFormat:
-    """Return what an answer is held to.
+    """Resolve tools and structured output of a request. Raises ApiError for invalid or unsupported fields.
 
     Args:
-        tools: Those of the body.
-        choice: Whether the model must call.
-        answer: What its text must be.
-        abilities: What engine and chat format can be asked for.
-        single: The field that asks for at most one call; empty where none does.
-
-    Raises:
-        ApiError: A field is wrong, or asks for what cannot be done here.
+        tools: Tools of the body.
+        choice: Its tool choice.
+        answer: Its response format.
+        abilities: Capabilities of engine and chat format.
+        single: The field that asks for at most one call; empty if none does.
     """
     told = _offered(tools, choice)
     schema = _schema(answer, abilities)
@@ -94,12 +79,7 @@ def read_response_format(
 
 
 def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
-    """Return what can be asked for.
-
-    Args:
-        renderer: Of the model's chat format.
-        guides: Whether the engine holds completions to grammars.
-    """
+    """Return the capabilities of a renderer and an engine; ``guides``: whether it supports structured output."""
     probe = ToolSchema("f", "")
     try:
         forced = guides and bool(renderer.guides.tagged(Guide(calls=("f",), text=False), as_ids([]), [probe]).tag)
@@ -114,7 +94,6 @@ def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
 
 
 def _offered(tools: Sequence[ToolSchema], choice: ToolChoice) -> tuple[ToolSchema, ...]:
-    """Return the tools that the model is told of under a tool choice."""
     if choice.mode == "none" or not tools:
         if choice.mode in ("required", "named"):
             raise invalid("tool_choice", "asks for a call, but there are no tools")
@@ -135,7 +114,7 @@ def _why_not(abilities: Abilities, *, forced: bool, single: bool) -> str:
 
 
 def _schema(answer: Format, abilities: Abilities) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer's text, None where it is free."""
+    """Return the JSON schema of an answer's text, None if it is free."""
     if answer.value is None:
         return None
     fields = Fields(answer.value, answer.at)
@@ -179,7 +158,7 @@ class OpenAIChat:
     name = "openai_chat"
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
-        """Return what a body asks for."""
+        """Parse a request body."""
         fields = Fields(body)
         _refuse(fields)
         tools = tuple(_tools(fields))
@@ -234,11 +213,11 @@ class OpenAIChat:
         }
 
     def writer(self, request: ChatRequest) -> ChunkWriter:
-        """Return the writer of a stream of chunks."""
+        """Return the chunk writer of a stream."""
         return ChunkWriter(request)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return an error as OpenAI's clients expect it."""
+        """Return an error in OpenAI's form."""
         return openai_error(error)
 
     def status(self, error: ApiError) -> int:
@@ -247,7 +226,7 @@ class OpenAIChat:
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error of OpenAI's APIs."""
+    """Return the error body of OpenAI's APIs."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
@@ -280,7 +259,7 @@ def _tools(fields: Fields) -> Iterator[ToolSchema]:
 
 
 def read_choice(fields: Fields) -> ToolChoice:
-    """Return the tool choice of either of OpenAI's APIs."""
+    """Return the tool choice of either OpenAI API."""
     value = fields.get("tool_choice")
     if value is None or value == "auto":
         return ToolChoice()
@@ -310,7 +289,7 @@ def _name_of(entry: Any) -> str:
 
 
 def read_message(entry: Any, at: str, abilities: Abilities) -> Message:
-    """Return a message of a body."""
+    """Parse a message."""
     fields = Fields(entry, at)
     role = fields.text("role")
     if role == "function":
@@ -375,7 +354,7 @@ def _content(value: Any, at: str, abilities: Abilities) -> str | list[dict[str, 
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return what a request used: its prompt once, and what was sampled in all of its answers."""
+    """Return the usage: the prompt once, and the sampled tokens of all answers."""
     prompt = max((answer.prompt_tokens for answer in answers), default=0)
     sampled = sum(answer.completion_tokens for answer in answers)
     return {
@@ -429,7 +408,7 @@ def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """Writes ``chat.completion.chunk`` objects."""
+    """Writer of ``chat.completion.chunk`` objects."""
 
     __slots__ = ("_answers", "_base", "_request", "_sent", "_thought")
 
@@ -446,7 +425,7 @@ class ChunkWriter:
         self._answers: list[Answer] = []
 
     def begin(self) -> bytes:
-        """Return the chunk of each answer that names the role."""
+        """Return the role chunk of each answer."""
         return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._request.n))
 
     def thoughts(self, index: int, text: str) -> bytes:
@@ -460,11 +439,11 @@ class ChunkWriter:
         return self._delta(index, {"content": text})
 
     def alive(self) -> bytes:
-        """Return a comment: clients of this API wait for bytes only."""
+        """Return a comment: any bytes keep clients of this API waiting."""
         return sse.COMMENT
 
     def finish(self, index: int, answer: Answer) -> bytes:
-        """Return the rest of an answer, call by call, and its finish reason."""
+        """Return the rest of an answer, its calls and its finish reason."""
         self._answers.append(answer)
         chunks = []
         if rest := answer.thoughts[self._thought[index] :]:
@@ -482,7 +461,7 @@ class ChunkWriter:
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        """Return the usage, where it was asked for, and the end mark."""
+        """Return the usage, if requested, and the end mark."""
         if not self._request.include_usage:
             return sse.DONE
         return sse.data({**self._base, "choices": [], "usage": usage(self._answers)}) + sse.DONE

@@ -1,7 +1,7 @@
-"""OpenAI Responses, stateless and with ``previous_response_id``: responses, events and errors.
+"""The OpenAI Responses dialect, stateless or with ``previous_response_id``: responses, events and errors.
 
-Codex ignores ``response.completed.output`` and takes the items of ``response.output_item.done``; it ends at
-``response.incomplete``, so a program that would stop there is told ``response.completed`` (``carries_on``).
+Codex ignores ``response.completed.output`` in favour of ``response.output_item.done`` items, and stops at
+``response.incomplete``; with ``carries_on`` it gets ``response.completed`` instead.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ _ECHOED: dict[str, Any] = {
 
 
 class OpenAIResponses:
-    """The dialect of ``POST /v1/responses``.
-
-    Args:
-        conversations: Those of one session.
-        carries_on: Whether a response that a length limit cut is called complete.
-    """
+    """The dialect of ``POST /v1/responses``; ``carries_on``: truncated responses are reported as complete."""
 
     name = "openai_responses"
 
@@ -51,22 +46,22 @@ class OpenAIResponses:
         self._carries_on = carries_on
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
-        """Return what a body asks for."""
+        """Parse a request body."""
         return read_request(body, abilities, self._conversations.earlier)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return a ``response``, which later requests may name."""
+        """Return a ``response``, which later requests may reference."""
         (answer,) = answers
         response = _Response(request, self._carries_on)
         self.keep(response.id, request, answer)
         return response.whole(answer, list(response.items(answer)))
 
     def writer(self, request: ChatRequest) -> ItemWriter:
-        """Return the writer of a stream of events."""
+        """Return the item writer of a stream."""
         return ItemWriter(self, request, self._carries_on)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return an error as OpenAI's clients expect it."""
+        """Return an error in OpenAI's form."""
         return openai_error(error)
 
     def status(self, error: ApiError) -> int:
@@ -74,7 +69,7 @@ class OpenAIResponses:
         return error.status
 
     def keep(self, response_id: str, request: ChatRequest, answer: Answer) -> None:
-        """Remember a response where the request does not forbid it."""
+        """Store a response unless the request forbids it."""
         if request.extra["body"].get("store") is False:
             return
         previous, new = request.extra["conversation"]
@@ -82,13 +77,13 @@ class OpenAIResponses:
 
 
 def _echo(answer: Answer) -> Message:
-    """Return an answer as an agent would send it back."""
+    """Return an answer in the form in which agents send it back."""
     message = dict(answer.message)
     return {key: value for key, value in message.items() if key not in ("turn_id", "finish_reason")}  # type: ignore[return-value]
 
 
 class _Response:
-    """One response: its id, its fields, its items."""
+    """One response: id, fields and items."""
 
     __slots__ = ("_base", "_carries_on", "_mark", "_request", "_tools", "id")
 
@@ -112,20 +107,17 @@ class _Response:
         }
 
     def item_id(self, prefix: str, place: int) -> str:
-        """Return the id of an item: its response can be told from it when it comes back."""
+        """Return an item id, which identifies its response."""
         return f"{prefix}_{self._mark}{place:02d}"
 
     def begun(self) -> dict[str, Any]:
-        """Return the response before anything was sampled."""
         return {**self._base, "status": "in_progress", "output": [], "usage": None}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """Return the response that an error ended."""
         told = {"code": error.code or "server_error", "message": error.message}
         return {**self._base, "status": "failed", "error": told, "output": [], "usage": None}
 
     def whole(self, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the response with its output and usage."""
         cut = answer.cut and not self._carries_on
         return {
             **self._base,
@@ -153,7 +145,6 @@ class _Response:
         return items
 
     def reasoning(self, place: int, text: str) -> dict[str, Any]:
-        """Return a reasoning item."""
         content = [{"type": "reasoning_text", "text": text}] if text else []
         return {
             "type": "reasoning",
@@ -164,7 +155,7 @@ class _Response:
         }
 
     def message(self, place: int, text: str, answer: Answer | None) -> dict[str, Any]:
-        """Return a message item; without an answer one that is being written."""
+        """Return a message item, in progress if ``answer`` is None."""
         status = "completed" if answer is not None else "in_progress"
         if answer is not None and answer.cut and not self._carries_on:
             status = "incomplete"
@@ -178,7 +169,6 @@ class _Response:
         }
 
     def text(self, text: str, answer: Answer | None) -> dict[str, Any]:
-        """Return the part that holds a message's text."""
         logprobs = []
         if self._request.logprobs and answer is not None:
             logprobs = [
@@ -193,7 +183,6 @@ class _Response:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def call(self, place: int, call: ToolCall) -> dict[str, Any]:
-        """Return the item of a call."""
         name, arguments = told_call(call, raw=True)
         item: dict[str, Any]
         text = call.arguments.get("input")
@@ -208,7 +197,7 @@ class _Response:
 
 
 class ItemWriter:
-    """Writes the events of one response: each item is added, grows and is done."""
+    """Writer of one response's events: each item is added, grows and is done."""
 
     __slots__ = ("_dialect", "_items", "_number", "_open", "_parts", "_request", "_response", "_sent", "_thought")
 
@@ -229,7 +218,7 @@ class ItemWriter:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def alive(self) -> bytes:
-        """Return an event that says nothing new: Codex takes any event, but no comment, for a sign of life."""
+        """Return an empty event: Codex accepts any event, but no comment, as keep-alive."""
         return self._event("response.in_progress", response=self._response.begun())
 
     def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
@@ -247,7 +236,7 @@ class ItemWriter:
         return opened + self._part_event("response.output_text.delta", delta=text, logprobs=[])
 
     def finish(self, index: int, answer: Answer) -> bytes:
-        """Return the rest of the response, call by call, and its end."""
+        """Return the rest of the response, its calls and its end."""
         events = []
         if rest := answer.thoughts[self._thought :]:
             events.append(self.thoughts(index, rest))
@@ -262,7 +251,7 @@ class ItemWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Return nothing: the end of the response was its last event."""
+        """Return nothing: the last event ended the response."""
         return b""
 
     def fail(self, error: ApiError) -> bytes:
@@ -288,7 +277,7 @@ class ItemWriter:
         )
 
     def _into(self, kind: str) -> bytes:
-        """Return what makes an item of ``kind`` the open one."""
+        """Return the events that make an item of ``kind`` the open one."""
         if self._open == kind:
             return b""
         closed = self._close(None)
@@ -304,7 +293,7 @@ class ItemWriter:
         return closed + added + self._part_event("response.content_part.added", part=self._response.text("", None))
 
     def _close(self, answer: Answer | None) -> bytes:
-        """Return what ends the open item; ``answer`` is given where the response ends with it."""
+        """Return the end of the open item; ``answer`` is set if the response ends with it."""
         kind, text, place = self._open, "".join(self._parts), len(self._items)
         if not kind:
             return b""

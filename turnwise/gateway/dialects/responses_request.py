@@ -1,7 +1,6 @@
-"""The request of OpenAI Responses.
+"""Requests of OpenAI Responses: input items to messages, and stored conversations.
 
-Items are one turn's while nothing but an assistant's items follow each other, and the ids that this gateway gave them
-name the same turn.
+Consecutive assistant items form one turn as long as the ids that this gateway gave them name the same turn.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ Earlier = Callable[[str], Sequence[Message]]
 
 @dataclass(slots=True)
 class ResponsesTools:
-    """The tools of a request and how calls of them are written.
-
-    Attributes:
-        schemas: What the model is told, in order.
-        namespaces: (namespace, own name) by the name that the model knows.
-        custom: Names of the tools that take a text instead of arguments.
-    """
+    """The tools of a request: schemas in order, (namespace, own name) by name, and names of tools that take text."""
 
     schemas: list[ToolSchema] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -51,21 +44,12 @@ class ResponsesTools:
 
 
 def namespaced(namespace: Any, name: Any) -> Any:
-    """Return the name under which the model knows a tool of a namespace."""
+    """Return the name that the model sees for a tool of a namespace."""
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
 def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier) -> ChatRequest:
-    """Return what a body asks for.
-
-    Args:
-        body: The body.
-        abilities: What can be asked for.
-        earlier: Finds the conversation of ``previous_response_id``.
-
-    Raises:
-        ApiError: A field is wrong, or asks for what cannot be done here.
-    """
+    """Parse a request body; ``earlier`` finds the conversation of ``previous_response_id``. Raises ApiError."""
     fields = Fields(body)
     fields.refuse("background", "every response is made while its request waits")
     fields.refuse("conversation", "send the items, or previous_response_id")
@@ -129,12 +113,7 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
 
 
 class Reader:
-    """Reads the items of an input, one after the other.
-
-    Args:
-        abilities: Whether the model takes images.
-        custom: Names of tools that take a text.
-    """
+    """Parser of the items of an input; ``custom`` names the tools that take text."""
 
     __slots__ = ("_abilities", "_custom", "_messages", "_turn")
 
@@ -209,8 +188,8 @@ class Reader:
     def _said(self, item: Fields) -> dict[str, Any]:
         """Return the assistant message that an item belongs to.
 
-        Two turns of this gateway with nothing between them are one turn, asked for twice: a stream broke, and what was
-        whole of it by then stayed in the agent's history. The model did not see it when it said the other.
+        Two adjacent turns of this gateway are one turn requested twice: a stream broke, and its complete items stayed
+        in the agent's history.
         """
         found = _ITEM.match(item.text("id", ""))
         turn = found[1] if found else ""
@@ -256,11 +235,7 @@ class _Kept:
 
 
 class Conversations:
-    """The conversations that ``previous_response_id`` may name. Each shares the messages of the one before.
-
-    Args:
-        most: How many responses are remembered; older ones are forgotten first.
-    """
+    """Stored conversations for ``previous_response_id``, sharing messages; at most ``most``, oldest dropped first."""
 
     __slots__ = ("_kept", "_most")
 
@@ -269,18 +244,14 @@ class Conversations:
         self._most = most
 
     def keep(self, response_id: str, previous: str | None, messages: Sequence[Message]) -> None:
-        """Remember what a response added, its own message last, to the conversation of an earlier one."""
+        """Store the messages that a response added to an earlier conversation, its own last."""
         before = self._kept.get(previous) if previous is not None else None
         self._kept[response_id] = _Kept(before, tuple(messages))
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
 
     def earlier(self, response_id: str) -> Sequence[Message]:
-        """Return the conversation up to and with a response.
-
-        Raises:
-            ApiError: No response of this session has this id.
-        """
+        """Return the conversation up to and including a response. Raises ApiError for an unknown id."""
         found = self._kept.get(response_id)
         if found is None:
             raise ApiError(

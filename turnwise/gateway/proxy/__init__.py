@@ -1,1 +1,1 @@
-"""The gateway in front of a hosted endpoint: requests are passed on, and conversations are recorded as text."""
+"""The proxy gateway for a hosted endpoint: requests are forwarded, conversations recorded as text."""

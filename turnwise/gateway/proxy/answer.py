@@ -1,4 +1,4 @@
-"""What a hosted endpoint answered, for the record: whole, or put together from the events of a stream."""
+"""Responses of a hosted endpoint, parsed for the record, whole or from stream events."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ _FINISHED = ("response.completed", "response.incomplete")
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """One answer.
-
-    Attributes:
-        message: The assistant message, its calls with the ids of the endpoint.
-        cut: Whether a length limit cut it.
-        read: Whether it could be read; else its text is the answer as it came.
-    """
+    """One answer of an endpoint; ``cut``: by a length limit, ``read``: parsed, else its text is the raw answer."""
 
     message: Message
     cut: bool = False
@@ -47,15 +41,7 @@ class UpstreamAnswer:
 
 
 class AnswerReader(ABC):
-    """Reads one answer of one API.
-
-    Attributes:
-        ended: Whether the mark of its end was seen: nothing follows it.
-        usage: What it used, where it was told so far.
-        model: Who says that it answered.
-        response_id: The id of a response.
-        items: The items of a response.
-    """
+    """Parser of the responses of one API; ``usage`` and ``model`` are as reported so far."""
 
     dialect = ""
 
@@ -68,7 +54,7 @@ class AnswerReader(ABC):
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Read more of a stream of events."""
+        """Parse more of an event stream."""
         *lines, rest = data.split(b"\n")
         if lines:
             # A line may be many pieces long (an image): they are put together once.
@@ -81,26 +67,23 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
-        """Return the answers of a body that was not streamed. Raises where it cannot be read."""
+        """Return the answers of a body without streaming. Raises if it cannot be parsed."""
 
     @property
     @abstractmethod
     def complete(self) -> bool:
-        """Whether all that the endpoint says was seen, of the answers that began."""
+        """Whether all answers that began are complete."""
 
     @abstractmethod
     def said(self) -> list[UpstreamAnswer]:
-        """Return the answers of a stream that is complete."""
+        """Return the answers of a complete stream."""
 
     @abstractmethod
     def event(self, event: Mapping[str, Any]) -> None:
-        """Read one event."""
+        """Parse one event."""
 
     def read_whole(self, raw: bytes) -> list[UpstreamAnswer]:
-        """Return the answers of a body that was not streamed; one that cannot be read is its own text.
-
-        None are returned where the endpoint says that it failed.
-        """
+        """Return the answers of a body without streaming: none for a failure, the raw text if it cannot be parsed."""
         try:
             body = orjson.loads(raw)
             if isinstance(body, Mapping):
@@ -138,12 +121,7 @@ _UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueE
 
 
 def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
-    """Return what an answer with an error means for an episode; None where the request itself was wrong.
-
-    Args:
-        status: The endpoint's.
-        raw: What it said, without its key.
-    """
+    """Return the failure that an error response means for the episode; None if the request was wrong."""
     told = raw.decode("utf-8", "replace")
     if status in _FAILURES or status >= 500:
         # What is said of a key that is refused quotes parts of it.
@@ -155,7 +133,7 @@ def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
 
 
 def answer_reader(dialect: str) -> AnswerReader:
-    """Return what reads an answer of an API."""
+    """Return the response parser of an API."""
     kinds: dict[str, type[AnswerReader]] = {
         "openai_chat": _Chat,
         "openai_responses": _Responses,
@@ -212,7 +190,7 @@ class _Chat(AnswerReader):
 
 
 def _joined(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice with its texts in one piece; putting each piece to the others would take quadratic time."""
+    """Return a choice with its text pieces joined at once; pairwise joining would take quadratic time."""
     calls = [
         {**call, "function": {**call["function"], "arguments": "".join(call["function"]["arguments"])}}
         for call in choice["tool_calls"]
@@ -221,14 +199,14 @@ def _joined(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a piece of text; some endpoints send it as parts."""
+    """Return a piece of text, which some endpoints send as parts."""
     if isinstance(value, list):
         return "".join(str(part.get("text") or "") for part in value if isinstance(part, Mapping))
     return value if isinstance(value, str) else ""
 
 
 def _add_call(calls: list[dict[str, Any]], piece: Mapping[str, Any]) -> None:
-    """Add a piece of a call to the call of its index; one without an index begins where it brings an id."""
+    """Merge a piece of a call by its index; without an index, an id begins a new call."""
     index = piece.get("index")
     known = next((call for call in calls if call["index"] == index), None) if index is not None else None
     if index is None and calls and not piece.get("id"):
@@ -337,7 +315,7 @@ def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
 
 
 def _finished(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a block with what its deltas held."""
+    """Return a block completed with its deltas."""
     pieces = {key: "".join(parts) for key, parts in block["_pieces"].items()}
     written = pieces.pop("partial_json", "")
     block = {key: value for key, value in block.items() if key != "_pieces"}

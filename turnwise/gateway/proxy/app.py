@@ -1,6 +1,6 @@
-"""The gateway in front of a hosted endpoint: requests are passed on as they came, and what is said is recorded.
+"""The ASGI application in front of a hosted endpoint, which forwards requests and records the conversations.
 
-What the endpoint says is recorded before its last piece is passed on, so that an agent's next request finds it.
+A turn is recorded before its last piece is forwarded, so that the agent's next request finds it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 300
 
 
 class HostedExchange(Exchange):
-    """A request that is passed on, and its answer."""
+    """A forwarded request and its response."""
 
     __slots__ = ("_scope",)
 
@@ -45,29 +45,29 @@ class HostedExchange(Exchange):
 
     @property
     def all_headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers as they came."""
+        """Request headers as received."""
         return cast("Sequence[tuple[bytes, bytes]]", self._scope["headers"])
 
     @property
     def query(self) -> bytes:
-        """What stands behind the question mark."""
+        """Query string."""
         return bytes(self._scope.get("query_string", b""))
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the head of an answer."""
+        """Send the head of a response."""
         self._started = True
         async with asyncio.timeout(self._limits.write_seconds):
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def more(self, data: bytes, *, last: bool = False) -> None:
-        """Send a piece of an answer."""
+        """Send a piece of a response."""
         if not data and not last:
             return
         async with asyncio.timeout(self._limits.write_seconds):
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def watched(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something until it is done or the client goes away, which cancels it."""
+        """Run ``work``, cancelled if the client disconnects."""
         task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +84,7 @@ class HostedExchange(Exchange):
 
 
 class _Turn:
-    """A request that is being answered, and what becomes of it."""
+    """The turns of a request in flight."""
 
     def __init__(self, entry: GatewaySession, dialect: str, body: Mapping[str, Any], asked: Asked) -> None:
         assert isinstance(entry.session, TextSession)
@@ -96,7 +96,7 @@ class _Turn:
         self._closed = False
 
     def commit(self, said: Sequence[UpstreamAnswer]) -> None:
-        """Record answers; the first one brings what all of them used."""
+        """Record answers; the first one carries the usage of all."""
         self._closed = True
         asked, usage = self._asked, self.reader.usage
         if not asked.read:
@@ -117,7 +117,7 @@ class _Turn:
             self._entry.turn_metrics = self._session.turn_metrics
 
     def close(self) -> None:
-        """Record what was said whole, although its end did not come; else take the request back."""
+        """Record the complete answers of a broken stream, else withdraw the request."""
         if self._closed:
             return
         self._closed = True
@@ -127,11 +127,9 @@ class _Turn:
             self._session.withdraw(self._placed)
 
     def fail(self, why: str) -> None:
-        """Note that the endpoint failed."""
         self._session.fail(InferenceError(f"the hosted endpoint {why}"))
 
     def refused(self, status: int, raw: bytes) -> None:
-        """Note that the endpoint answered with an error."""
         failure = failure_of(status, raw)
         if isinstance(failure, BudgetExceeded):
             self._entry.note_outcome(failure)
@@ -149,7 +147,7 @@ class _Turn:
 
 
 def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[PendingRequest]]:
-    """Find where a request goes on; one that cannot be compared with others stands for itself."""
+    """Place a request; one that cannot be compared becomes a separate conversation."""
     try:
         return asked, _place(session, asked)
     except SessionError:
@@ -169,18 +167,12 @@ def _place(session: TextSession, asked: Asked) -> list[PendingRequest]:
 
 
 def _behind(prefill: str, message: Message) -> Message:
-    """Return an answer together with the beginning of it that the agent wrote."""
+    """Return an answer with its prefill prepended."""
     return {**message, "content": prefill + text_of(message)} if prefill else message
 
 
 class HostedApp(GatewayApp):
-    """The ASGI application in front of a hosted endpoint.
-
-    Args:
-        sessions: All sessions; they are recorded as text.
-        admin_key: What controllers send.
-        endpoint: The endpoint.
-    """
+    """The ASGI application in front of a hosted endpoint."""
 
     exchange: ClassVar[type[Exchange]] = HostedExchange
 
@@ -228,7 +220,6 @@ class HostedApp(GatewayApp):
         data: bytes,
         turn: _Turn | None,
     ) -> None:
-        """Ask the endpoint and pass its answer on."""
         anthropic = dialect.name == "anthropic"
         headers = self._endpoint.headers(exchange.all_headers, anthropic=anthropic, token=entry.token)
         asking = self._endpoint.asked(exchange.method, route, exchange.query, headers, data, token=entry.token)

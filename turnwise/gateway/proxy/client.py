@@ -1,7 +1,7 @@
-"""A hosted endpoint in the place of a model: for evaluations, whose agents ask it through their episodes' sessions.
+"""A hosted endpoint as the policy of an evaluation.
 
-``session.chat`` asks over Chat Completions, which hosted endpoints have in common. A program that goes through
-``episode.address`` is answered in whichever API it speaks, as behind ``turnwise gateway``.
+``session.chat`` uses Chat Completions, which hosted endpoints have in common; programs on ``episode.address`` may use
+any API, as behind ``turnwise gateway``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _UNKNOWN = ("top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
 class HostedClient(LLMClient):
-    """Asks one endpoint for the sessions of this process.
+    """Client of one endpoint for the sessions of this process.
 
     Args:
         endpoint: The endpoint.
-        model: The model that ``session.chat`` asks for; None knows none.
-        seconds: How long an answer may take.
+        model: Model of ``session.chat``, or None.
+        seconds: Timeout of a response.
     """
 
     def __init__(self, endpoint: Endpoint, *, model: str | None = None, seconds: float = 3600.0) -> None:
@@ -51,15 +51,15 @@ class HostedClient(LLMClient):
         max_total_tokens: int | None = None,
         echo: EchoPolicy = "same",
     ) -> TextSession:
-        """Return a session that is recorded as text.
+        """Return a session recorded as text.
 
         Args:
             id: Names the trajectory.
-            params: What ``session.chat`` asks for, as far as it differs from the defaults.
-            max_turns: Most requests that are answered.
-            max_tokens_per_turn: Most tokens that ``session.chat`` asks for.
-            max_total_tokens: Most tokens over all branches, as far as the endpoint reports them.
-            echo: What becomes of turns that come back rewritten.
+            params: Sampling parameters of ``session.chat``; only non-defaults are sent.
+            max_turns: Maximum number of requests.
+            max_tokens_per_turn: Maximum tokens of a ``session.chat`` completion.
+            max_total_tokens: Maximum tokens over all branches, as reported by the endpoint.
+            echo: Policy for turns that come back rewritten.
         """
 
         async def ask(messages: Sequence[Message], tools: Sequence[ToolSchema], params: SamplingParams) -> Answered:
@@ -70,15 +70,15 @@ class HostedClient(LLMClient):
         )
 
     async def generate(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: tokens cannot be asked for."""
+        """Raise: hosted endpoints return no token ids."""
         raise no_tokens()
 
     def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: tokens cannot be asked for."""
+        """Raise: hosted endpoints return no token ids."""
         raise no_tokens()
 
     async def model_info(self) -> ModelInfo:
-        """Return the model's name; what it can take is not known."""
+        """Return the model's name; its context length is unknown."""
         return ModelInfo(self._model or "hosted", UNKNOWN_CONTEXT)
 
     async def close(self) -> None:
@@ -123,11 +123,7 @@ class HostedClient(LLMClient):
 
 
 def _named(params: SamplingParams, most: int | None) -> dict[str, float]:
-    """Return what a request says of its sampling: what is not the default, which some models refuse to be told.
-
-    Raises:
-        SessionError: Something is asked for that Chat Completions has no field for.
-    """
+    """Return the non-default sampling parameters (some models reject explicit defaults). Raises SessionError."""
     named: dict[str, float] = {}
     default = SamplingParams()
     unknown = [name for name in _UNKNOWN if getattr(params, name) != getattr(default, name)]
@@ -144,7 +140,6 @@ def _named(params: SamplingParams, most: int | None) -> dict[str, float]:
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's form."""
     sent: dict[str, Any] = {"role": message["role"], "content": message.get("content")}
     for key in ("name", "tool_call_id"):
         value = message.get(key)

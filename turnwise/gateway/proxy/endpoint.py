@@ -1,4 +1,4 @@
-"""A hosted endpoint: what is sent to it and what comes back, with its key put in and every other secret left out."""
+"""Client of a hosted endpoint, which adds its key and removes every other secret."""
 
 from __future__ import annotations
 
@@ -37,13 +37,7 @@ _HIDDEN = b"[key]"
 
 
 class Endpoint:
-    """Asks one endpoint.
-
-    Args:
-        url: What stands before its routes.
-        config: How it is asked.
-        key: Its key; empty where it has none.
-    """
+    """Client of one endpoint."""
 
     def __init__(self, url: str, config: HostedConfig, key: str) -> None:
         self._url = url
@@ -58,7 +52,7 @@ class Endpoint:
             await http.close()
 
     def body(self, raw: bytes, body: Mapping[str, Any]) -> bytes:
-        """Return the bytes to send: those of the agent, unless another model is to be asked."""
+        """Return the bytes to send: the agent's, unless the model is replaced."""
         model = self._config.model
         if model is None or body.get("model") == model:
             return raw
@@ -70,13 +64,7 @@ class Endpoint:
             return json.dumps(changed).encode()
 
     def headers(self, given: Headers, *, anthropic: bool, token: str) -> dict[str, str]:
-        """Return the headers to send.
-
-        Args:
-            given: Those of the agent.
-            anthropic: Whether the request is one of Anthropic's API.
-            token: The session's, which does not leave.
-        """
+        """Return the headers to send: the agent's, without secrets and the session's token, with the endpoint's key."""
         named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in given]
         listed = {each.strip().lower() for name, value in named if name == "connection" for each in value.split(",")}
         sent: dict[str, str] = {}
@@ -96,11 +84,7 @@ class Endpoint:
     async def asked(
         self, method: str, route: str, query: bytes, headers: Mapping[str, str], data: bytes, *, token: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer when the head is there. Leaving the block ends it.
-
-        Raises:
-            ApiError: The endpoint cannot be reached, or sends elsewhere.
-        """
+        """Send a request and yield its response, closed on exit. Raises ApiError if it is unreachable or redirects."""
         asked = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
         kept = [(name, value) for name, value in asked if name.lower() not in _SECRET_QUERY and token not in value]
         end = f"?{urlencode(kept)}" if kept else ""
@@ -116,7 +100,7 @@ class Endpoint:
             yield answer
 
     def returned(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-        """Return the headers of an answer that the agent is given."""
+        """Return the response headers for the agent."""
         found = []
         for name, value in answer.headers.items():
             lower = name.lower()
@@ -126,11 +110,11 @@ class Endpoint:
         return found
 
     def hidden(self, data: bytes) -> bytes:
-        """Return what an endpoint said without its key: some quote what they were sent."""
+        """Return a response without the key, which some endpoints quote."""
         return data.replace(self._key.encode(), _HIDDEN) if self._key else data
 
     def veil(self) -> SecretFilter:
-        """Return what hides the key in a stream."""
+        """Return the filter that removes the key from a stream."""
         return SecretFilter(self._key.encode())
 
     def _pool(self) -> aiohttp.ClientSession:
@@ -145,18 +129,14 @@ class Endpoint:
 
 
 class SecretFilter:
-    """Hides a key in a stream, however it is cut into pieces.
-
-    Args:
-        key: The key; empty hides nothing.
-    """
+    """Removes a key from a stream, however it is chunked; an empty one removes nothing."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return what can be shown; a beginning of the key at the end waits for what follows it."""
+        """Return the filtered data; a trailing prefix of the key is held back."""
         if not self._key:
             return data
         data = (self._held + data).replace(self._key, _HIDDEN)

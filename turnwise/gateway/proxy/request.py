@@ -1,7 +1,4 @@
-"""What a request to a hosted endpoint says, for the record: its conversation and its tools.
-
-Messages are read by the dialects of the gateway, so that they mean the same here as in front of a model of one's own.
-"""
+"""Requests to a hosted endpoint, parsed for the record by the dialects: conversation, tools and sampling."""
 
 from __future__ import annotations
 
@@ -31,17 +28,15 @@ _MOST_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks, as it is recorded.
+    """A request, as it is recorded.
 
     Attributes:
-        messages: The conversation.
-        tools: What is offered.
-        prefill: Text of the assistant that the answer goes on from.
-        n: How many answers.
-        sampling: The numbers that it is sampled with, as far as the request names them.
-        previous: The response that it goes on from.
-        new: The messages that it adds to the conversation of that response.
-        read: Whether the conversation could be read.
+        prefill: Assistant text that the answer continues.
+        n: Number of answers.
+        sampling: Numeric sampling parameters that the request names.
+        previous: The response that it continues.
+        new: The messages that it adds to that response's conversation.
+        read: Whether the conversation could be parsed.
     """
 
     messages: list[Message]
@@ -57,16 +52,9 @@ class Asked:
 def read_asked(
     dialect: str, body: Mapping[str, Any], conversations: Conversations, items: Mapping[str, Mapping[str, Any]]
 ) -> Asked:
-    """Return what a body asks.
+    """Parse a request body; ``conversations`` and ``items`` are the session's stored Responses.
 
-    Args:
-        dialect: Name of the API.
-        body: The body.
-        conversations: Of the session's Responses.
-        items: Their items, by id.
-
-    Raises:
-        ApiError: It goes on from what this session did not record, or is answered in a way that nobody could record.
+    Raises ApiError if it continues what this session did not record, or its answer could not be recorded.
     """
     sampling = _sampling(body)
     tools = tuple(_tools(body.get("tools")))
@@ -87,14 +75,9 @@ def read_asked(
 
 
 def read_said(dialect: str, parts: Any) -> Message:
-    """Return the assistant message that an answer holds, its calls with the ids of the endpoint.
+    """Return the assistant message of an answer, with the endpoint's call ids. Raises ApiError.
 
-    Args:
-        dialect: Name of the API.
-        parts: A message of Chat Completions, the items of a response, or the blocks of a message of Anthropic's.
-
-    Raises:
-        ApiError: It cannot be read.
+    ``parts``: a Chat Completions message, the items of a response, or the blocks of an Anthropic message.
     """
     if dialect == "openai_chat":
         found: list[Message] = [read_message(_chat_message({**parts, "role": "assistant"}), "message", _ANY)]
@@ -120,7 +103,7 @@ def read_said(dialect: str, parts: Any) -> Message:
 
 
 class _Refused(Exception):
-    """A request that must not be sent, because what it leads to could not be recorded."""
+    """A request that must not be sent, because its answer could not be recorded."""
 
     def __init__(self, told: ApiError) -> None:
         super().__init__(told.message)
@@ -128,7 +111,7 @@ class _Refused(Exception):
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:
-    """Return a call of an endpoint; one whose arguments are no object is kept as its text."""
+    """Return a call of an endpoint; arguments that are not an object are kept as text."""
     function = call["function"]
     source = function["arguments"]
     raw = source if isinstance(source, str) else ""
@@ -197,7 +180,7 @@ def _read_items(value: Any) -> list[Message]:
 
 
 def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """Return a conversation without the assistant message that it ends with, and that message's text."""
+    """Split the final assistant message off a conversation, as text."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or len(messages) == 1 or last.get("tool_calls"):
         return list(messages), ""
@@ -205,7 +188,7 @@ def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
 
 
 def unread(body: Mapping[str, Any]) -> Asked:
-    """Return a request whose conversation cannot be read: as it was sent, in one message."""
+    """Return a request with an unparsable conversation: its body as one message."""
     told = json.dumps(body, ensure_ascii=False, sort_keys=True)
     return Asked([{"role": "user", "content": clean(told)}], sampling=_sampling(body), read=False)
 
@@ -291,7 +274,7 @@ def _block(block: Any) -> Any:
 
 
 def _note(part: Mapping[str, Any]) -> str:
-    """Return what stands for a part that is no text: equal parts have equal notes, wherever the cache marks stand."""
+    """Return a placeholder for a part that is not text; equal parts give equal ones, regardless of cache marks."""
     meant = {key: value for key, value in part.items() if key != "cache_control"}
     digest = hashlib.blake2b(json.dumps(meant, sort_keys=True).encode(), digest_size=8).hexdigest()
     return f"[{part.get('type')} {digest}]"

@@ -1,7 +1,6 @@
-"""The recorder where no token is known: a session of a hosted endpoint, recorded as text.
+"""Text sessions: the recorder for hosted endpoints, which return no token ids.
 
-Turns, branches and the reasons of forks are told by the rules of every session. No template stands between the messages
-and the model here, so nothing forks because it could not be rendered.
+Turns, branches and fork reasons follow the rules of every session; without a template, no fork is due to rendering.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ _BYTES_A_TOKEN = 4
 
 class _NoTags:
     def tagged(self, guide: object, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
-        """Raise: programs ask the endpoint for that in its own words."""
         raise StructuredOutputError(
             "nothing here holds an answer of a hosted endpoint to anything: leave params.guide out"
         )
 
 
 class TextRenderer:
-    """The renderer of no ids: every message is placed, and nothing is encoded."""
+    """A renderer without ids: every message can follow, and nothing is encoded."""
 
     def __init__(self) -> None:
         self.stop_ids: frozenset[int] = frozenset()
@@ -53,19 +51,19 @@ class TextRenderer:
         self.reads: frozenset[str] = frozenset()
 
     def takes(self, name: str, value: object) -> bool:  # noqa: ARG002
-        """Return that there is no template to be given anything."""
+        """Return False: there is no template."""
         return False
 
     def under(self, arguments: TemplateArguments) -> TextRenderer:  # noqa: ARG002
-        """Return itself: the endpoint is told in its own words."""
+        """Return itself: there is no template."""
         return self
 
     def at(self, now: datetime) -> TextRenderer:  # noqa: ARG002
-        """Return itself: it writes no date."""
+        """Return itself: there is no date."""
         return self
 
     def count(self, text: str) -> int:
-        """Return a guess at how many tokens a text takes: the endpoint's tokenizer is not known."""
+        """Return an estimate of a text's tokens."""
         return -(-len(text.encode()) // _BYTES_A_TOKEN)
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:  # noqa: ARG002
@@ -80,55 +78,55 @@ class TextRenderer:
         new: Sequence[Canonical],  # noqa: ARG002
         tools: Sequence[ToolSchema],  # noqa: ARG002
     ) -> TokenIds:
-        """Return no ids: whatever is said next can follow."""
+        """Return no ids: any message can follow."""
         return NO_IDS
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:  # noqa: ARG002
-        """Return nothing: what the endpoint drops is not known."""
+        """Return nothing: what the endpoint drops is unknown."""
         return frozenset()
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
-        """Raise: there are no ids to read."""
+        """Raise: there are no ids."""
         raise no_tokens()
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
-        """Raise: nobody knows the ids."""
+        """Raise: the ids are unknown."""
         raise no_tokens()
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> NoReturn:  # noqa: ARG002
-        """Raise: there are no ids to read."""
+        """Raise: there are no ids."""
         raise no_tokens()
 
     def decode(self, ids: TokenIds) -> str:  # noqa: ARG002
-        """Return nothing: there are no ids."""
+        """Return an empty text."""
         return ""
 
     def describe(self) -> dict[str, Any]:
-        """Return that nothing is rendered."""
+        """Return a description without format or template."""
         return {"format": "text", "proof": "a hosted endpoint renders"}
 
 
 class NoTokens(LLMClient):
-    """The client of a session that samples nothing itself."""
+    """A client that cannot sample."""
 
     async def generate(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: tokens cannot be asked for."""
+        """Raise: hosted endpoints return no token ids."""
         raise no_tokens()
 
     def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: tokens cannot be asked for."""
+        """Raise: hosted endpoints return no token ids."""
         raise no_tokens()
 
     async def model_info(self) -> ModelInfo:
-        """Return what is not known."""
+        """Return an unknown model."""
         return ModelInfo("hosted", UNKNOWN_CONTEXT)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
 
 def no_tokens() -> SessionError:
-    """Return the error of whoever asks a hosted endpoint for tokens."""
+    """Return the error for token requests to a hosted endpoint."""
     return SessionError(
         "a hosted endpoint tells no token ids: an agent talks to it through the address of its session "
         "(episode.address), or in an evaluation through session.chat"
@@ -141,20 +139,14 @@ _OURS = frozenset({"max_turns", "max_total_tokens", "echo"})
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an endpoint says that a request used.
-
-    Attributes:
-        prompt: Tokens of the prompt, cached ones included.
-        completion: Tokens that were sampled.
-        cached: Tokens of the prompt that it knew.
-    """
+    """Token usage reported by an endpoint; ``prompt`` includes the ``cached`` tokens."""
 
     prompt: int
     completion: int
     cached: int = 0
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the counts by the names that trajectories have for them."""
+        """Return the counts by their names in trajectories."""
         return {
             "prompt_tokens": float(self.prompt),
             "completion_tokens": float(self.completion),
@@ -164,15 +156,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer of an endpoint.
-
-    Attributes:
-        message: What it said; its calls with the endpoint's ids.
-        cut: Whether a length limit cut it.
-        usage: What it used, where the endpoint told.
-        sampling: The numbers that its request named.
-        model: Who says that it answered.
-    """
+    """An answer of an endpoint: message with its call ids, whether a length limit ended it, and what was reported."""
 
     message: Message
     cut: bool
@@ -186,19 +170,19 @@ Ask = Callable[[Sequence[Message], Sequence[ToolSchema], SamplingParams], Awaita
 
 
 class TextSession(Session):
-    """Records what is said in one conversation with a hosted endpoint, or in several branches of one.
+    """Records a conversation with a hosted endpoint as text, with all its branches.
 
     Args:
         id: Names the trajectory.
-        max_turns: Most requests that are answered.
-        max_total_tokens: Most tokens over all branches, prompts included, as far as the endpoint reports them.
-        echo: What becomes of a turn that comes back rewritten, with the ids of its calls.
-        params: What :meth:`chat` asks for, unless a request says something else.
-        ask: Asks the endpoint for :meth:`chat`. None where agents only ask through the gateway.
+        max_turns: Maximum number of requests.
+        max_total_tokens: Maximum tokens over all branches, prompts included, as reported by the endpoint.
+        echo: Policy for turns that come back rewritten.
+        params: Default sampling parameters of :meth:`chat`.
+        ask: Sends the requests of :meth:`chat`; None if agents only use the gateway.
 
     Attributes:
-        turn_metrics: What was reported of each turn, and the numbers that its request was sampled with, by turn id.
-        items: Items of Responses by their ids, which later requests may name.
+        turn_metrics: Reported usage and sampling parameters, by turn id.
+        items: Items of Responses by id, for references of later requests.
     """
 
     recorded_as: ClassVar[str] = "text"
@@ -233,12 +217,12 @@ class TextSession(Session):
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
-        """Ask the endpoint for the next assistant message and record what was said. See :meth:`Session.chat`.
+        """Get the next assistant message from the endpoint and record it; see :meth:`Session.chat`.
 
         Raises:
-            SessionError: This session is asked through the gateway only, or the request cannot be placed.
-            BudgetSpent: Nothing is left, or the endpoint says that its context is full.
-            InferenceError: The endpoint failed, or refused the request. Nothing was recorded.
+            SessionError: The session is for the gateway only, or the request cannot be placed.
+            BudgetExceeded: A limit is reached, or the endpoint reports a full context.
+            InferenceError: The endpoint failed or refused. Nothing was recorded.
         """
         if self._ask is None:
             raise no_tokens()
@@ -257,28 +241,20 @@ class TextSession(Session):
         return self.commit(placed, answered.message, cut=answered.cut, usage=answered.usage, sampling=answered.sampling)
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PendingRequest:
-        """Find where a request goes on. Nothing is recorded.
-
-        Raises:
-            SessionError: It cannot be placed.
-            BudgetSpent: Nothing is left to sample.
-        """
+        """Place a request without recording it. Raises SessionError, or BudgetExceeded at a limit."""
         return self._open(messages, tools, None, None)
 
     def commit(
         self, placed: PendingRequest, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
     ) -> Message:
-        """Record the answer to a request.
+        """Record the answer to a request; return it with call ids made unique.
 
         Args:
             placed: The request.
-            message: What the endpoint said; its calls with the endpoint's ids.
-            cut: Whether a length limit cut it.
-            usage: What it used, where the endpoint told.
-            sampling: The numbers that the request was sampled with.
-
-        Returns:
-            The message as it was recorded. Calls whose ids another call has, or that have none, have others there.
+            message: The message with the endpoint's call ids.
+            cut: Whether a length limit ended it.
+            usage: Reported usage, or None.
+            sampling: Numeric sampling parameters of the request.
         """
         calls: Sequence[ToolCall] = message.get("tool_calls") or ()
         own = [call.id for call in calls]
@@ -298,11 +274,11 @@ class TextSession(Session):
         return given
 
     def withdraw(self, placed: Sequence[PendingRequest]) -> None:
-        """Take back requests that were not answered: they use up no turn."""
+        """Withdraw unanswered requests: they use up no turn."""
         self._requests -= len(placed)
 
     def fail(self, failure: TurnwiseError) -> None:
-        """Note what the endpoint failed with, until it answers again."""
+        """Set the endpoint's failure, until it answers again."""
         self._failure = failure
 
     def count(self, name: str, value: float = 1.0) -> None:
@@ -310,9 +286,7 @@ class TextSession(Session):
         self._counts[name] = self._counts.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of this session: turns, branches, forks and rewritten echoes, and what the endpoint reported:
-        tokens of all prompts and completions, and those that it knew.
-        """
+        """Return counters: turns, branches, forks, rewritten echoes, reported tokens (prompt, completion, cached)."""
         own = super().metrics()
         budget = self.limits.max_total_tokens
         over = 0 if budget is None else max(0, self._used - budget)
@@ -320,17 +294,17 @@ class TextSession(Session):
         return {**told, **self._counts, "tokens_over_limit": over, **self._sampled_at()}
 
     def _sampled_at(self) -> dict[str, float]:
-        """Return the temperature that all requests named; nothing where not all did, or not the same."""
+        """Return the temperature if all requests named the same one."""
         named = {noted.get("temperature") for noted in self.turn_metrics.values()}
         only = named.pop() if len(named) == 1 else None
         return {} if only is None else {"temperature": only}
 
     def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - nobody knows
-        """Return None: nobody knows how much a hosted endpoint can take."""
+        """Return None: the context length is unknown."""
         return None
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
-        """Return about how many tokens the prompt of such a request would have: four bytes of text are one."""
+        """Return an estimate of a request's prompt tokens, at four bytes each."""
         said = [str(message.get(part) or "") for message in messages for part in ("content", "tool_calls")]
         return estimated_tokens("".join([*said, *(str(tool.to_json()) for tool in tools or ())]))
 
@@ -344,7 +318,7 @@ class TextSession(Session):
         return params
 
     def _use(self, placed: PendingRequest, usage: Usage) -> None:
-        """Count each token of the tree once, as a session with ids does: what stood in the branch before is known."""
+        """Count each token of the tree once, as sessions with ids do: what the branch held before is known."""
         turn = self._tree.nodes[-1]
         known = placed.match.parent
         before = 0 if known is None else self._behind.get(known.index, 0)
@@ -356,28 +330,14 @@ class TextSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """What the sessions of a gateway in front of a hosted endpoint may use.
-
-    Attributes:
-        max_turns: Most requests of a session that are answered.
-        max_total_tokens: Most tokens of a session, as far as the endpoint reports them.
-        echo: What becomes of turns that come back rewritten.
-    """
+    """Limits of the sessions in front of a hosted endpoint; see :class:`TextSession`."""
 
     max_turns: int | None = None
     max_total_tokens: int | None = None
     echo: EchoPolicy = "same"
 
     def open(self, session_id: str, own: SessionSettings) -> tuple[TextSession, TextRenderer]:
-        """Return a session and who would read its turns.
-
-        Args:
-            session_id: Names its trajectory.
-            own: What it does in a way of its own.
-
-        Raises:
-            ApiError: A setting that is the endpoint's to decide.
-        """
+        """Return a new session with its own settings, and its reader. Raises ApiError for the endpoint's settings."""
         theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
         if theirs:
             raise unsupported(

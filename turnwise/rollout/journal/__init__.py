@@ -1,1 +1,1 @@
-"""The journal of a run: what was rolled out, written down before it counts."""
+"""The journal of a run: durable events of finished and trained groups."""

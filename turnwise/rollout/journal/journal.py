@@ -1,7 +1,7 @@
-"""The journal of a run: what was rolled out, written down before it counts.
+"""The journal of a run: records finished groups and their use in training, so that a killed run can resume.
 
-Payloads are written once, in ``trajectories.jsonl``; the journal says where. Only trajectories whose group reward is
-still to come lie in ``pending.jsonl`` until then.
+Payloads are written once, in ``trajectories.jsonl``; the journal holds their offsets. Trajectories that wait for their
+group reward are in ``pending.jsonl``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def drop_lost(
     *,
     max_uses: int = 1,
 ) -> None:
-    """Look at everything that is still to be trained, also once more, and forget what a power cut took.
-
-    Raises:
-        FormatError: Something is spoilt, but what was written after it is there.
-    """
+    """Verify everything still to be trained, or trained again, and forget what a power cut lost."""
     waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed or entry.reusable(max_uses)}
     needed = {each for entry in waiting.values() for each in _all(entry)}
     bad = {each for each in needed if (file := file_of(each)) is None or not file.holds(each.place)}
@@ -63,7 +59,7 @@ def drop_lost(
 
 
 def _all(entry: Entry) -> Iterator[Stored]:
-    """Yield what an entry names, also members of a whole group: what the group is made of again where it is lost."""
+    """Yield an entry's trajectories, including members of a whole group, from which a lost one is rebuilt."""
     if entry.whole is not None:
         yield from entry.whole.trajectories
         yield from entry.whole.baselines
@@ -72,7 +68,7 @@ def _all(entry: Entry) -> Iterator[Stored]:
 
 
 def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield (offset, checksum) of what a line names in trajectories.jsonl."""
+    """Yield (offset, checksum) of a line's references into trajectories.jsonl."""
     if event["event"] == "orphan":
         yield event["place"][0], event["place"][2]
     elif not event.get("pending"):
@@ -83,10 +79,8 @@ def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 def unnamed(
     payloads: TrajectoryWriter, since: int, offsets: Mapping[int, int], say: Callable[[str], None]
 ) -> list[tuple[Stored, bool]]:
-    """Return the trajectories that no line names, and whether each ended without an error: then its process was killed
-    between the two files.
-
-    Lines at the end that cannot be read are cut off.
+    """Return the trajectories without a journal line, each with whether it ended without an error: a kill came between
+    the two writes. Unreadable lines at the end are cut off.
     """
     found: list[tuple[Stored, bool]] = []
     spoilt: int | None = None
@@ -133,12 +127,12 @@ _FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("ke
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What earlier processes finished of a group.
+    """Finished parts of a group from earlier processes.
 
     Attributes:
         group_id: The group; its other members join it.
         members: Trajectories of the finished members, by number.
-        whole: Whether nothing is missing.
+        whole: Whether the group is complete.
     """
 
     group_id: str
@@ -147,16 +141,16 @@ class Found:
 
 
 class Journal:
-    """What a run's processes finished, and what of it was trained; made by :meth:`open`.
+    """The journal, opened for writing by :meth:`open`.
 
-    Each method that notes something returns when the line is in the file: a kill after that does not lose it.
+    Each method returns once its line is in the file: a later kill does not lose it.
 
     Attributes:
-        next_step: The step after the checkpoint that this process went on from: it drops what is dropped before a step.
+        next_step: The step after the checkpoint that this process resumed from.
         given_to: The newest step that this process gave groups to.
         given: Their keys, in order.
-        reusable: What earlier processes trained and may be trained once more, those trained longest ago first.
-        unclaimed: Ids of trajectories that a manager from elsewhere wrote, and put into no group in time.
+        reusable: Groups trained by earlier processes that may be trained again, least recently trained first.
+        unclaimed: Ids of trajectories that a custom manager wrote and put into no group in time.
     """
 
     def __init__(self, directory: Path, state: JournalState, file: AppendFile, payloads: TrajectoryWriter) -> None:
@@ -185,18 +179,17 @@ class Journal:
         max_uses: int = 1,
         say: Callable[[str], None] | None = None,
     ) -> Self:
-        """Open the journal of a run directory, for the only process that works in it.
+        """Open the journal of a run directory, as its only writer.
 
         Args:
-            directory: The run directory; it is made.
-            part: Number of this process among those that work on the run, from 0.
-            after_step: The step of the checkpoint that it goes on from. What was taken for later steps is there again:
-                their weights are lost.
-            max_uses: How many steps may train a group: noted for the audit.
-            say: Told what a kill or a power cut spoilt.
+            directory: The run directory, created if missing.
+            part: Index of this process among those of the run, from 0.
+            after_step: Step of the checkpoint resumed from. Groups taken by later steps are available again.
+            max_uses: How many steps may train a group; recorded for the audit.
+            say: Called with messages about damage by a kill or a power cut.
 
         Raises:
-            FormatError: A file is spoilt where neither a kill nor a power cut can have done it.
+            FormatError: A file is corrupt in a way that neither explains.
             TrainError: The disk refuses.
         """
         say = say or (lambda _: None)
@@ -231,12 +224,7 @@ class Journal:
         return journal
 
     def write(self, trajectory: Trajectory) -> None:
-        """Write a trajectory, failed and cancelled ones included; it counts when a member or a group names it.
-
-        Raises:
-            FormatError: It cannot be written as JSON.
-            TrainError: The disk refuses.
-        """
+        """Write a trajectory, failed and cancelled ones included; it counts once a member or a group refers to it."""
         with self._writing(self._payloads.path):
             place = self._payloads.write(trajectory)
         if trajectory.partition == "train":
@@ -245,18 +233,14 @@ class Journal:
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
     ) -> None:
-        """Note that a member has finished without an error.
+        """Record a member that finished without an error.
 
         Args:
-            key: What was asked for.
+            key: Request key.
             group_id: The member's group.
             member: Its number.
-            trajectories: What it left, written before.
-            pending: Whether their group reward is still to come: then they are kept aside, and written with it.
-
-        Raises:
-            FormatError: A trajectory cannot be written as JSON.
-            TrainError: The disk refuses.
+            trajectories: Its trajectories, written before.
+            pending: Whether their group reward is still missing: they are then held in ``pending.jsonl``.
         """
         stored = [self._store_aside(each) if pending else self._stored(each) for each in trajectories]
         more = {"pending": True} if pending else {}
@@ -266,18 +250,14 @@ class Journal:
             self._written.pop(each.id, None)
 
     def group(self, group: TrajectoryGroup, facts: GroupFacts) -> int:
-        """Note that a group is whole. Of its trajectories those are written that nobody wrote.
+        """Record a complete group, writing those of its trajectories that are not written yet.
 
         Args:
             group: The group.
-            facts: What a strategy may know of it; ``facts.key`` is what was asked for.
+            facts: Its facts for the strategy; ``facts.key`` is the request key.
 
         Returns:
-            How many bytes it has on disk.
-
-        Raises:
-            FormatError: A trajectory cannot be written as JSON.
-            TrainError: The disk refuses.
+            Its bytes on disk.
         """
         entry = self._state.entries.get(facts.key)
         members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
@@ -300,8 +280,8 @@ class Journal:
         return sum(each.place.length for each in (*trajectories, *baselines))
 
     def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
-        """Note that a train step was given these groups, or that it gives them ``back``: it ends, and has not trained
-        them. Raises TrainError where the disk refuses.
+        """Record groups given to a train step, or given ``back`` untrained. Raises TrainError where the disk
+        refuses.
         """
         self._note("back" if back else "take", step=step, keys=list(keys))
         if not back:
@@ -309,15 +289,11 @@ class Journal:
             self.given_to = step
 
     def drop(self, step: int, key: str, why: str) -> None:
-        """Note that a group will never be trained, or not once more. Raises TrainError where the disk refuses."""
+        """Record that a group will not be trained (again). Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
     def found(self, key: str) -> Found | None:
-        """Return what is finished and not trained of what was asked for under a key.
-
-        Raises:
-            FormatError: What was written is not there any more.
-        """
+        """Return the finished, untrained parts of a requested group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed:
             return None
@@ -325,19 +301,14 @@ class Journal:
         return Found(entry.group_id, members, entry.whole is not None)
 
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
-        """Return the facts of a group that is whole and not trained; no trajectory is read for it."""
+        """Return the facts of a complete, untrained group, without reading its trajectories."""
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed or entry.whole is None:
             return None
         return _facts(key, entry, arrived)
 
     def load(self, key: str) -> tuple[TrajectoryGroup, int]:
-        """Read a whole group; return it, and how many bytes it has on disk.
-
-        Raises:
-            FormatError: What was written is not there any more.
-            TrainError: The journal knows no such group.
-        """
+        """Read a complete group; return it with its bytes on disk."""
         entry = self._state.entries.get(key)
         if entry is None or entry.whole is None:
             raise TrainError(f"{self._file_path} knows no whole group of {key!r}")
@@ -351,11 +322,11 @@ class Journal:
         return group, whole.nbytes
 
     def forget(self, key: str) -> None:
-        """Keep nothing of a group in memory any more; the file keeps its lines."""
+        """Drop a group from memory; its lines stay."""
         self._state.entries.pop(key, None)
 
     def sync(self) -> None:
-        """Force everything to disk: a power cut loses at most what comes after. Raises TrainError where it refuses."""
+        """Flush to disk (fsync): a power cut loses at most what comes after. Raises TrainError on failure."""
         waits = any(each.pending for entry in self._state.entries.values() for each in entry.stored())
         with self._writing(self._file_path):
             for file in (self._pending, self._payloads, self._file):
@@ -365,7 +336,7 @@ class Journal:
                 self._pending.truncate(0)
 
     def close(self) -> None:
-        """Note that the process ended in order, and close the files. Closing twice is no error."""
+        """Record an orderly end and close the files. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -433,7 +404,6 @@ class Journal:
 
 
 def _facts(key: str, entry: Entry, arrived: int) -> GroupFacts:
-    """Return what is known of a group that is whole."""
     assert entry.whole is not None
     values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
     values["rewards"] = tuple(values.get("rewards", ()))

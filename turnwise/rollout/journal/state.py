@@ -1,23 +1,21 @@
-"""What a journal's events amount to: which groups are finished, which partly, and which were trained.
+"""Format and state of a journal: which groups are finished, partly finished, or trained.
 
 Events, each with ``event`` and these keys::
 
-    start   part, after_step, payload, max_uses    process ``part`` goes on from the checkpoint of a step;
+    start   part, after_step, payload, max_uses    process ``part`` resumes from the checkpoint of a step;
                                          trajectories.jsonl has ``payload`` bytes. Takes and drops of later steps are
-                                         undone: what they trained is in no weights any more. A group may be trained in
-                                         ``max_uses`` steps
+                                         undone. ``max_uses`` steps may train a group
     member  key, group, member, trajectories [, pending]    a member ended without an error
-    group   key, group, head, facts, trajectories, baselines    a group is whole
+    group   key, group, head, facts, trajectories, baselines    a group is complete
     take    step, keys                   a train step was given these groups
-    back    step, keys                   it ended without having trained these of them: a later step may
-    drop    step, key, why               a group will never be trained, or not once more
-    orphan  trajectory, place            a process was killed between writing it and saying whose it is
-    late    ids                          trajectories that a manager from elsewhere wrote, and put into no group in time
-    end                                  the process ended in order, and the disk refused nothing
+    back    step, keys                   it ended without training these of them
+    drop    step, key, why               a group will not be trained (again)
+    orphan  trajectory, place            a kill came between writing a trajectory and its event
+    late    ids                          trajectories that a custom manager put into no group in time
+    end                                  the process ended in order, without a disk failure
 
-A trajectory is named ``[id, offset, length, crc]``: where it lies in trajectories.jsonl, or in pending.jsonl.
-
-Each line is one JSON object. Its last key, ``crc``, is the crc32 of the line's text without that key.
+A trajectory is ``[id, offset, length, crc]``: its place in trajectories.jsonl, or in pending.jsonl. Each line is one
+JSON object; its last key, ``crc``, is the crc32 of the line's text without that key.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ class Stored:
     """A trajectory on disk.
 
     Attributes:
-        id: The trajectory's.
-        place: Where it lies.
-        pending: Whether in pending.jsonl: its group reward is still to come.
+        pending: Whether it is in pending.jsonl, without its group reward.
     """
 
     id: str
@@ -49,19 +45,17 @@ class Stored:
     pending: bool = False
 
     def record(self) -> list[Any]:
-        """Return it as a journal names it."""
+        """Return its form in the journal."""
         return [self.id, self.place.offset, self.place.length, self.place.crc]
 
 
 @dataclass(frozen=True, slots=True)
 class WholeGroup:
-    """A finished group on disk.
+    """A complete group on disk.
 
     Attributes:
         head: Fields of the group besides its trajectories.
-        facts: What a strategy may know of it, as JSON.
-        trajectories: The members'.
-        baselines: What the greedy rollout left.
+        facts: Its ``GroupFacts``, as JSON.
     """
 
     head: dict[str, Any]
@@ -77,15 +71,13 @@ class WholeGroup:
 
 @dataclass(slots=True)
 class Entry:
-    """What is on disk for one key.
+    """State of one request key.
 
     Attributes:
-        group_id: The group.
-        members: Finished members by number.
-        whole: The group, once it was put.
-        arrived: The group's place in the order in which groups became whole, from 0.
-        taken: (train step, place in the order of all takes) of each step that was given it.
-        dropped: (step, why) where it will never be trained, or not once more.
+        whole: The group, once complete.
+        arrived: Index in the order of completion, from 0.
+        taken: (train step, index in the order of all takes) of each step that was given it.
+        dropped: (step, why) where it will not be trained (again).
     """
 
     group_id: str
@@ -97,15 +89,15 @@ class Entry:
 
     @property
     def consumed(self) -> bool:
-        """Whether it was trained, or never will be."""
+        """Whether it was trained or dropped."""
         return bool(self.taken) or self.dropped is not None
 
     def reusable(self, max_uses: int) -> bool:
-        """Return whether it was trained, and may be trained once more."""
+        """Return whether it was trained and may be trained again."""
         return self.whole is not None and self.dropped is None and 0 < len(self.taken) < max_uses
 
     def stored(self) -> Iterator[Stored]:
-        """Yield the trajectories that it needs."""
+        """Yield its trajectories."""
         if self.whole is not None:
             yield from self.whole.trajectories
             yield from self.whole.baselines
@@ -115,11 +107,10 @@ class Entry:
 
 
 class JournalState:
-    """What is on disk, by key; :meth:`apply` takes one event after the other.
+    """State of a journal by key, built by :meth:`apply`.
 
     Attributes:
-        entries: What is known of each key.
-        payload: Bytes that trajectories.jsonl had when the last process started; None where none did.
+        payload: Bytes of trajectories.jsonl at the last start, or None.
         starts: (part, after_step) of each process.
     """
 
@@ -131,10 +122,10 @@ class JournalState:
         self._takes = 0
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take an event.
+        """Apply an event.
 
         Raises:
-            AttributeError, KeyError, TypeError or ValueError: It lacks something, or it is malformed.
+            AttributeError, KeyError, TypeError or ValueError: It is malformed.
         """
         match event["event"]:
             case "start":
@@ -168,15 +159,12 @@ class JournalState:
                 raise ValueError(f"event is {other!r}")
 
     def stored(self, max_uses: int) -> list[tuple[str, Entry]]:
-        """Return what was trained and may be trained once more, by key; what was trained longest ago comes first."""
+        """Return what was trained and may be trained again, by key, least recently trained first."""
         found = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
         return sorted(found, key=lambda each: each[1].taken[-1][1])
 
     def forget_consumed(self, max_uses: int) -> None:
-        """Keep nothing of what nobody will ask for: a run that goes on holds no more than what waits.
-
-        Members whose group reward is still to come stay: they stand aside, in pending.jsonl.
-        """
+        """Drop consumed entries from memory, except members in pending.jsonl that wait for their group reward."""
         self.entries = {
             key: entry
             for key, entry in self.entries.items()
@@ -189,14 +177,14 @@ class JournalState:
         self.undo_after(after)
 
     def undo_after(self, step: int) -> None:
-        """Give back what later steps were given, and what they dropped: their weights are lost."""
+        """Undo takes and drops of later steps: their weights are lost."""
         for entry in self.entries.values():
             entry.taken = [take for take in entry.taken if take[0] <= step]
             if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
 
     def _give_back(self, entry: Entry, step: int) -> None:
-        """Undo the last time that a step was given a group, and that it was dropped after that."""
+        """Undo the last take of a group, and a later drop."""
         of_step = [take for take in entry.taken if take[0] == step]
         if of_step:
             entry.taken.remove(of_step[-1])
@@ -224,12 +212,12 @@ _SEAL = b',"crc":'
 
 @dataclass(frozen=True, slots=True)
 class JournalFile:
-    """A journal, read.
+    """Contents of a journal file.
 
     Attributes:
-        events: (line, what it says) of each line that is whole, in order.
-        end: Bytes of the file up to the end of the last one.
-        spoilt: Bytes that follow: what a kill or a power cut left.
+        events: (line number, event) of each valid line, in order.
+        end: Byte offset after the last one.
+        spoilt: Bytes after that: damage by a kill or a power cut.
     """
 
     events: list[tuple[int, dict[str, Any]]]
@@ -238,13 +226,13 @@ class JournalFile:
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
-    """Return a line (without its line break)."""
+    """Return a record's line (without line break)."""
     text = orjson.dumps(record)
     return b"%b%b%d}" % (text[:-1], _SEAL, zlib.crc32(text))
 
 
 def unseal(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says, or None where it is not as it was written."""
+    """Return the record of a line, or None where its checksum fails."""
     text, _, crc = line.rpartition(_SEAL)
     text += b"}"
     if crc != b"%d}" % zlib.crc32(text):
@@ -257,12 +245,12 @@ def unseal(line: bytes) -> dict[str, Any] | None:
 
 
 def read_journal(path: Path) -> JournalFile:
-    """Read a journal; one that is not there is empty.
+    """Read a journal; a missing file is empty.
 
-    Spoilt lines are passed over where a process may have left them: at the end, and before another process starts.
+    Damaged lines are skipped where a kill may have left them: at the end, and before the start of another process.
 
     Raises:
-        FormatError: Another line is spoilt, or has another schema version.
+        FormatError: Another line is damaged, or has another schema version.
     """
     if not path.exists():
         return JournalFile([], 0, 0)

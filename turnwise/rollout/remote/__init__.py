@@ -1,1 +1,1 @@
-"""Agents that run elsewhere: the hub beside a run, and the runners that take its episodes."""
+"""Remote runners: the hub of a run, and the processes that run its episodes."""

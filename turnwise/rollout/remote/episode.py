@@ -1,4 +1,4 @@
-"""What an agent is given at a runner: an episode whose environment, model and recorder are at the run."""
+"""RemoteEpisode: an agent's episode in a runner process, with environment, model and recorder at the run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ from turnwise.types import Message, SamplingParams, StopReason, TokenDelta, Tool
 
 
 class LeaseClient:
-    """Asks a run about one lease.
+    """Client of one lease at the run.
 
     Args:
         http: A pooled connection with the run's key.
         base: The URL of the run.
-        runner: The runner's id.
-        lease: The lease's id.
     """
 
     def __init__(self, http: aiohttp.ClientSession, base: str, runner: str, lease: str) -> None:
@@ -42,11 +40,11 @@ class LeaseClient:
         self._errors: list[tuple[TurnwiseError, int]] = []
 
     async def ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return its answer.
+        """Send a request and return its response.
 
         Raises:
-            TurnwiseError: What it failed with at the run.
-            RunnerLost: The run cannot be reached, or the attempt has ended.
+            TurnwiseError: The error at the run.
+            RunnerDisconnected: The run cannot be reached, or the attempt has ended.
         """
         try:
             async with self._http.post(f"{self._url}/{what}", data=dump(body)) as response:
@@ -66,7 +64,7 @@ class LeaseClient:
         raise error
 
     def record(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as a result holds it: one that came from the run is known there."""
+        """Return an error for a result; one that came from the run by its reference."""
         cause: BaseException | None = error
         while cause is not None:
             for known, number in self._errors:
@@ -77,15 +75,7 @@ class LeaseClient:
 
 
 class RemoteSession(Session):
-    """A session that the run records.
-
-    Args:
-        lease: Asks the run.
-        name: The session's name in its episode.
-        policy: Who samples in it.
-        episode_id: Names the episode.
-        limits: What the agent may use.
-    """
+    """A session recorded at the run."""
 
     recorded_as: ClassVar[str] = "elsewhere"
 
@@ -100,7 +90,7 @@ class RemoteSession(Session):
 
     @property
     def turns(self) -> int:
-        """How many completions were committed, as far as this runner was told."""
+        """Committed completions, as known to this runner."""
         return len(self._taken)
 
     def turn_of_call(self, call_id: str) -> str | None:
@@ -108,15 +98,11 @@ class RemoteSession(Session):
         return self._calls.get(call_id)
 
     def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - the run cuts answers to fit
-        """Return None: the run knows."""
+        """Return None: only the run knows."""
         return None
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:  # noqa: ARG002
-        """Refuse: the tokenizer is where the run is.
-
-        Raises:
-            SessionError: Always.
-        """
+        """Refuse: the tokenizer is at the run."""
         raise SessionError(
             f"session {self.id} is recorded by a run elsewhere, and prompts cannot be measured at a runner: leave "
             "'context' out of the agent's configuration, or rollout.remote out of the run's"
@@ -131,7 +117,7 @@ class RemoteSession(Session):
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
-        """Ask the model; see :meth:`Session.chat`."""
+        """Sample a message; see :meth:`Session.chat`."""
         told = await self._lease.ask(
             "chat",
             {
@@ -158,23 +144,19 @@ class RemoteSession(Session):
         fork: str | None = None,  # noqa: ARG002
         template_args: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
-        """Refuse: a runner is sent whole messages.
-
-        Raises:
-            SessionError: Always.
-        """
+        """Refuse: a runner gets whole messages."""
         raise SessionError(
             f"session {self.id} is recorded by a run elsewhere, which sends whole messages: ask chat(), or stream from "
             "episode.address()"
         )
 
     async def taken(self) -> list[str]:
-        """Return the ids of the turns that the run has recorded, in order."""
+        """Return the ids of the recorded turns, in order."""
         told = await self._lease.ask("taken", self._who)
         return [str(each) for each in told["taken"]]
 
     async def refresh(self) -> dict[str, Any]:
-        """Learn what was recorded at the session's address, and return what the run said."""
+        """Fetch what was recorded at the session's endpoint, and return the response."""
         told = await self._lease.ask("state", self._who)
         self._taken = [str(each) for each in told["taken"]]
         if told["last"] is not None:
@@ -186,22 +168,22 @@ class RemoteSession(Session):
         self._calls |= {call.id: message["turn_id"] for call in message.get("tool_calls") or ()}
 
     async def open(self) -> str:
-        """Return the base URL of the session's address."""
+        """Return the base URL of the session's endpoint."""
         told = await self._lease.ask("door", self._who)
         self.params = read_params(told["params"]) or self.params
         url = str(told["url"])
         return url if urlsplit(url).scheme else f"{self._lease.base}{url}"
 
     async def exhausted(self) -> None:
-        """Wait until the session has nothing left to sample."""
+        """Wait until the session's budget is used up."""
         await self._lease.ask("exhausted", self._who)
 
 
 class RemoteDoor(Door):
-    """The address of a remote session."""
+    """The endpoint of a remote session."""
 
     async def settled(self) -> None:
-        """Learn what became of the requests there."""
+        """Fetch the outcome of the requests there."""
         session = self.entry.session
         if isinstance(session, RemoteSession):
             failure = (await session.refresh())["failure"]
@@ -220,15 +202,10 @@ class RemoteDoor(Door):
 
 
 class RemoteEpisode(Episode):
-    """An episode of a run elsewhere."""
+    """An episode of a remote run."""
 
     def __init__(self, lease: LeaseClient, work: Mapping[str, Any]) -> None:
-        """Read the work that a run handed out.
-
-        Args:
-            lease: Asks the run.
-            work: What was handed out.
-        """
+        """Parse the work item."""
         seconds = work["seconds"]
         limits = EpisodeLimits(**work["limits"])
         super().__init__(
@@ -252,7 +229,7 @@ class RemoteEpisode(Episode):
         self._finished = False
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:  # noqa: ARG002
-        """Hand an assistant message to the environment at the run."""
+        """Pass an assistant message to the environment at the run."""
         told = await self._lease.ask("step", {"session": agent, "message": message})
         observation, reward, terminated, truncated, info = told["result"]
         if isinstance(observation, list):
@@ -264,7 +241,7 @@ class RemoteEpisode(Episode):
         return StepResult(observation, reward, terminated, truncated, info)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
-        """Let the environment at the run answer a tool call."""
+        """Execute a tool call in the environment at the run."""
         told = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
         return ToolResponse(**told["response"])
 
@@ -274,16 +251,12 @@ class RemoteEpisode(Episode):
         self._counted.append(({name: float(value) for name, value in metrics.items()}, turn_id, agent))
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
-        """Say how the agent's run ended."""
+        """Set the stop reason and the final message."""
         super().finish(reason, final)
         self._finished = True
 
     def result(self, error: BaseException | None) -> dict[str, Any]:
-        """Return what the run is told in the end.
-
-        Args:
-            error: What ended the agent, if anything did.
-        """
+        """Return the result for the run."""
         return {
             "rewards": [[each.agent, each.turn_id, each.name, each.value] for each in self.rewards],
             "rewarded": self.rewarded,

@@ -1,8 +1,8 @@
-"""What a run and its runners say to each other: JSON with a schema version.
+"""Wire protocol between a run and its runners: JSON with a schema version.
 
-A runner opens its line, ``POST /runners/line``: its answer never ends, one JSON object a line: ``hello``, ``work``,
-``cancel``, ``ping``, ``bye``. Who loses the line has lost all work on it. All else are requests about one lease (one
-attempt at one episode), ``POST /runners/RUNNER/leases/LEASE/WHAT``.
+A runner opens its event stream, ``POST /runners/line``, one JSON object a line: ``hello``, ``work``, ``cancel``,
+``ping``, ``bye``. Losing the stream loses all its work. Other requests concern one lease (an attempt at an episode),
+``POST /runners/RUNNER/leases/LEASE/WHAT``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _KINDS: dict[str, type[TurnwiseError]] = {
 
 
 class AgentFailed(AgentError):
-    """An agent at a runner failed for a reason that is no fault of the policy: it may be tried again."""
+    """A remote agent failed for reasons outside the policy; the attempt may be retried."""
 
     retryable = True
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """Return the JSON of an object; numbers keep all their digits, and what JSON has no form for becomes text."""
+    """Serialise to JSON; numbers keep all digits, and other values become text."""
     return json.dumps(value, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -46,11 +46,7 @@ def _plain(value: Any) -> Any:
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """Read an object.
-
-    Raises:
-        FormatError: It is none.
-    """
+    """Parse an object."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -61,11 +57,7 @@ def load(data: bytes) -> dict[str, Any]:
 
 
 def read_call(record: Any) -> ToolCall:
-    """Return a call that was sent.
-
-    Raises:
-        FormatError: It is none.
-    """
+    """Parse a tool call."""
     try:
         return ToolCall(**record)
     except TypeError as error:
@@ -73,11 +65,7 @@ def read_call(record: Any) -> ToolCall:
 
 
 def read_message(record: Any) -> Message:
-    """Return a message that was sent; calls in other forms than ours stay as they are.
-
-    Raises:
-        FormatError: It is none.
-    """
+    """Parse a message; calls in other formats stay as they are."""
     if not isinstance(record, dict) or not isinstance(record.get("role"), str):
         raise FormatError("a message is an object with a role")
     calls = record.get("tool_calls")
@@ -87,11 +75,7 @@ def read_message(record: Any) -> Message:
 
 
 def read_params(record: dict[str, Any] | None) -> SamplingParams | None:
-    """Return sampling parameters that were sent.
-
-    Raises:
-        FormatError: They are none.
-    """
+    """Parse sampling parameters."""
     if record is None:
         return None
     try:
@@ -105,11 +89,7 @@ def read_params(record: dict[str, Any] | None) -> SamplingParams | None:
 
 
 def read_tools(records: Any) -> list[ToolSchema]:
-    """Return tools that were sent.
-
-    Raises:
-        FormatError: They are none.
-    """
+    """Parse tool schemas."""
     try:
         return [ToolSchema(**record) for record in records or ()]
     except TypeError as error:
@@ -117,7 +97,7 @@ def read_tools(records: Any) -> list[ToolSchema]:
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """Return an error as it is sent."""
+    """Serialise an error."""
     record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, TurnwiseError) and error.retryable:
         record["retryable"] = True
@@ -127,7 +107,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
 
 
 def read_error(record: Mapping[str, Any]) -> TurnwiseError:
-    """Return an error that was sent, as its own kind where that is one of ours."""
+    """Parse an error, with its own class where that is one of ours."""
     name, message = str(record.get("type")), str(record.get("message"))
     if name == "BudgetExceeded":
         used, limit = record.get("used"), record.get("limit")

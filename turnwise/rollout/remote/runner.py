@@ -1,4 +1,4 @@
-"""A runner: connects to a run, plays its episodes with an agent of its own, and says what came of them."""
+"""The runner process: connects to a run and plays its episodes with its own agent."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ _BACKOFF = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How a runner works.
+    """Options of a runner.
 
     Attributes:
-        url: Where the run listens.
-        key: What lets it in.
-        places: Episodes at the same time.
-        wait: Seconds that a run may be away before this ends; None waits for ever.
-        stay: Whether to wait for a further run when one has ended.
-        name: What the run calls this runner.
+        url: URL of the run.
+        wait: Seconds without a run before it exits; None waits for ever.
+        stay: Whether to wait for another run after the end of one.
     """
 
     url: str
@@ -44,11 +41,7 @@ class RunnerOptions:
 
 
 def read_key(file: Path) -> str:
-    """Return the key that a file holds.
-
-    Raises:
-        ConfigError: It cannot be read, or is empty.
-    """
+    """Read a key file."""
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,13 +55,13 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
     """Play episodes until the run has ended.
 
     Args:
-        options: Where, and how many at a time.
-        agent: Who plays.
-        say: Told what is going on.
+        options: Connection and concurrency.
+        agent: The agent.
+        say: Called with progress messages.
 
     Raises:
         ConfigError: The run refuses this runner.
-        InferenceError: No run was there for as long as may be waited.
+        InferenceError: No run was reachable within ``wait``.
     """
     headers = {"Authorization": f"Bearer {options.key}"}
     # The line stays silent for as long as the run has nothing to say; its pings bound that.
@@ -97,7 +90,7 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
 
 
 class _Line:
-    """One connection to a run, and the work that came over it."""
+    """One connection to a run, with its work."""
 
     def __init__(
         self, http: aiohttp.ClientSession, options: RunnerOptions, agent: Agent, say: Callable[[str], None]
@@ -111,7 +104,7 @@ class _Line:
         self._silence = 60.0
 
     async def serve(self) -> bool:
-        """Work until the line ends. Returns whether the run said that it has ended."""
+        """Work until the connection ends; return whether the run has ended."""
         options = self._options
         body = dump({"version": VERSION, "name": options.name, "places": options.places})
         beating: asyncio.Task[None] | None = None
@@ -162,7 +155,7 @@ class _Line:
                     await response.read()
 
     async def _work(self, lease: LeaseClient, work: dict[str, Any]) -> None:
-        """Play one episode and say what came of it; cancelled, the run knows already."""
+        """Play one episode and report its result, unless cancelled by the run."""
         episode = RemoteEpisode(lease, work)
         error: BaseException | None = None
         try:

@@ -1,4 +1,4 @@
-"""The run's side of remote runners."""
+"""The hub of remote runners: leases episodes to runner processes and answers their requests."""
 
 from __future__ import annotations
 
@@ -38,14 +38,11 @@ Notify = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One attempt at an episode, in a runner's hands.
+    """One attempt at an episode, leased to a runner.
 
     Attributes:
-        id: Names it; it cannot be guessed.
-        episode: What it is about.
-        done: What the runner says in the end, or why it never will.
-        errors: What requests of it failed with, so that they are known again.
-        running: Its requests that are being answered.
+        done: The runner's result, or why there is none.
+        errors: Errors of its requests, to recognise them in the result.
     """
 
     id: str
@@ -57,14 +54,10 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Runner:
-    """A runner that is connected.
+    """A connected runner.
 
     Attributes:
-        id: Names it.
-        name: What it calls itself.
-        free: How many more episodes it takes.
-        events: What it is to be told; None ends its line.
-        leases: What it works on.
+        events: Its event queue; None ends the stream.
     """
 
     id: str
@@ -75,11 +68,11 @@ class Runner:
 
 
 class RunnerHub:
-    """Hands episodes to runners.
+    """Leases episodes to runners.
 
     Args:
-        lost_after: Seconds without a sign of life after which a runner is given up.
-        notify: Told who comes and goes, and that episodes wait.
+        lost_after: Seconds without a heartbeat after which a runner is lost.
+        notify: Called with messages about runners and waiting episodes.
     """
 
     def __init__(self, *, lost_after: float, notify: Notify | None = None) -> None:
@@ -92,7 +85,7 @@ class RunnerHub:
         self._closed = False
 
     def join(self, name: str, places: int) -> Runner:
-        """Take a runner in."""
+        """Register a runner."""
         runner = Runner(secrets.token_urlsafe(16), name, places, asyncio.Queue())
         self.runners[runner.id] = runner
         hello = {"event": "hello", "version": VERSION, "runner": runner.id, "beat": self.lost_after / 3}
@@ -107,11 +100,11 @@ class RunnerHub:
         return runner
 
     def heartbeat(self, runner: Runner) -> None:
-        """Note a sign of life."""
+        """Record a heartbeat."""
         self._lives.heartbeat(runner.id)
 
     def leave(self, runner: Runner, why: str) -> None:
-        """Give a runner up: what it works on is lost. Twice is no error."""
+        """Remove a runner; its leases are lost. Idempotent."""
         if self.runners.pop(runner.id, None) is None:
             return
         self._lives.done(runner.id)
@@ -124,7 +117,7 @@ class RunnerHub:
 
     @contextlib.asynccontextmanager
     async def seat(self) -> AsyncIterator[Runner]:
-        """Wait for a runner with a free place, and hold that place."""
+        """Wait for a runner with a free place, and hold it."""
         found: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
         self._waiting.append(found)
         self._match()
@@ -145,10 +138,10 @@ class RunnerHub:
 
     @contextlib.asynccontextmanager
     async def lease(self, runner: Runner, episode: Episode, work: Mapping[str, Any]) -> AsyncIterator[Lease]:
-        """Give an episode to a runner. Behind it the runner is told to stop, and is answered nothing of it any more.
+        """Lease an episode to a runner; on exit the runner is told to stop, and its requests are refused.
 
         Raises:
-            RunnerLost: It has gone.
+            RunnerDisconnected: The runner has gone.
         """
         if runner.id not in self.runners:
             raise RunnerDisconnected(f"runner {runner.name} went while an episode was begun for it")
@@ -167,7 +160,7 @@ class RunnerHub:
                 lease.done.exception()
 
     async def close(self) -> None:
-        """Tell the runners that the run has ended."""
+        """Send the end of the run to all runners."""
         self._closed = True
         self._lives.close()
         for runner in list(self.runners.values()):
@@ -211,12 +204,11 @@ class _Refused(Exception):
 
 
 class RunnerApp:
-    """The ASGI application.
+    """The ASGI application for runners.
 
     Args:
-        hub: Who is there.
-        key: What runners send as ``Authorization: Bearer KEY``.
-        own: The base URL of the gateway that runners connect to: addresses there are told without it.
+        key: The key that runners send as ``Authorization: Bearer KEY``.
+        own: Base URL of the gateway, left out of addresses there.
     """
 
     def __init__(self, hub: RunnerHub, key: str, *, own: str) -> None:
@@ -301,7 +293,7 @@ class RunnerApp:
             self._hub.leave(runner, why)
 
     async def _about(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request about a lease; ended with it."""
+        """Answer a request about a lease; cancelled with it."""
         if what == "result":
             lease.done.set_result(body)
             return {}
@@ -370,23 +362,19 @@ async def _gone(receive: Receive) -> None:
 
 
 class RemoteRunners:
-    """Listens for runners; made by :meth:`start`."""
+    """Serves remote runners. Use :meth:`start`."""
 
     def __init__(self, hub: RunnerHub) -> None:
         self._hub = hub
 
     @classmethod
     async def start(cls, config: RemoteConfig, gateway: LocalGateway, notify: Notify | None) -> Self:
-        """Listen, on the port of the gateway.
+        """Listen on the gateway's port.
 
         Args:
-            config: The key, and when a runner is given up.
-            gateway: Where agents reach their sessions.
-            notify: Told where to connect, who comes and goes, and that episodes wait.
-
-        Raises:
-            ConfigError: The key's file cannot be used.
-            InferenceError: The port cannot be bound.
+            config: Key and timeouts.
+            gateway: The gateway.
+            notify: Called with messages about the address, runners and waiting episodes.
         """
         key = admin_key(config.key_file)
         hub = RunnerHub(lost_after=config.lost_after, notify=notify)
@@ -398,34 +386,24 @@ class RemoteRunners:
 
     @contextlib.asynccontextmanager
     async def seat(self) -> AsyncIterator[Agent]:
-        """Wait for a runner with a free place; yield the agent that plays there."""
+        """Wait for a runner with a free place; yield its agent."""
         async with self._hub.seat() as runner:
             yield RemoteAgent(self._hub, runner)
 
     async def close(self) -> None:
-        """Tell the runners that the run has ended."""
+        """Send the end of the run to all runners."""
         await self._hub.close()
 
 
 class RemoteAgent(Agent):
-    """Gives its episode to a runner and waits for what that says of it.
-
-    Args:
-        hub: Where runners connect.
-        runner: Whose place it has.
-    """
+    """Leases its episode to a runner and awaits the result."""
 
     def __init__(self, hub: RunnerHub, runner: Runner) -> None:
         self._hub = hub
         self._runner = runner
 
     async def run(self, episode: Episode) -> None:
-        """Run one episode.
-
-        Raises:
-            RunnerLost: The runner has gone.
-            TurnwiseError: What ended the agent there.
-        """
+        """Run one episode."""
         async with self._hub.lease(self._runner, episode, _work(episode)) as lease:
             said = await lease.done
             errors = lease.errors
@@ -459,7 +437,6 @@ def _work(episode: Episode) -> dict[str, Any]:
 
 
 def _apply(episode: Episode, said: dict[str, Any]) -> None:
-    """Note what the agent noted: rewards, metrics, and how it ended."""
     for agent, turn_id, name, value in said.get("rewards", ()):
         episode.note(str(name), float(value), turn_id, agent=str(agent))
     episode.rewarded = episode.rewarded or bool(said.get("rewarded"))

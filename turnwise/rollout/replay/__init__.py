@@ -1,1 +1,1 @@
-"""The replay buffer: which finished groups a train step learns from, and where they wait."""
+"""The replay buffer: holds finished groups and chooses which ones a train step learns from."""

@@ -1,4 +1,4 @@
-"""The replay buffer of one process."""
+"""LocalReplayBuffer: the replay buffer of one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEEN: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_see
 
 
 class _Call:
-    """Blocking code in a thread, and whether anybody still wants its result."""
+    """Blocking code in a thread, and whether its result is still wanted."""
 
     def __init__(self) -> None:
         self.given_up = False
@@ -49,7 +49,7 @@ _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("turnwise_b
 
 
 class Waiting:
-    """Counts changes, and wakes who waits for the next one."""
+    """Counts changes and wakes waiters."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -62,10 +62,10 @@ class Waiting:
         self._lock = threading.Lock()
 
     async def changed(self, seconds: float | None = None) -> bool:
-        """Wait until something has changed since this code last asked what is ``ready`` or ``flying``.
+        """Wait for a change since the caller last read ``ready`` or ``flying``.
 
         Args:
-            seconds: How long to wait at most; None waits for as long as it takes.
+            seconds: Timeout; None waits without limit.
 
         Returns:
             Whether something has changed.
@@ -87,10 +87,10 @@ class Waiting:
         return came
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait as :meth:`changed` does, in a thread: what a plain ``def sample`` calls.
+        """Wait as :meth:`changed` does, from the thread of a plain ``def sample``.
 
         Args:
-            seconds: How long to wait at most; None waits for as long as it takes.
+            seconds: Timeout; None waits without limit.
 
         Returns:
             Whether something has changed.
@@ -117,11 +117,11 @@ class Waiting:
         return came
 
     def reissued(self) -> None:
-        """Count what is played anew because whoever had it was lost."""
+        """Count what is rolled out again after a loss."""
         self._reissued += 1
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run blocking code in a thread. When this is cancelled its wait ends, and it changes nothing any more."""
+        """Run blocking code in a thread. On cancellation its wait ends and it changes nothing any more."""
         self._loop = asyncio.get_running_loop()
         mine = _Call()
         token = _CALL.set(mine)
@@ -138,7 +138,7 @@ class Waiting:
             _CALL.reset(token)
 
     def _on_loop(self, act: Callable[[], T]) -> T:
-        """Do something on the event loop, whoever asks: a buffer is changed nowhere else."""
+        """Run on the event loop from any thread: a buffer changes nowhere else."""
         loop = self._loop
         if loop is None or _running() is loop:
             return act()
@@ -162,7 +162,7 @@ class Waiting:
         self._changed = asyncio.Event()
 
     def _counted_reissues(self) -> int:
-        """Return how many there were since this was last asked."""
+        """Return the reissues since the last call."""
         count, self._reissued = self._reissued, 0
         return count
 
@@ -193,18 +193,17 @@ FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
 class LocalReplayBuffer(Waiting, ReplayBuffer):
-    """Keeps finished groups, per partition, in the order in which they arrive.
+    """Keeps finished groups by partition, in the order of arrival.
 
     Args:
-        strategy: Chooses the groups of a batch; by default those that arrived first.
-        journal: Where groups to train are noted before they count, and what was handed out; None keeps all of them in
-            memory only.
-        members: Which groups to train are dropped because members failed; by default those without any.
-        tail: How long a batch to train waits for its last groups; by default until they are there.
-        memory_mb: How much memory what the journal has may take, in units of 2**20 bytes on disk.
+        strategy: Chooses the groups of a batch; by default the first to arrive.
+        journal: Records groups to train and batches; None keeps everything in memory only.
+        members: Which groups are dropped because members failed; by default those without any left.
+        tail: How long a batch waits for its last groups; by default without limit.
+        memory_mb: Memory for journaled groups, in units of 2**20 bytes on disk.
 
     Attributes:
-        refills: Whether :meth:`sample` of this class was asked, which has what it lacks asked for.
+        refills: Whether :meth:`sample` of this class is in use, which requests missing groups.
     """
 
     def __init__(
@@ -238,9 +237,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._dropped: Counter[str] = Counter()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here; where
-        one finished members of it, it is as old as they are.
-        """
+        """Note a request as in flight, or restore what earlier processes finished of its group."""
         ready = self._partition(request.partition)
         if request.partition == "train":
             if (facts := self._store.restore(request.key, self._arrived)) is not None:
@@ -256,15 +253,15 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         return False
 
     def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set who asks for further groups."""
+        """Set the callback that requests further groups."""
         self._refill = refill
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set who is told of groups that will never be trained."""
+        """Set the callback for groups that will never be trained."""
         self._told = told
 
     def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget groups that were asked for, in flight or here."""
+        """Forget requests, in flight or finished."""
         self._on_loop(lambda: self._discard(frozenset(keys), why))
 
     def _discard(self, keys: Collection[str], why: str) -> None:
@@ -280,7 +277,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
                 self._notify()
 
     async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group. With a journal it stands there before anybody is woken.
+        """Store a finished group, in the journal before any waiter wakes.
 
         Raises:
             FormatError: A trajectory cannot be written as JSON.
@@ -305,16 +302,16 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out ``batch_size`` groups of a partition, as the strategy chooses.
+        """Wait for ``batch_size`` groups of a partition, chosen by the strategy, and hand them out.
 
         Returns:
-            As :meth:`take`, and ``replay/wait_s`` (seconds waited). Where the tail is cut the batch has fewer groups:
-            ``straggler/cut_groups`` says how many, ``straggler/wait_s`` how long they were waited for.
+            As :meth:`take`, and ``replay/wait_s`` (seconds waited). With cut stragglers the batch has fewer groups:
+            ``straggler/cut_groups`` (number cut) and ``straggler/wait_s`` (seconds waited for them).
 
         Raises:
-            TurnwiseError: What :meth:`fail` was given.
-            TrainError: An unknown partition, a batch size below 1, all groups were dropped and nobody asks for more, or
-                what is asked for comes back too old again and again.
+            TurnwiseError: The error of :meth:`fail`.
+            TrainError: The partition is unknown, the batch size below 1, all groups were dropped without refill, or
+                requested groups keep arriving stale.
         """
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
@@ -359,12 +356,12 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
                     await changed.wait()
 
     def ready(self, partition_id: str) -> list[GroupFacts]:
-        """Return what is known of the finished groups of a partition, in the order of their arrival."""
+        """Return the facts of a partition's finished groups, in the order of arrival."""
         self._see()
         return list(self._partition(partition_id).values())
 
     def flying(self, partition_id: str) -> list[Flight]:
-        """Return the groups of a partition that were asked for and are not finished."""
+        """Return a partition's groups in flight."""
         self._partition(partition_id)
         self._see()
         return list(self._flying[partition_id])
@@ -374,17 +371,16 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
 
         Args:
             group_ids: Their ids.
-            step: The step that asks.
+            step: The requesting step.
 
         Returns:
-            The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (groups that were asked
-            for and are not finished), ``replay/failed`` (members of the batch's groups that ended in an error),
-            ``replay/staleness_mean`` and ``_max`` (train steps between the weights that sampled them and the step's),
-            ``replay/reused`` (groups that were trained before), ``replay/reissued`` (what was played anew since the
-            batch before) and ``replay/dropped/WHY`` (groups that were dropped since).
+            The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (requested, unfinished
+            groups), ``replay/failed`` (failed members of the batch's groups), ``replay/staleness_mean`` and ``_max``
+            (train steps between the sampling weights and the step's), ``replay/reused`` (groups trained before),
+            ``replay/reissued`` and ``replay/dropped/WHY`` (since the batch before).
 
         Raises:
-            TrainError: No finished group has such an id, or they are of two partitions.
+            TrainError: An id is unknown, or the groups are of two partitions.
         """
         return self._on_loop(lambda: self._take(group_ids, step))
 
@@ -429,7 +425,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
 
         Raises:
             TrainError: The batch is unknown or released, or a field is unknown.
-            FormatError: A group is not on disk any more as it was written.
+            FormatError: A group on disk is damaged.
         """
         if ref.id not in self._batches:
             raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
@@ -453,8 +449,9 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         ]
 
     async def release(self, ref: BatchRef) -> None:
-        """Forget a batch: it was trained. Groups that may be trained again stay, as many as the strategy keeps; those
-        that were trained longest ago go first. Releasing twice is no error.
+        """Forget a batch after training. Idempotent.
+
+        Groups that may be trained again stay, up to ``keep_groups``; the least recently trained are evicted.
         """
         kept = self._ready["train"]
         again = self._strategy.max_uses if self._strategy.keep_groups else 0
@@ -471,7 +468,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise; the first error counts. From the loop's thread only."""
+        """Make every waiting and later ``sample`` raise; the first error counts. Call it on the loop's thread."""
         if self._error is None:
             self._error = error
         self._notify()
@@ -508,7 +505,7 @@ def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int,
 
 
 def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
-    """Return what a strategy may know of a group: of what is trained in it. Frozen policies never get new weights."""
+    """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
     trained = [each for each in group.trajectories if each.policy == TRAINED]
     return GroupFacts(
         id=group.id,
@@ -525,7 +522,7 @@ def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
 
 
 def _spread(group: TrajectoryGroup) -> dict[str, float]:
-    """Return by reward how far the members lie apart; those of different roles are not compared."""
+    """Return the spread of the members' values by reward, within comparison groups."""
     compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for each in group.trajectories:
         if each.error is None and each.policy == TRAINED:

@@ -1,4 +1,4 @@
-"""The ``replay:`` section: which finished groups a train step learns from, and who keeps them."""
+"""The ``replay:`` section: strategy, staleness, reuse and memory of the replay buffer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class MemberRule:
-    """Which groups are whole enough to be trained.
+    """Which groups are complete enough to train.
 
     Attributes:
-        least: Fewest members without an error. At least 1: a group without members teaches nothing, whatever else.
-        whole: Whether no member may have failed.
+        least: Fewest members without an error, at least 1.
+        whole: Whether every member must have succeeded.
     """
 
     least: int = 1
     whole: bool = False
 
     def refuses(self, group: TrajectoryGroup) -> str | None:
-        """Return why a finished group is not trained, or None where it may be."""
+        """Return why a group is not trained, or None."""
         failed = {each.episode_id for each in group.trajectories if each.error is not None}
         members = {each.episode_id for each in group.trajectories} - failed
         if len(members) < max(1, self.least) or (self.whole and (failed or group.failed)):
@@ -55,12 +55,11 @@ def _named(value: Any) -> Any:
 
 
 class FilterGroupsConfig(BaseModel):
-    """Dynamic sampling: groups that teach nothing are dropped before a batch is chosen, and replaced.
+    """Dynamic sampling: groups without a learning signal are dropped and replaced before a batch is chosen.
 
     Attributes:
-        metric: By which reward its members are compared: ``reward`` for the sum, or the name of one.
-        max_refills: How many batches' worth of groups are asked for in the place of dropped ones, in one step. After
-            that it trains on what there is.
+        metric: Reward by which members are compared: ``reward`` for the sum, or the name of one.
+        max_refills: Batches' worth of replacements in one step; after that it trains on what there is.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,26 +69,25 @@ class FilterGroupsConfig(BaseModel):
 
 
 class ReplayConfig(BaseModel):
-    """Which finished groups a train step learns from, and who keeps them.
+    """Which finished groups a train step learns from, and where they are kept.
 
     Attributes:
-        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritised``, ``mixed``, or a class of your own as
-            ``path/to/file.py:Class``, with its arguments as ``{name: ..., config: {...}}``. By default ``on_policy``
-            in ``sync``, else ``bounded``.
-        max_staleness: Most train steps between the oldest weights that sampled a token of a group and those that it
-            trains. By default 1 with ``bounded``; ``prioritised`` and ``mixed`` then set no bound.
-        when_stale: ``bounded``: ``wait``, a step waits for groups that would otherwise become too old; ``drop``, what
-            comes too late is dropped.
-        ahead: Batches that are asked for beyond the one that is trained next.
-        alpha: ``prioritised``: 0 draws evenly; with more, groups that teach more are drawn more often.
-        stored_share: ``mixed``: share of a batch that may be groups that were trained before.
-        max_uses: ``mixed``: how many batches a group may be part of, its first included.
-        keep_groups: ``mixed``: how many trained groups stay.
-        filter_groups: Leave out groups whose members all earned the same, whatever the strategy; None leaves out none.
-        buffer: A :class:`~turnwise.rollout.replay.buffer.LocalReplayBuffer` as ``path/to/file.py:Class``, with the
-            arguments of its constructor as ``{name: ..., config: {...}}``.
-        memory_mb: Memory for groups that wait, in units of 2**20 bytes: beyond it the oldest are read from disk again
-            when they are trained. The batch that is being trained comes on top.
+        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritised``, ``mixed``, or a custom class as
+            ``path/to/file.py:Class``, with arguments as ``{name: ..., config: {...}}``. By default ``on_policy`` in
+            ``sync``, else ``bounded``.
+        max_staleness: Most train steps between the oldest weights that sampled a group and the weights it trains. By
+            default 1 with ``bounded``; unbounded with ``prioritised`` and ``mixed``.
+        when_stale: ``bounded``: ``wait`` for groups that would become too old; ``drop`` those that arrive too late.
+        ahead: Batches requested beyond the one trained next.
+        alpha: ``prioritised``: exponent; 0 draws uniformly.
+        stored_share: ``mixed``: share of a batch that may be groups trained before.
+        max_uses: ``mixed``: most batches of a group, its first included.
+        keep_groups: ``mixed``: most trained groups kept.
+        filter_groups: Drops groups with equal rewards, under any strategy; None disables it.
+        buffer: A custom :class:`~turnwise.rollout.replay.buffer.LocalReplayBuffer` as ``path/to/file.py:Class``, with
+            arguments as ``{name: ..., config: {...}}``.
+        memory_mb: Memory for waiting groups, in units of 2**20 bytes; beyond it the oldest are read from disk. The
+            batch in training comes on top.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -132,14 +130,14 @@ DEFAULT_STALENESS = 1
 
 
 def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
-    """Return the name of the strategy, the default's where none is configured."""
+    """Return the name of the configured or default strategy."""
     if config.strategy is not None:
         return config.strategy.name
     return "on_policy" if sync else "bounded"
 
 
 def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
-    """Return the most train steps between what sampled a group and what it trains; None where nothing bounds them."""
+    """Return the maximum staleness in train steps; None where unbounded."""
     name = strategy_name(config, sync=sync)
     if name == "on_policy":
         return 0
@@ -148,14 +146,12 @@ def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a strategy may depend on besides its own keys.
+    """Facts of a run that strategies depend on.
 
     Attributes:
-        groups: Groups of a train step.
-        sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
-        seed: Of the run.
+        sync: Whether rollouts and training alternate: batches are then ordered reproducibly.
         members: Which groups are dropped because members failed.
-        tail: How long a step waits for the last groups of its batch; None waits for all.
+        tail: Straggler deadline of a batch; None waits for all.
     """
 
     groups: int
@@ -166,5 +162,5 @@ class RunFacts:
 
     @property
     def order(self) -> Order:
-        """How the groups of a batch are ordered."""
+        """Order of the groups of a batch."""
         return "key" if self.sync else "arrival"

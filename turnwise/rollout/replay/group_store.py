@@ -1,4 +1,4 @@
-"""Finished groups that wait: on disk where there is a journal, and in memory as far as that reaches."""
+"""Store of finished groups: in memory up to a limit, and on disk through the journal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GroupStore:
     """Groups by the id of their facts.
 
     Args:
-        journal: Where groups to train are noted, and read again; None keeps everything in memory.
-        memory_mb: How much of what can be read again is kept in memory, by its size on disk.
+        journal: Records groups to train and reads them back; None keeps everything in memory.
+        memory_mb: Memory for groups that can be read back, by their size on disk.
     """
 
     def __init__(self, journal: Journal | None, memory_mb: int) -> None:
@@ -31,12 +31,7 @@ class GroupStore:
         self.cached_bytes = 0
 
     def put(self, group: TrajectoryGroup, facts: GroupFacts) -> None:
-        """Keep a group; one to train is in the journal when this returns.
-
-        Raises:
-            FormatError: A trajectory cannot be written as JSON.
-            TrainError: The disk refuses.
-        """
+        """Store a group; one to train is in the journal on return."""
         if self._journal is None or facts.partition != "train":
             self._only[facts.id] = group
             return
@@ -45,16 +40,14 @@ class GroupStore:
         self._cache(facts.id, group, size)
 
     def restore(self, key: str, arrived: int) -> GroupFacts | None:
-        """Return the facts of a group that an earlier process finished; None where it did not."""
+        """Return the facts of a group that an earlier process finished, or None."""
         facts = None if self._journal is None else self._journal.facts(key, arrived)
         if facts is not None:
             self._keys[facts.id] = key
         return facts
 
     def reusable(self, most: int) -> list[GroupFacts]:
-        """Return the facts of groups that earlier processes trained and that may be trained once more, at most so many;
-        those trained longest ago come first, and are left out first.
-        """
+        """Return the facts of up to ``most`` groups that may be trained again, least recently trained first."""
         found = [] if self._journal is None else list(self._journal.reusable)
         kept = found[max(0, len(found) - most) :]
         self._keys |= {facts.id: facts.key for facts in kept}
@@ -62,23 +55,17 @@ class GroupStore:
 
     @property
     def next_step(self) -> int:
-        """The step that a run begins or goes on with."""
+        """The step that a run begins or resumes with."""
         return 1 if self._journal is None else self._journal.next_step
 
     def begun_by(self, key: str, version: int) -> int:
-        """Return the oldest weights that sampled a member that an earlier process finished; none is newer than
-        ``version``.
-        """
+        """Return the oldest weights of members from earlier processes, at most ``version``."""
         found = None if self._journal is None else self._journal.found(key)
         members = [] if found is None else list(found.members.values())
         return min([version, *(each for member in members for each in versions_of(member))])
 
     def get(self, name: str) -> TrajectoryGroup:
-        """Return a group, from disk where it is not in memory.
-
-        Raises:
-            FormatError: It is not as it was written.
-        """
+        """Return a group, from memory or disk."""
         if name in self._only:
             return self._only[name]
         if name in self._cached:
@@ -88,28 +75,24 @@ class GroupStore:
         return group
 
     def take(self, step: int, names: Sequence[str]) -> None:
-        """Note that a step is given these groups. Raises TrainError where the disk refuses."""
+        """Record that a step is given these groups."""
         keys = [self._keys[name] for name in names if name in self._keys]
         if self._journal is not None and keys:
             self._journal.take(step, keys)
 
     def drop(self, step: int, name: str, why: str) -> None:
-        """Note that a group will never be trained, or not once more, and forget it.
-
-        Raises:
-            TrainError: The disk refuses.
-        """
+        """Record that a group will not be trained (again), and forget it."""
         if self._journal is not None and name in self._keys:
             self._journal.drop(step, self._keys[name], why)
         self.forget(name)
 
     def drop_key(self, step: int, key: str, why: str) -> None:
-        """Note that what was asked for under a key will never be trained. Raises TrainError where the disk refuses."""
+        """Record that a requested group will not be trained."""
         if self._journal is not None:
             self._journal.drop(step, key, why)
 
     def forget(self, name: str) -> None:
-        """Keep nothing of a group in memory."""
+        """Drop a group from memory."""
         self._only.pop(name, None)
         if name in self._cached:
             self.cached_bytes -= self._cached.pop(name)[1]
@@ -125,7 +108,7 @@ class GroupStore:
 
 
 def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:
-    """Yield the versions of the weights that sampled tokens that are trained: frozen policies never get new ones."""
+    """Yield the weight versions of trained policies' tokens."""
     for trajectory in trajectories:
         for segment in trajectory.segments if trajectory.policy == TRAINED else ():
             for version, _, _ in segment.weight_versions:

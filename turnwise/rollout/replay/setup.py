@@ -1,9 +1,9 @@
-"""From the ``replay:`` section to what it stands for.
+"""Construction of strategy, buffer and staleness bound from the ``replay:`` section.
 
-A group that is asked for now has tokens of the servers' weights, version v, and may be trained in the steps up to
-``v + 1 + bound``. Between the step that is sampled next and that one there is room for so many batches; whatever else
-waits or flies is older, and goes first. So as long as no more groups are outstanding than there is room for, each can
-be trained in time: with ``wait`` nothing is dropped, and with ``drop`` only what takes longer than the bound.
+A group requested at weight version v may be trained in the steps up to ``v + 1 + bound``. The steps from the next
+sampled one up to that have room for as many batches; other outstanding groups are older, and go first. While no more
+are outstanding than there is room for, each is trained in time: ``wait`` drops nothing, ``drop`` only what takes longer
+than the bound.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ _EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metric
 
 
 def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
-    """Return the class that ``replay.buffer`` names.
-
-    Raises:
-        ConfigError: It is not there, or is no buffer that can be overridden.
-    """
+    """Load the class of ``replay.buffer``."""
     found = load_class_from_fqn(name, BUFFER_KEY)
     if not issubclass(found, LocalReplayBuffer):
         raise ConfigError(
@@ -63,15 +59,10 @@ def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
 
 
 class CustomReplayBuffer(ReplayBuffer):
-    """Calls a user's ``sample`` and checks what it returns.
+    """Calls a custom ``sample`` and validates its result.
 
     A plain ``def sample`` runs in a thread, where it may block; an ``async def`` on the event loop. While it waits for
-    groups to train, those that it discarded are replaced.
-
-    Args:
-        name: The reference, for messages.
-        inner: The user's buffer.
-        strategy: Says what a batch lacks.
+    groups to train, discarded ones are replaced.
     """
 
     def __init__(self, name: str, inner: LocalReplayBuffer, strategy: Strategy) -> None:
@@ -82,15 +73,12 @@ class CustomReplayBuffer(ReplayBuffer):
 
     @classmethod
     def make(cls, named: NamedConfig, strategy: Strategy, **inherited: Any) -> CustomReplayBuffer:
-        """Make the buffer that the configuration names.
+        """Make the configured buffer.
 
         Args:
-            named: Its reference, and its own arguments.
-            strategy: What the inherited ``sample`` chooses by.
+            named: Its reference and arguments.
+            strategy: Strategy of the inherited ``sample``.
             inherited: Further arguments of every :class:`LocalReplayBuffer`.
-
-        Raises:
-            ConfigError: It is not there, or cannot be made.
         """
         found = custom_buffer_class(named.name)
         try:
@@ -102,11 +90,11 @@ class CustomReplayBuffer(ReplayBuffer):
             ) from error
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out the groups that the user's ``sample`` chooses.
+        """Wait for the groups that the custom ``sample`` chooses, and hand them out.
 
         Raises:
-            TurnwiseError: No further group will come, or it raised this.
-            TrainError: It raised something else, or returned something else than a batch and its metrics.
+            TurnwiseError: No further group will come, or ``sample`` raised it.
+            TrainError: ``sample`` raised something else, or returned no batch with metrics.
         """
         started = time.monotonic()
         self._inner.refills = False
@@ -144,7 +132,7 @@ class CustomReplayBuffer(ReplayBuffer):
 
     @contextlib.asynccontextmanager
     async def _refilled(self, step: int, partition_id: str, batch_size: int) -> AsyncIterator[None]:
-        """Ask for as many groups as can no longer come together to a batch, as long as the block runs."""
+        """Request replacements for groups that can no longer complete a batch, while the block runs."""
         if partition_id != "train" or self._refill is None:
             yield
             return
@@ -167,7 +155,7 @@ class CustomReplayBuffer(ReplayBuffer):
             await inner.changed()
 
     def _fed(self, feeding: asyncio.Task[None]) -> None:
-        """End what waits for groups that nobody asks for any more."""
+        """Fail the wait for groups that are no longer requested."""
         if not feeding.cancelled() and (error := feeding.exception()) is not None:
             self._inner.fail(error)
 
@@ -188,24 +176,24 @@ class CustomReplayBuffer(ReplayBuffer):
         self._inner.fail(error)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for."""
+        """Note a request as in flight."""
         return self._inner.expect(request, version)
 
     def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set who asks for further groups."""
+        """Set the callback that requests further groups."""
         self._refill = refill
         self._inner.refill_by(refill)
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set who is told of groups that will never be trained."""
+        """Set the callback for dropped groups."""
         self._inner.drops_to(told)
 
     def reissued(self) -> None:
-        """Count what is played anew."""
+        """Count what is rolled out again."""
         self._inner.reissued()
 
     def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget groups that were asked for."""
+        """Forget requests."""
         self._inner.discard(keys, why)
 
 
@@ -214,9 +202,9 @@ class StalenessBound:
     """How far rollouts may run ahead of training.
 
     Attributes:
-        groups: Fresh groups that a train step takes.
-        ahead: Batches that are asked for beyond the one that is trained next.
-        bound: Most train steps that a group's weights may be old; None sets none.
+        groups: Fresh groups of a train step.
+        ahead: Batches requested beyond the one trained next.
+        bound: Most train steps of staleness; None is unbounded.
     """
 
     groups: int
@@ -224,14 +212,14 @@ class StalenessBound:
     bound: int | None = None
 
     def room(self, *, outstanding: int, version: int, step: int, taken: int = 0) -> int:
-        """Return how many more groups may be asked for.
+        """Return how many more groups may be requested.
 
         Args:
-            outstanding: Groups that were asked for and are neither handed out to a step nor dropped.
+            outstanding: Requested groups neither handed out nor dropped.
             version: The weight version of the servers.
             step: The step whose batch is sampled next: ``version + 1`` between steps, ``version + 2`` while the batch
                 of step ``version + 1`` is trained.
-            taken: Groups that were handed out for that step before.
+            taken: Groups handed out for that step before.
         """
         later = self.ahead if self.bound is None else min(self.ahead, version + 1 + self.bound - step)
         return max(0, (later + 1) * self.groups - taken - outstanding)
@@ -277,17 +265,13 @@ STRATEGIES: dict[str, Maker] = {
 
 
 def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
-    """Return how many steps may train a group. Raises ConfigError as :func:`make_strategy`."""
+    """Return how many steps may train a group."""
     strategy = make_strategy(config, facts)
     return strategy.max_uses if strategy.keep_groups else 1
 
 
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    """Make the strategy that the configuration names, and what is filtered before it.
-
-    Raises:
-        ConfigError: It is not there, or cannot be made.
-    """
+    """Make the configured strategy, behind its filter."""
     strategy = _named_strategy(config, facts)
     return strategy if config.filter_groups is None else Filtered(strategy, config.filter_groups.metric)
 
@@ -316,22 +300,14 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
 
 
 def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
-    """See that strategy and buffer are there.
-
-    Raises:
-        ConfigError: As :func:`make_buffer`.
-    """
+    """Check strategy and buffer."""
     make_strategy(config, facts)
     if config.buffer is not None:
         custom_buffer_class(config.buffer.name)
 
 
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
-    """Make the buffer of a run, which notes in its journal what it holds and hands out.
-
-    Raises:
-        ConfigError: As :func:`make_strategy`, and where a buffer of one's own cannot be made.
-    """
+    """Make the buffer of a run, backed by its journal."""
     strategy = make_strategy(config, facts)
     kept: dict[str, Any] = {"members": facts.members, "tail": facts.tail, "memory_mb": config.memory_mb}
     if config.buffer is not None:
@@ -340,7 +316,7 @@ def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None =
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> StalenessBound:
-    """Return how far rollouts may run ahead under the configured strategy."""
+    """Return the staleness bound of the configured strategy."""
     mixed = strategy_name(config, sync=facts.sync) == "mixed"
     stored = stored_groups(config.stored_share, facts.groups) if mixed else 0
     return StalenessBound(facts.groups - stored, config.ahead, allowed_staleness(config, sync=facts.sync))

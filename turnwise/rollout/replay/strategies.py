@@ -1,4 +1,4 @@
-"""Which finished groups a train step learns from."""
+"""Replay strategies: which finished groups a train step learns from."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ STALE = "stale"
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What is known of a finished group without its tokens.
+    """Facts of a finished group without its tokens.
 
     Attributes:
-        id: The group's.
-        key: What was asked for (:attr:`~turnwise.rollout.core.RolloutRequest.key`); the group's id where nobody asked.
+        id: The group's id.
+        key: Its request key (:attr:`~turnwise.rollout.core.RolloutRequest.key`), or its id without a request.
         task_id: Its task.
         partition: ``train`` or ``val``.
-        arrived: Its place in the order in which groups arrived, from 0.
-        oldest_version: The oldest weights that sampled a token of it. Where nothing was sampled, those of the servers
-            when it was asked for; None where nobody asked, either.
+        arrived: Index in the order of arrival, from 0.
+        oldest_version: The oldest weights that sampled a token of it, else those of the servers at the request; None
+            without a request.
         rewards: Of its members, failed ones left out.
         failed: Members that ended in an error.
         sampled_tokens: Of all its members.
-        uses: How many batches it was part of.
-        spread: How far what is compared with each other lies apart, by the name of a reward; ``reward`` is their sum.
+        uses: Number of batches so far.
+        spread: Range of the compared members' values by reward; ``reward`` is their sum.
     """
 
     id: str
@@ -46,24 +46,24 @@ class GroupFacts:
     spread: Mapping[str, float] = field(default_factory=dict)
 
     def staleness(self, step: int) -> int:
-        """Return how many train steps the weights of step ``step`` are ahead of the oldest that sampled it.
+        """Return the train steps between the oldest sampling weights and those of ``step``.
 
-        Weights of a version that a crash lost, and that the run has not reached again, count as those of the step.
+        Versions lost in a crash and not reached again count as current.
         """
         return 0 if self.oldest_version is None else max(0, step - 1 - self.oldest_version)
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A group that was asked for and is not finished.
+    """A group in flight: requested and not finished.
 
     Attributes:
-        key: What was asked for.
+        key: Request key.
         task_id: Its task.
         partition: ``train`` or ``val``.
-        version: The weight version of the servers when it was asked for, or what sampled a member that an earlier
-            process finished: none of its tokens is older. A group that still waits for ``rollout.concurrency`` will be
-            newer: a strategy that waits for flights may wait for it a step sooner than it has to, never later.
+        version: Weight version of the servers at the request, or of a member that an earlier process finished: a lower
+            bound for its tokens. A group queued for ``rollout.concurrency`` will be newer, so a strategy may wait for
+            it a step early, never late.
     """
 
     key: str
@@ -74,12 +74,12 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strategy wants.
+    """Decision of a strategy.
 
     Attributes:
-        take: Ids of the groups of the batch, in order; None waits for the next change.
-        drop: (id of a finished group, why) that will never be taken. It is counted as ``replay/dropped/WHY``.
-        refill: Whether what a batch lacks may be asked for while this waits.
+        take: Group ids of the batch, in order; None waits for the next change.
+        drop: (id of a finished group, reason), counted as ``replay/dropped/REASON``.
+        refill: Whether missing groups may be requested meanwhile.
     """
 
     take: tuple[str, ...] | None = None
@@ -91,8 +91,8 @@ class Strategy(ABC):
     """Chooses the groups of a batch.
 
     Attributes:
-        keep_groups: How many groups that were trained stay, to be chosen again; the others are forgotten.
-        max_uses: How many batches a group may be part of.
+        keep_groups: Trained groups kept for reuse.
+        max_uses: Most batches of a group.
     """
 
     keep_groups: int = 0
@@ -102,18 +102,18 @@ class Strategy(ABC):
     def choose(
         self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
-        """Choose, or wait. Called at every change while somebody waits for a batch.
+        """Choose or wait. Called at every change while a batch is requested.
 
         Args:
-            ready: Finished groups of the partition, in the order of their arrival; those with ``uses`` were trained.
-            flying: Groups of the partition that are not finished.
-            step: The train step that asks; it learns with the weights of version ``step - 1``.
-            batch_size: How many groups are asked for.
-            taken: How many groups were handed out for this step before: a step may ask for parts of its batch.
+            ready: Finished groups of the partition, in the order of arrival; those with ``uses`` were trained.
+            flying: Groups in flight of the partition.
+            step: The train step; it learns with the weights of version ``step - 1``.
+            batch_size: Number of groups requested.
+            taken: Groups handed out for this step before: a step may request its batch in parts.
         """
 
     def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
-        """Return how many groups a choice waits for that are neither here nor in flight: they are asked for then."""
+        """Return how many needed groups are neither finished nor in flight, to be requested."""
         del step
         fresh = sum(each.uses == 0 for each in ready)
         return max(0, batch_size - fresh - len(flying))
@@ -132,7 +132,7 @@ def split_stale(ready: Sequence[GroupFacts], step: int, bound: int | None) -> tu
 
 
 def oldest_first(groups: Sequence[GroupFacts]) -> list[GroupFacts]:
-    """Return groups by the age of what sampled them, then by arrival; last those that never grow old."""
+    """Sort groups by sampling weights, oldest first, then by arrival; those without a version last."""
     never = math.inf
     return sorted(
         groups, key=lambda each: (never if each.oldest_version is None else each.oldest_version, each.arrived)
@@ -140,18 +140,14 @@ def oldest_first(groups: Sequence[GroupFacts]) -> list[GroupFacts]:
 
 
 def ordered(groups: Sequence[GroupFacts], order: Order) -> tuple[str, ...]:
-    """Return the ids of the groups of a batch in its order."""
+    """Return the group ids of a batch in its order."""
     if order == "key":
         groups = sorted(groups, key=lambda each: (each.key, each.arrived))
     return tuple(each.id for each in groups)
 
 
 class Arrival(Strategy):
-    """The groups that arrived first, whatever weights sampled them.
-
-    Args:
-        order: How the groups of one batch are ordered.
-    """
+    """First in, first out, whatever the weights."""
 
     def __init__(self, order: Order = "arrival") -> None:
         self._order: Order = order
@@ -167,18 +163,17 @@ class Arrival(Strategy):
 
 
 class Bounded(Strategy):
-    """Groups whose weights are at most ``bound`` train steps old, the oldest first.
+    """Groups at most ``bound`` train steps stale, the oldest first.
 
-    With ``wait`` a step waits for groups in flight that no later step could train in time: it takes a batch only if
-    what remains can be trained within the bound, ``step_groups`` in each step (earliest deadline first). So nothing
-    is dropped as long as no more is asked for than ``rollout/replay/setup.py`` allows. With ``drop`` a step waits for
-    nobody; what comes too late is dropped, and asked for anew as another task.
+    With ``wait`` a step takes a batch only if the rest can be trained within the bound, ``step_groups`` in each step
+    (earliest deadline first), and otherwise waits for groups in flight: nothing is dropped within the admission of
+    ``rollout/replay/setup.py``. With ``drop`` it never waits; late groups are dropped and replaced by other tasks.
 
     Args:
-        bound: Most train steps between the weights that sampled a group and those that it trains.
-        when_stale: What becomes of a group that would be older.
-        step_groups: Groups of a train step, where it asks for parts of them; None is what it asks for.
-        order: How the groups of one batch are ordered.
+        bound: Most train steps between the sampling weights and those that a group trains.
+        when_stale: Treatment of groups that would be older.
+        step_groups: Groups of a train step, where it requests them in parts; None is the requested number.
+        order: Order of the groups of a batch.
     """
 
     def __init__(
@@ -197,7 +192,7 @@ class Bounded(Strategy):
     def choose(
         self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
-        """Take the oldest groups that are young enough."""
+        """Take the oldest groups within the bound."""
         fit, choice = split_stale(ready, step, self._bound)
         queue = oldest_first(fit)
         if len(queue) < batch_size:
@@ -210,8 +205,8 @@ class Bounded(Strategy):
     def _must_wait(
         self, queue: list[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, room: tuple[int, int]
     ) -> bool:
-        """Whether taking the head of the queue leaves more to be trained than there is room for before it is too old,
-        and a group that flies could stand in that batch instead of one that has more time.
+        """Whether taking the head of the queue leaves more groups than can be trained in time, and one in flight could
+        replace a group with more time.
         """
         of_step, left = room
         versions = (math.inf if each.oldest_version is None else each.oldest_version for each in queue)
@@ -226,11 +221,7 @@ class Bounded(Strategy):
 
 
 class OnPolicy(Bounded):
-    """Groups that the weights of this step sampled, and no others.
-
-    Args:
-        order: How the groups of one batch are ordered.
-    """
+    """Only groups sampled by the weights of this step."""
 
     def __init__(self, order: Order = "key") -> None:
         super().__init__(0, "drop", order=order)
@@ -244,10 +235,10 @@ _EPS = 1e-4
 
 
 def priority(rewards: Sequence[float]) -> float:
-    """Return the mean magnitude of a group's advantages, and a little more.
+    """Return the mean magnitude of a group's advantages, plus a floor.
 
     ``p = mean_i |A_i| + 0.01`` with ``A_i = (r_i - mean) / (std + 1e-4)``, the advantages of GRPO (arXiv:2402.03300,
-    section 4.1.2; std with n - 1). A group of one, or one whose rewards are equal, has 0.01.
+    section 4.1.2; std with n - 1). A group of one, or with equal rewards, has 0.01.
     """
     if len(rewards) < 2:
         return FLOOR
@@ -258,11 +249,10 @@ def priority(rewards: Sequence[float]) -> float:
 
 
 def drawn(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[int, ...]) -> list[GroupFacts]:
-    """Return groups in an order drawn without replacement, each time in proportion to the weights of what is left.
+    """Return groups in a weighted random order without replacement.
 
-    Each group has the key ``log(u) / w`` with a uniform u of its own; the largest come first (Efraimidis and Spirakis
-    2006, Weighted random sampling with a reservoir). u comes from the seed and what was asked for, so that the order
-    does not depend on which group arrived first.
+    Sorted by ``log(u) / w``, largest first, with u uniform (Efraimidis and Spirakis 2006, Weighted random sampling with
+    a reservoir). u derives from seed and request key, so the order does not depend on arrival.
     """
 
     def key(group: GroupFacts, weight: float) -> float:
@@ -274,15 +264,15 @@ def drawn(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[in
 
 
 class Prioritized(Strategy):
-    """Groups drawn in proportion to ``priority ** alpha``, without replacement (Schaul et al. 2016, Prioritized
-    Experience Replay, arXiv:1511.05952, eq. 1; its importance weights are left out: groups that teach nothing are what
-    is to be met less often).
+    """Draws groups in proportion to ``priority ** alpha``, without replacement.
+
+    Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952, eq. 1, without its importance weights: groups
+    without a learning signal should be rarer.
 
     Args:
-        alpha: 0 draws evenly; with more, groups that differ within are met more often.
-        bound: Most train steps that a group's weights may be old, beyond which it is dropped; None sets no bound, and
-            what is never drawn stays.
-        seed: Of the run.
+        alpha: Exponent; 0 draws uniformly.
+        bound: Most train steps of staleness, beyond which a group is dropped; None is unbounded, and undrawn groups
+            stay.
     """
 
     def __init__(self, alpha: float = 0.6, bound: int | None = None, *, seed: int = 0) -> None:
@@ -293,7 +283,7 @@ class Prioritized(Strategy):
     def choose(
         self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
-        """Draw a batch of what is here."""
+        """Draw a batch of the finished groups."""
         del flying
         fit, choice = split_stale(ready, step, self._bound)
         if len(fit) < batch_size:
@@ -305,17 +295,15 @@ class Prioritized(Strategy):
 
 
 class Mixed(Strategy):
-    """A share of each batch from groups that were trained before, the rest fresh, the oldest first.
+    """A share of each batch from groups trained before, the rest fresh, oldest first.
 
-    Stored groups are drawn evenly among those that were used least. Where there are too few of them, fresh ones take
-    their place.
+    Stored groups are drawn uniformly among the least used. Fresh ones fill up what they lack.
 
     Args:
-        stored_share: Share of a batch that may be stored groups; rounded down.
-        max_uses: How many batches a group may be part of, its first included.
-        keep_groups: How many trained groups stay.
-        bound: Most train steps that a group's weights may be old; None sets no bound.
-        seed: Of the run.
+        stored_share: Share of stored groups in a batch; rounded down.
+        max_uses: Most batches of a group, its first included.
+        keep_groups: Most trained groups kept.
+        bound: Most train steps of staleness; None is unbounded.
     """
 
     def __init__(
@@ -330,7 +318,7 @@ class Mixed(Strategy):
     def choose(
         self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
-        """Take what is fresh, and draw the rest."""
+        """Take fresh groups, and draw the rest."""
         del flying
         fit, choice = split_stale(ready, step, self._bound)
         fresh = oldest_first([each for each in fit if each.uses == 0])
@@ -341,7 +329,7 @@ class Mixed(Strategy):
         return Choice(tuple(each.id for each in (*fresh[:wanted], *stored)), choice.drop)
 
     def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
-        """Return how many fresh groups are missing."""
+        """Return the number of missing fresh groups."""
         fit, _ = split_stale(ready, step, self._bound)
         fresh = sum(each.uses == 0 for each in fit)
         stored = self._stored(fit, batch_size, (self._seed, step, 0))
@@ -354,7 +342,7 @@ class Mixed(Strategy):
 
 
 def stored_groups(share: float, groups: int) -> int:
-    """Return how many groups of a batch may be stored ones."""
+    """Return the most stored groups of a batch."""
     return int(share * groups + 1e-9)
 
 
@@ -366,14 +354,13 @@ EQUAL = "equal"
 
 
 def why_filtered(facts: GroupFacts, metric: str) -> str | None:
-    """Return why a group is left out, or None where it may be trained.
+    """Return why a group is dropped, or None.
 
-    ``equal``: all that are compared with each other have the same value. ``no_METRIC``: none of them has such a reward.
-    A group of which fewer than two members finished is nothing that could be told by comparing, and stays; so does one
-    that was trained before.
+    ``equal``: all compared members have the same value. ``no_METRIC``: none has such a reward. Groups with fewer than
+    two finished members, and those trained before, stay.
 
     Args:
-        facts: What is known of the group.
+        facts: The group.
         metric: The name of a reward; ``reward`` is the sum of all.
     """
     if facts.uses or len(facts.rewards) < 2:
@@ -384,12 +371,7 @@ def why_filtered(facts: GroupFacts, metric: str) -> str | None:
 
 
 class Filtered(Strategy):
-    """Another strategy, which does not see what :func:`why_filtered` leaves out.
-
-    Args:
-        strategy: Who chooses.
-        metric: By which reward groups are told apart.
-    """
+    """A strategy behind the filter :func:`why_filtered`."""
 
     def __init__(self, strategy: Strategy, metric: str) -> None:
         self._strategy = strategy
@@ -399,7 +381,7 @@ class Filtered(Strategy):
     def choose(
         self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
-        """Drop the groups that teach nothing, and have the strategy choose among the others."""
+        """Drop filtered groups, and choose among the others."""
         whys = {each.id: why for each in ready if (why := why_filtered(each, self._metric)) is not None}
         left = [each for each in ready if each.id not in whys]
         choice = self._strategy.choose(left, flying, step, batch_size, taken)
@@ -412,12 +394,12 @@ class Filtered(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class StragglerCutoff:
-    """Where waiting for a batch stands.
+    """State of waiting for stragglers.
 
     Attributes:
-        since: When there was enough to begin with; None where there is not.
-        take: Ids of the groups to train without the others; None waits on.
-        due: When to look again if nothing comes before.
+        since: When the least share was there; None before.
+        take: Ids of the groups to train without the rest; None waits on.
+        due: Time of the next look without a change.
     """
 
     since: float | None = None
@@ -425,40 +407,39 @@ class StragglerCutoff:
     due: float | None = None
 
     def metrics(self, missing: int, now: float) -> dict[str, float]:
-        """Return what is told of a batch that is taken now and lacks so many groups."""
+        """Return the metrics of a batch cut now with ``missing`` groups."""
         waited = 0.0 if self.since is None else now - self.since
         return {"straggler/cut_groups": float(missing), "straggler/wait_s": waited}
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerDeadline:
-    """Once ``share`` of a batch is there, the rest has ``seconds``.
+    """Once ``share`` of a batch is there, the rest has ``seconds`` to arrive.
 
-    Groups stay whole: what is taken is fewer groups, never part of one.
+    Only whole groups are cut.
 
     Attributes:
-        seconds: How long the rest has.
-        share: Of the groups of a batch: at least so many are taken.
+        share: Fraction of a batch's groups, in (0, 1], that must be there.
     """
 
     seconds: float
     share: float
 
     def least(self, batch_size: int) -> int:
-        """Return the fewest groups that a batch has."""
+        """Return the fewest groups of a batch."""
         return max(1, math.ceil(round(batch_size * self.share, 6)))
 
     def look(
         self, choose: Callable[[int], Choice], ready: int, batch_size: int, since: float | None, now: float
     ) -> StragglerCutoff:
-        """Say whether a batch that is not complete is taken as it is.
+        """Decide whether an incomplete batch is taken.
 
         Args:
-            choose: What the strategy chooses for a batch of so many groups if no further one is to come.
-            ready: Groups that have finished.
-            batch_size: How many are asked for.
-            since: What the last look said.
-            now: The time, in seconds from anywhere.
+            choose: The strategy's choice for a batch of that size, with nothing in flight.
+            ready: Finished groups.
+            batch_size: Number of groups requested.
+            since: ``since`` of the last look.
+            now: Monotonic time in seconds.
         """
         least = self.least(batch_size)
         if ready < least or choose(least).take is None:

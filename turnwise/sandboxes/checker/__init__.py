@@ -1,4 +1,4 @@
-"""The examination of sandboxes: does a backend keep the contract, and does it hold back what it says it holds back?"""
+"""Conformance checks and attacks for sandbox backends."""
 
 from turnwise.sandboxes.checker.context import Outcome, SandboxReport
 from turnwise.sandboxes.checker.core import check_sandbox

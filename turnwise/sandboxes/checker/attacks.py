@@ -1,4 +1,4 @@
-"""The attacks: what each is, what holds it back, and how the host sees whether it got through."""
+"""The attacks on sandboxes, with the containment each is up against and how the host detects success."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turnwise.sandboxes.core import SandboxLimits
 
 
 async def read_link(scene: Fixtures) -> list[str]:
-    """Let the host read through links that lead to its own files."""
+    """Make the host read through links to its own files."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     world = scene.files["world"]
     await _inside(
@@ -48,7 +48,7 @@ async def read_link(scene: Fixtures) -> list[str]:
 
 
 async def write_link(scene: Fixtures) -> list[str]:
-    """Let the host write through links that lead to its own files and folders."""
+    """Make the host write through links to its own files and folders."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     file = scene.files["open"]
     before = file.read_bytes()
@@ -61,7 +61,7 @@ async def write_link(scene: Fixtures) -> list[str]:
 
 
 async def upload_link(scene: Fixtures) -> list[str]:
-    """Let the host upload into folders that are links to its own."""
+    """Make the host upload into links to its own folders."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     file = scene.files["open"]
     before = file.read_bytes()
@@ -82,7 +82,7 @@ async def upload_link(scene: Fixtures) -> list[str]:
 
 
 async def download_links(scene: Fixtures) -> list[str]:
-    """Let the host download a folder whose links and names lead out of where it is put."""
+    """Make the host write outside a download's target by links and names."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
@@ -103,7 +103,7 @@ async def download_links(scene: Fixtures) -> list[str]:
 
 
 async def download_twice(scene: Fixtures) -> list[str]:
-    """Let a link that one download brought lead the next one out."""
+    """Make a downloaded link redirect the next download."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
@@ -123,7 +123,7 @@ async def download_twice(scene: Fixtures) -> list[str]:
 
 
 async def download_race(scene: Fixtures) -> list[str]:
-    """Change a folder into a link and back all the time while the host downloads it."""
+    """Swap a folder and a link while the host downloads it."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
@@ -176,7 +176,6 @@ def _plain_files(folder: Path) -> list[Path]:
 
 
 def _links_out(folder: Path) -> list[Path]:
-    """Return the links below a folder that lead out of it."""
     found = []
     inside = os.path.realpath(folder)
     for root, folders, names in os.walk(folder, followlinks=False):
@@ -186,7 +185,7 @@ def _links_out(folder: Path) -> list[Path]:
 
 
 def _touched(scene: Fixtures, before: bytes) -> list[str]:
-    """Return what changed beside and in the file that everybody may write, and put it right again."""
+    """Return what changed in and beside the world-writable file, and restore it."""
     file = scene.files["open"]
     got = [f"{file} was changed"] if file.read_bytes() != before or file.is_symlink() else []
     for each in file.parent.iterdir():
@@ -210,7 +209,7 @@ def _bystander(outer: Path, known: set[str]) -> list[str]:
 
 
 async def time_out(scene: Fixtures) -> list[str]:
-    """Fork twice, make a new session, drop the environment, be deaf to signals, and go on after the time-out."""
+    """Survive a timeout: double fork, new session, no environment, ignored signals."""
     sandbox = await scene.exam.sandbox()
     got = []
     ways = {
@@ -232,7 +231,7 @@ async def time_out(scene: Fixtures) -> list[str]:
 
 
 async def host(scene: Fixtures) -> list[str]:
-    """Go on after SIGKILL of the host process that had started the sandbox."""
+    """Survive SIGKILL of the host process."""
     exam = scene.exam
     if exam.config is None:
         raise CheckSkipped("the backend was given as an object: another process cannot open it")
@@ -281,12 +280,7 @@ _BOUNDED: Final = SandboxLimits(memory=256 * _MIB, pids=64, disk=48 * _MIB, file
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack.
-
-    Attributes:
-        containment: The field of the capabilities that promises to hold it back; ``always`` where every sandbox has to.
-        run: Makes it and returns what it got, nothing where it was held back. What it cannot judge raises CheckFailed.
-    """
+    """One attack: its findings (none if contained) and the capability that claims containment, or ``always``."""
 
     containment: str
     run: Callable[[Fixtures], Awaitable[list[str]]]
@@ -341,7 +335,7 @@ async def _unix(scene: Fixtures, names: list[str]) -> list[str]:
 
 
 async def _bounded(scene: Fixtures, name: str, given: dict[str, Any], *, may_die: bool = False) -> list[str]:
-    """Attack what may be used, in a sandbox with little of it; ``may_die``: whether the attack's end is its defeat."""
+    """Attack resource limits in a small sandbox; ``may_die``: the attack's death counts as containment."""
     async with scene.exam.fresh(limits=_BOUNDED) as sandbox:
         try:
             got = await scene.attack(sandbox, name, given, may_die=may_die)

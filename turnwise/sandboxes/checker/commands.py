@@ -1,4 +1,4 @@
-"""Checks of ``exec``."""
+"""Contract checks of ``exec`` and ``spawn``: exit codes, streams, environment, timeouts, processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 
 async def exit_codes(exam: CheckContext) -> None:
-    """A command's exit code is what it says."""
+    """A command's exit code is reported."""
     sandbox = await exam.sandbox()
     for code in (0, 1, 7, 255):
         result = await sandbox.exec(f"exit {code}")
@@ -22,7 +22,7 @@ async def exit_codes(exam: CheckContext) -> None:
 
 
 async def signals(exam: CheckContext) -> None:
-    """A command that signal n ended has the exit code 128 + n."""
+    """A command killed by signal n has the exit code 128 + n."""
     sandbox = await exam.sandbox()
     for name, number in (("KILL", 9), ("SEGV", 11)):
         result = await sandbox.exec(f"kill -{name} $$")
@@ -30,7 +30,7 @@ async def signals(exam: CheckContext) -> None:
 
 
 async def missing_program(exam: CheckContext) -> None:
-    """A program that is not there is a result with 127."""
+    """A missing program is a result with exit code 127."""
     sandbox = await exam.sandbox()
     for command in (["turnwise-no-such-program"], "turnwise-no-such-program", ["/no/such/program", "x"]):
         result = await sandbox.exec(command)
@@ -38,14 +38,14 @@ async def missing_program(exam: CheckContext) -> None:
 
 
 async def streams(exam: CheckContext) -> None:
-    """The two streams are kept apart."""
+    """Stdout and stderr are separate."""
     result = await (await exam.sandbox()).exec("echo out; echo err >&2; echo out2")
     need((result.stdout, result.stderr) == (b"out\nout2\n", b"err\n"), f"got {result.stdout!r} and {result.stderr!r}")
     need(result.text == "out\nout2\nerr\n", f"text is {result.text!r}")
 
 
 async def binary(exam: CheckContext) -> None:
-    """Bytes that are no text come through unchanged."""
+    """Binary output is unchanged."""
     script = r"printf '\000\377\200\r\n\033'; printf '\376\000' >&2"
     result = await (await exam.sandbox()).exec(script)
     need(result.stdout == b"\x00\xff\x80\r\n\x1b", f"stdout came as {result.stdout!r}")
@@ -53,7 +53,7 @@ async def binary(exam: CheckContext) -> None:
 
 
 async def arguments(exam: CheckContext) -> None:
-    """A sequence is run as it is: no shell reads it."""
+    """A sequence is executed without a shell."""
     words = ["a b", "$HOME", "*", "", "'\"\\", "two\nlines", "--", "é"]
     result = await (await exam.sandbox()).exec(["printf", "[%s]", *words])
     need(result.stdout.decode() == "".join(f"[{word}]" for word in words), f"printf got {result.stdout!r}")
@@ -62,7 +62,7 @@ async def arguments(exam: CheckContext) -> None:
 
 
 async def long_argument(exam: CheckContext) -> None:
-    """An argument and a variable of 100,000 characters come through."""
+    """An argument and a variable of 100,000 characters are passed whole."""
     word = "x" * 100_000
     result = await (await exam.sandbox()).exec(["sh", "-c", "echo ${#1} ${#LONG}", "sh", word], env={"LONG": word})
     need(result.stdout == b"100000 100000\n", f"got {result.stdout[:100]!r}, {result.stderr[:200]!r}")
@@ -81,7 +81,7 @@ async def folders(exam: CheckContext) -> None:
 
 
 async def bad_folder(exam: CheckContext) -> None:
-    """A ``cwd`` that is no folder is told apart from a missing program."""
+    """A ``cwd`` that is not a folder is distinguished from a missing program."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(name, b"")
@@ -92,7 +92,7 @@ async def bad_folder(exam: CheckContext) -> None:
 
 
 async def variables(exam: CheckContext) -> None:
-    """Variables of the spec hold for every command, those of a call over them and for that call only."""
+    """Variables of the spec apply to every command; those of a call override them for that call."""
     env = {"CHECK_A": "of spec", "CHECK_B": "of spec"}
     async with exam.fresh(env={**exam.spec.env, **env}) as sandbox:
         value = "two\nlines $HOME 'quoted' é="
@@ -112,7 +112,7 @@ async def host_environment(exam: CheckContext) -> None:
 
 
 async def stdin(exam: CheckContext) -> None:
-    """Input comes through whole; without, it is empty; a command need not read it."""
+    """Input arrives whole; the default is empty; a command need not read it."""
     sandbox = await exam.sandbox()
     data = bytes(range(256)) * 64
     result = await sandbox.exec(["cat"], stdin=data)
@@ -126,13 +126,13 @@ async def stdin(exam: CheckContext) -> None:
 
 
 async def long_stdin(exam: CheckContext) -> None:
-    """Five megabytes of input come through."""
+    """Five megabytes of input arrive whole."""
     result = await (await exam.sandbox()).exec(["wc", "-c"], stdin=b"12345678" * 655_360, timeout=60)
     need(result.stdout.strip() == b"5242880", f"wc counted {result.stdout!r} {result.stderr!r}")
 
 
 async def cut(exam: CheckContext) -> None:
-    """Of long output the head and the tail are kept, to the byte, and a line says how much is missing."""
+    """Of long output exactly the head and tail are kept, with a line that counts the missing bytes."""
     sandbox = await exam.sandbox()
     whole = "".join(f"{number}\n" for number in range(1, 30_001)).encode()
     for stream, redirect in (("stdout", ""), ("stderr", " >&2")):
@@ -148,13 +148,13 @@ async def cut(exam: CheckContext) -> None:
 
 
 async def uncut(exam: CheckContext) -> None:
-    """Output of exactly as many bytes as are kept is whole."""
+    """Output of exactly ``max_output`` bytes is whole."""
     result = await (await exam.sandbox()).exec("head -c 10000 /dev/zero", max_output=10_000)
     need(result.stdout == bytes(10_000) and not result.truncated, f"{len(result.stdout)} bytes, {result.truncated=}")
 
 
 async def much_output(exam: CheckContext) -> None:
-    """Twenty megabytes of output are read and dropped, and the command ends."""
+    """Twenty megabytes of output are drained, and the command ends."""
     result = await (await exam.sandbox()).exec("head -c 20000000 /dev/zero; echo end", timeout=60)
     need(
         result.ok and result.truncated and result.stdout.endswith(b"end\n"), f"{result.exit_code=} {result.timed_out=}"
@@ -163,7 +163,7 @@ async def much_output(exam: CheckContext) -> None:
 
 
 async def together(exam: CheckContext) -> None:
-    """Commands run at the same time, and each has its own result."""
+    """Commands run concurrently, each with its own result."""
     sandbox = await exam.sandbox()
     name = exam.name()
     # Each waits for all the others: one after another they would wait for ever.
@@ -177,13 +177,13 @@ async def together(exam: CheckContext) -> None:
 
 
 async def duration(exam: CheckContext) -> None:
-    """The duration is that of the command."""
+    """The duration is the command's."""
     result = await (await exam.sandbox()).exec("sleep 0.3", timeout=None)
     need(0.25 <= result.duration < 10, f"'sleep 0.3' is said to have taken {result.duration} s")
 
 
 async def user(exam: CheckContext) -> None:
-    """Commands run as an unprivileged user, who may write in the workdir and in /tmp."""
+    """Commands run as an unprivileged user with write access to the workdir and /tmp."""
     sandbox = await exam.sandbox()
     name = exam.name()
     temporary = "/tmp" if exam.rooted else "${TMPDIR:-/tmp}"
@@ -196,7 +196,7 @@ async def user(exam: CheckContext) -> None:
 
 
 async def timeout(exam: CheckContext) -> None:
-    """A time-out is a result: 124, with what was written before, in time, and the sandbox lives on."""
+    """A timeout is a result (124, with the output so far), on time, and the sandbox survives."""
     sandbox = await exam.sandbox()
     began = time.monotonic()
     result = await sandbox.exec("echo before; echo sorry >&2; sleep 60; echo after", timeout=0.7)
@@ -208,7 +208,7 @@ async def timeout(exam: CheckContext) -> None:
 
 
 async def timeout_tree(exam: CheckContext) -> None:
-    """A time-out ends all that the command started, however it detached itself."""
+    """A timeout kills all processes of the command, however detached."""
     sandbox = await exam.sandbox()
     file = exam.name()
     script = f"{beating(file, exam.token)}; trap '' TERM INT; while :; do sleep 0.1; done"
@@ -223,14 +223,14 @@ async def timeout_tree(exam: CheckContext) -> None:
 
 
 async def timeout_spam(exam: CheckContext) -> None:
-    """A command that writes without end is ended at its time-out, and its head and tail are kept."""
+    """A command with endless output is killed at its timeout, with head and tail kept."""
     result = await (await exam.sandbox()).exec("yes", timeout=0.7, max_output=4096)
     need(result.timed_out and result.truncated, f"{result.timed_out=} {result.truncated=}")
     need(result.stdout.startswith(b"y\ny\n") and len(result.stdout) < 4400, f"{len(result.stdout)} bytes are kept")
 
 
 async def timeout_spares(exam: CheckContext) -> None:
-    """A time-out spares what another command left in the background, and other commands."""
+    """A timeout spares other commands and their background processes."""
     sandbox = await exam.sandbox()
     file = exam.name()
     await sandbox.exec(beating(file, exam.token))
@@ -243,7 +243,7 @@ async def timeout_spares(exam: CheckContext) -> None:
 
 
 async def cancellation(exam: CheckContext) -> None:
-    """A command whose call is cancelled is ended with all that it started."""
+    """Cancelling the call kills the command with all its processes."""
     sandbox = await exam.sandbox()
     file = exam.name()
     work = asyncio.create_task(sandbox.exec(f"{beating(file, exam.token)}; sleep 60"))
@@ -257,7 +257,7 @@ async def cancellation(exam: CheckContext) -> None:
 
 
 async def background(exam: CheckContext) -> None:
-    """A command ends when its program ends: what that left in the background lives on, though it holds the output."""
+    """A command ends with its program; its background processes survive, even holding the output."""
     sandbox = await exam.sandbox()
     file = exam.name()
     loop = f"while :; do echo >> {file}; sleep 0.05; done"
@@ -270,7 +270,7 @@ async def background(exam: CheckContext) -> None:
 
 
 async def background_output(exam: CheckContext) -> None:
-    """What a background process writes later is in no other command's output."""
+    """Later output of a background process appears in no other command's output."""
     sandbox = await exam.sandbox()
     await sandbox.exec("(sleep 0.2; echo late; echo late >&2) & echo now")
     result = await sandbox.exec("sleep 0.6; echo second")
@@ -278,7 +278,7 @@ async def background_output(exam: CheckContext) -> None:
 
 
 async def spawned(exam: CheckContext) -> None:
-    """A spawned command's input can be written and its output read while it runs; its input's end ends it."""
+    """A spawned command reads input and writes output while it runs; closing its input ends it."""
     process = await (await exam.sandbox()).spawn(["cat"])
     for data in (b"one\n", b"\x00\xff two\n"):
         await process.write(data)
@@ -291,7 +291,7 @@ async def spawned(exam: CheckContext) -> None:
 
 
 async def spawn_streams(exam: CheckContext) -> None:
-    """Both streams of a spawned command are one, in order; its exit code is as a shell tells it."""
+    """A spawned command's streams are merged in order; its exit code is that of a shell."""
     sandbox = await exam.sandbox()
     process = await sandbox.spawn("echo a; echo b >&2; echo c; exit 5")
     need(await _all(process) == b"a\nb\nc\n", "the streams are not in the order in which they were written")
@@ -301,14 +301,14 @@ async def spawn_streams(exam: CheckContext) -> None:
 
 
 async def spawn_place(exam: CheckContext) -> None:
-    """A spawned command has its variables and its folder."""
+    """A spawned command gets its variables and working directory."""
     sandbox = await exam.sandbox()
     process = await sandbox.spawn('echo "$CHECK_X"; pwd -P', cwd="/", env={"CHECK_X": "a b"})
     need(await _all(process) == b"a b\n/\n", "env or cwd of spawn is not as given")
 
 
 async def spawn_missing(exam: CheckContext) -> None:
-    """To spawn a program that is not there, or in no folder, is an error."""
+    """Spawning a missing program, or in a missing folder, raises."""
     sandbox = await exam.sandbox()
     with expect(SandboxFileNotFound, what="spawn of a missing program"):
         await sandbox.spawn(["turnwise-no-such-program"])
@@ -317,7 +317,7 @@ async def spawn_missing(exam: CheckContext) -> None:
 
 
 async def spawn_interrupt(exam: CheckContext) -> None:
-    """An interrupt reaches the command as Ctrl-C does."""
+    """``interrupt`` acts as Ctrl-C."""
     sandbox = await exam.sandbox()
     trapping = "trap 'echo caught; exit 3' INT; echo ready; while :; do sleep 0.1; done"
     process = await sandbox.spawn(trapping)
@@ -332,7 +332,7 @@ async def spawn_interrupt(exam: CheckContext) -> None:
 
 
 async def spawn_kill(exam: CheckContext) -> None:
-    """Kill ends a spawned command with all that it started; what is done to an ended one is no error."""
+    """``kill`` ends a spawned command with all its processes; calls on an ended one are no-ops."""
     sandbox = await exam.sandbox()
     file = exam.name()
     process = await sandbox.spawn(
@@ -351,7 +351,7 @@ async def spawn_kill(exam: CheckContext) -> None:
 
 
 async def spawn_volume(exam: CheckContext) -> None:
-    """A megabyte goes through a spawned command unchanged; ``read`` gives no more than it was asked for."""
+    """A megabyte passes through a spawned command unchanged; ``read`` respects its limit."""
     process = await (await exam.sandbox()).spawn(["cat"])
     data = bytes(range(256)) * 4096
 
@@ -388,7 +388,7 @@ async def _all(process: SandboxProcess) -> bytes:
 
 
 async def _end(sandbox: Sandbox, file: str) -> None:
-    """End what was left in the background, so that it does not burden the checks that follow."""
+    """Kill background processes that would slow down later checks."""
     # Where /proc is out of reach, it is left to the sandbox's end.
     pattern = f"[{file[0]}]{file[1:]}"  # which does not match this command's own line
     await sandbox.exec(

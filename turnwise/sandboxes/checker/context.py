@@ -1,4 +1,4 @@
-"""What checks have in common: the sandbox under examination, fresh ones, and how a check says that it fails."""
+"""Context and report of the checker: sandboxes under test, assertions, process probes, outcomes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _QUIET: Final = 0.35
 
 
 class CheckFailed(Exception):
-    """The backend does not keep the contract; the message says how."""
+    """The backend violates the contract."""
 
 
 class CheckSkipped(Exception):
-    """There is nothing to examine here; the message says why."""
+    """The check does not apply here."""
 
 
 def need(condition: bool, message: str) -> None:
-    """Fail the check unless the condition holds."""
+    """Raise CheckFailed unless the condition holds."""
     if not condition:
         raise CheckFailed(message)
 
 
 @contextlib.contextmanager
 def expect(*kinds: type[BaseException], what: str) -> Any:
-    """Fail the check unless the block raises one of these errors."""
+    """Raise CheckFailed unless the block raises one of these errors."""
     names = " or ".join(kind.__name__ for kind in kinds)
     try:
         yield
@@ -50,7 +50,7 @@ def expect(*kinds: type[BaseException], what: str) -> Any:
 
 
 async def soon(work: Awaitable[Any], seconds: float, what: str) -> Any:
-    """Return the result of what has to be there within some seconds; the check fails otherwise."""
+    """Await a result; CheckFailed after ``seconds``."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
@@ -59,15 +59,13 @@ async def soon(work: Awaitable[Any], seconds: float, what: str) -> Any:
 
 @dataclass(slots=True)
 class CheckContext:
-    """One examination.
+    """The context of one run of the checker.
 
     Attributes:
-        backend: What is examined.
-        config: How to open the same backend in another process; None where only the object is known.
-        spec: What the sandboxes are asked for, before what a check changes.
-        capabilities: What the backend says of itself.
+        config: The backend's configuration, for use in another process; None if only the object is known.
+        spec: Base spec of the sandboxes.
         folder: Scratch folder on the host.
-        token: A word that stands in the command line of what the examination leaves running.
+        token: Marker in the command lines of processes that checks leave running.
     """
 
     backend: SandboxBackend
@@ -80,15 +78,11 @@ class CheckContext:
 
     @property
     def rooted(self) -> bool:
-        """Whether sandboxes have a root file system of their own.
-
-        A backend that takes no images has none: what is outside the workdir is the host's, and the workdir and what is
-        mounted are where the backend puts them.
-        """
+        """Whether sandboxes have their own root file system; without images they show the host's."""
         return self.capabilities.images
 
     async def sandbox(self) -> Sandbox:
-        """Return the sandbox that checks share which leave it well; a new one where it does not answer any more."""
+        """Return the shared sandbox; a new one if it no longer responds."""
         if self._shared is not None:
             try:
                 if (await self._shared.exec(["true"], timeout=10)).ok:
@@ -105,7 +99,7 @@ class CheckContext:
 
     @contextlib.asynccontextmanager
     async def fresh(self, **changes: Any) -> AsyncIterator[Sandbox]:
-        """Start a sandbox of its own, of a spec with changes; it is closed at the end."""
+        """Start a sandbox of a modified spec, closed at the end."""
         sandbox = self.backend.make(replace(self.spec, **changes))
         try:
             await sandbox.start()
@@ -114,11 +108,11 @@ class CheckContext:
             await sandbox.close()
 
     def name(self) -> str:
-        """Return a name that no file in a sandbox has."""
+        """Return an unused file name."""
         return f"check-{uuid.uuid4().hex[:12]}"
 
     def host_folder(self) -> Path:
-        """Return a new empty folder on the host."""
+        """Create an empty folder on the host."""
         made = self.folder / self.name()
         made.mkdir()
         return made
@@ -131,18 +125,14 @@ class CheckContext:
 
 
 def beating(file: str, token: str, *, hardened: bool = True) -> str:
-    """Return a shell command that goes on for ever and appends to a file all the time.
-
-    It detaches itself as far as a shell can: forked twice, in a session of its own where there is ``setsid``, deaf to
-    TERM, INT and HUP.
-    """
+    """Return a shell command that appends to a file forever, detached from signals and session if ``hardened``."""
     deaf = "trap '' TERM INT HUP; " if hardened else ""
     loop = f"{deaf}: {token}; while :; do echo >> {file}; sleep {_BEAT}; done"
     return f'S=$(command -v setsid || true); ($S sh -c "{loop}" </dev/null >/dev/null 2>&1 &)'
 
 
 async def beats(sandbox: Sandbox, file: str) -> int:
-    """Return how often what :func:`beating` started has written so far."""
+    """Return the number of lines that :func:`beating` has written."""
     try:
         return len(await sandbox.read_file(file))
     except SandboxFileNotFound:
@@ -150,7 +140,7 @@ async def beats(sandbox: Sandbox, file: str) -> int:
 
 
 async def alive(sandbox: Sandbox, file: str, seconds: float = 5.0) -> bool:
-    """Tell whether what writes to a file goes on writing."""
+    """Return whether a file is still growing."""
     first = await beats(sandbox, file)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -161,14 +151,14 @@ async def alive(sandbox: Sandbox, file: str, seconds: float = 5.0) -> bool:
 
 
 async def quiet(sandbox: Sandbox, file: str) -> bool:
-    """Tell whether nothing writes to a file any more."""
+    """Return whether a file has stopped growing."""
     before = await beats(sandbox, file)
     await asyncio.sleep(_QUIET)
     return await beats(sandbox, file) == before
 
 
 def host_processes(token: str) -> list[int]:
-    """Return the processes of this machine whose command line has a word in it; empty where ``/proc`` tells nothing."""
+    """Return host processes whose command line contains a token; empty without ``/proc``."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -179,7 +169,7 @@ def host_processes(token: str) -> list[int]:
 
 
 async def gone(token: str, seconds: float = 5.0) -> bool:
-    """Tell whether no process of this machine has a word in its command line, now or within some seconds."""
+    """Return whether no host process has the token in its command line, within some seconds."""
     until = time.monotonic() + seconds
     while host_processes(token):
         if time.monotonic() > until:
@@ -196,17 +186,15 @@ BAD: Final = frozenset({"failed", "escaped"})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one check or attack ended.
+    """The outcome of a check or attack.
 
     Attributes:
-        name: Its name, ``group: what``; that of an attack begins with ``attack``.
-        status: Of a check: ``passed``, ``failed`` or ``skipped``. Of an attack: ``held``; ``escaped``, where the
-            capabilities promise that it is held back; ``open``, where they say that it is not; ``failed``, where the
-            attack itself could not be made, so that nothing is known.
-        message: What went wrong, what the attack got, or why it was skipped.
-        containment: The field of the capabilities that promises to hold the attack back; ``always`` where every
-            sandbox has to; empty for what is no attack.
-        seconds: How long it took.
+        name: ``group: what``; attacks begin with ``attack``.
+        status: Of a check: ``passed``, ``failed`` or ``skipped``. Of an attack: ``held``; ``escaped`` despite the
+            claimed containment; ``open`` without one; ``failed`` if undecided.
+        message: The violation, the attack's findings, or the reason for skipping.
+        containment: The capability that claims to contain the attack, or ``always``; empty for checks.
+        seconds: Duration.
     """
 
     name: str
@@ -227,13 +215,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class SandboxReport:
-    """What :func:`~turnwise.sandboxes.checker.core.check_sandbox` found.
-
-    Attributes:
-        backend: The registered name of the backend.
-        capabilities: What it says it holds back; None where it cannot be had here.
-        outcomes: One for each check and attack, in the order in which they ran.
-    """
+    """The result of :func:`~turnwise.sandboxes.checker.core.check_sandbox`: all outcomes in order of execution."""
 
     backend: str
     capabilities: Capabilities | None = None
@@ -241,7 +223,7 @@ class SandboxReport:
 
     @property
     def failures(self) -> list[Outcome]:
-        """What breaks the contract."""
+        """Outcomes that violate the contract."""
         return [each for each in self.outcomes if each.status in BAD]
 
     @property
@@ -251,30 +233,26 @@ class SandboxReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was examined, and nothing breaks the contract."""
+        """Whether at least one check ran, and none failed."""
         return not self.failures and any(each.status != "skipped" for each in self.outcomes)
 
     @property
     def summary(self) -> str:
-        """One line: how much was checked and found."""
+        """One line of counts."""
         counted = {status: sum(1 for each in self.outcomes if each.status == status) for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counted.items() if count)
         isolation = f" ({self.capabilities.isolation})" if self.capabilities else ""
         return f"{self.backend}{isolation}: {words or 'nothing was checked'}"
 
     def outcome(self, name: str) -> Outcome:
-        """Return the outcome of the check of that name.
-
-        Raises:
-            KeyError: It did not run.
-        """
+        """Return the outcome of a check. Raises KeyError."""
         for each in self.outcomes:
             if each.name == name:
                 return each
         raise KeyError(name)
 
     def raise_for_failures(self) -> None:
-        """Raise SandboxError with all that breaks the contract, if anything does or nothing was examined."""
+        """Raise SandboxError unless :attr:`ok`, with all failures."""
         if not self.ok:
             raise SandboxError(str(self))
 

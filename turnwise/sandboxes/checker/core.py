@@ -1,4 +1,4 @@
-"""The examination as a whole: which checks and attacks there are, in which order, and what becomes of each."""
+"""The sandbox checker: the table of checks and attacks, and their execution."""
 
 from __future__ import annotations
 
@@ -113,26 +113,22 @@ async def check_sandbox(
     timeout: float = 120.0,
     watch: Callable[[Outcome], None] | None = None,
 ) -> SandboxReport:
-    """Examine a backend: does it keep the contract, and hold back what its capabilities say that it holds back?
+    """Check a backend against the contract, and attack the isolation that its capabilities claim.
 
-    The attacks are bounded and harmless: also where nothing holds them back they touch only what the examination
-    planted. They need a ``python3`` inside; without, they are skipped. An attack that gets through is a failure where
-    the capabilities promise that it does not, and is told as ``open`` where they say so themselves.
+    The attacks are bounded and harmless, and need a ``python3`` inside. A successful one is a failure if the
+    capabilities claim containment, else ``open``.
 
     Args:
-        backend: The name of a backend, its configuration, or itself; one that is made here is closed at the end.
-        spec: What the sandboxes are asked for besides what a check changes; for ``docker`` the image.
+        backend: A backend, its name or its configuration; one that is created here is closed at the end.
+        spec: Base spec of the sandboxes; for ``docker`` with the image.
         only: Run only the checks and attacks whose names begin with one of these.
         attacks: Whether to attack.
-        timeout: Seconds for any one check; the check fails then.
-        watch: Called with each outcome as soon as it is there.
-
-    Returns:
-        The report. Nothing is raised for what the backend does wrong.
+        timeout: Seconds per check, after which it fails.
+        watch: Called with each outcome.
 
     Raises:
-        ConfigError: There is no such backend, it does not take its configuration, or ``only`` names no check.
-        SandboxUnavailable: This machine gives nothing that may be examined; the message names the remedy.
+        ConfigError: The backend is unknown or misconfigured, or ``only`` matches no check.
+        SandboxUnavailable: The backend is unusable on this machine; the message names the remedy.
     """
     chosen = _chosen(only, attacks)
     config = SandboxConfig(name=backend) if isinstance(backend, str) else backend
@@ -223,7 +219,6 @@ def _promises(exam: CheckContext) -> dict[str, bool]:
 
 
 async def _judged(work: Awaitable[list[str] | None], timeout: float) -> tuple[Status, str, float, list[str] | None]:
-    """Return how a check ended, what is to be said of it, its seconds, and what it returned."""
     began = time.monotonic()
     status: Status = "passed"
     message, got = "", None

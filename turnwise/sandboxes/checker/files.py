@@ -1,4 +1,4 @@
-"""Checks of single files: ``read_file`` and ``write_file``."""
+"""Contract checks of files: read, write, upload, download, workspaces and mounts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.sandboxes.core import Mount
 
 
 async def round_trip(exam: CheckContext) -> None:
-    """What is written is read, to the byte, and so it is by commands."""
+    """Written bytes are read back unchanged, also by commands."""
     sandbox = await exam.sandbox()
     for data in (b"", b"text\n", bytes(range(256)) * 2000):
         name = exam.name()
@@ -36,7 +36,7 @@ async def large(exam: CheckContext) -> None:
 
 
 async def overwriting(exam: CheckContext) -> None:
-    """A file that is there is replaced, longer or shorter."""
+    """An existing file is replaced, by a longer or shorter one."""
     sandbox = await exam.sandbox()
     name = exam.name()
     for data in (b"long " * 1000, b"short", b""):
@@ -45,7 +45,7 @@ async def overwriting(exam: CheckContext) -> None:
 
 
 async def places(exam: CheckContext) -> None:
-    """Paths are absolute or relative to the workdir, and folders above a file are made."""
+    """Paths are absolute or relative to the workdir; parent folders are created."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}/a/b/file", b"deep")
@@ -60,7 +60,7 @@ async def places(exam: CheckContext) -> None:
 
 
 async def owner(exam: CheckContext) -> None:
-    """What is written belongs to whoever runs commands: they may change and remove it."""
+    """Written files belong to the user of commands, who may change and remove them."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}/file", b"a")
@@ -69,7 +69,7 @@ async def owner(exam: CheckContext) -> None:
 
 
 async def names(exam: CheckContext) -> None:
-    """Names with spaces, quotes, dashes, dollars, line ends and other alphabets are names like any."""
+    """Names may hold spaces, quotes, dashes, dollars, line feeds and non-ASCII letters."""
     sandbox = await exam.sandbox()
     folder = exam.name()
     for name in ("a b", "quo'te\"", "-n", "$HOME", "*", "é-日本", "two\nlines", "back\\slash", "--help", " lead"):
@@ -81,7 +81,7 @@ async def names(exam: CheckContext) -> None:
 
 
 async def modes(exam: CheckContext) -> None:
-    """A new file has mode 0644 or what is asked for; another content keeps the mode."""
+    """A new file has mode 0644 or the given one; overwriting keeps the mode."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}.sh", b"#!/bin/sh\necho ran\n", mode=0o755)
@@ -97,7 +97,7 @@ async def modes(exam: CheckContext) -> None:
 
 
 async def missing(exam: CheckContext) -> None:
-    """A file that is not there, or a link to none, is SandboxFileNotFound, which is a FileNotFoundError."""
+    """A missing file or dangling link is SandboxFileNotFound, a FileNotFoundError."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.exec(["ln", "-s", "nowhere", name])
@@ -109,7 +109,7 @@ async def missing(exam: CheckContext) -> None:
 
 
 async def no_file(exam: CheckContext) -> None:
-    """A folder, a pipe, a socket and a device are no files: an error at once, not a wait and not their content."""
+    """Folders, pipes, sockets and devices raise at once instead of blocking or being read."""
     sandbox = await exam.sandbox()
     name = exam.name()
     made = await sandbox.exec(["mkfifo", name])
@@ -129,7 +129,7 @@ async def no_file(exam: CheckContext) -> None:
 
 
 async def too_large(exam: CheckContext) -> None:
-    """A file of more bytes than are taken is an error; one of just as many is read."""
+    """A file above ``max_bytes`` raises; one of exactly ``max_bytes`` is read."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(name, bytes(1000))
@@ -139,7 +139,7 @@ async def too_large(exam: CheckContext) -> None:
 
 
 async def forbidden(exam: CheckContext) -> None:
-    """What may not be written, or has a file where a folder is needed, is SandboxFileError; the sandbox is well."""
+    """Unwritable paths raise SandboxFileError, and the sandbox stays usable."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(name, b"x")
@@ -155,7 +155,7 @@ async def forbidden(exam: CheckContext) -> None:
 
 
 async def links(exam: CheckContext) -> None:
-    """Links inside are followed inside, for reading and for writing."""
+    """Links are resolved inside, for reading and writing."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}/real", b"one")
@@ -166,7 +166,7 @@ async def links(exam: CheckContext) -> None:
 
 
 async def size_limit(exam: CheckContext) -> None:
-    """A file over ``limits.file_size`` cannot be written from outside: the message names the limit."""
+    """Writing a file above ``limits.file_size`` raises and names the limit."""
     limits = replace(exam.spec.limits, file_size=2**20)
     async with exam.fresh(limits=limits) as sandbox:
         await sandbox.write_file("small", bytes(2**19))
@@ -180,7 +180,7 @@ async def size_limit(exam: CheckContext) -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple[str, bytes, int]]:
-    """Return what a folder holds: by relative path the kind, content and mode."""
+    """Return kind, content and mode of a folder's entries by relative path."""
     found: dict[str, tuple[str, bytes, int]] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -194,7 +194,7 @@ def tree(folder: Path) -> dict[str, tuple[str, bytes, int]]:
 
 
 def plant(folder: Path) -> None:
-    """Fill a folder with what a repository has."""
+    """Fill a folder like a repository."""
     (folder / "pkg/deep er").mkdir(parents=True)
     (folder / "empty").mkdir()
     (folder / "pkg/a.py").write_bytes(b"print('a')\n")
@@ -209,7 +209,7 @@ def plant(folder: Path) -> None:
 
 
 async def upload(exam: CheckContext) -> None:
-    """A folder arrives with its content, modes and links; pipes and devices are left out; a file arrives, too."""
+    """A folder is uploaded with content, modes and links but without pipes and devices; so is a single file."""
     sandbox = await exam.sandbox()
     folder, name = exam.host_folder(), exam.name()
     plant(folder)
@@ -226,7 +226,7 @@ async def upload(exam: CheckContext) -> None:
 
 
 async def merge(exam: CheckContext) -> None:
-    """A folder's content is merged into the one that is there, and belongs to whoever runs commands."""
+    """An uploaded folder is merged into an existing one and belongs to the user of commands."""
     sandbox = await exam.sandbox()
     folder, name = exam.host_folder(), exam.name()
     (folder / "sub").mkdir()
@@ -239,14 +239,14 @@ async def merge(exam: CheckContext) -> None:
 
 
 async def upload_missing(exam: CheckContext) -> None:
-    """What is not on the host cannot be uploaded."""
+    """Uploading a missing path raises."""
     sandbox = await exam.sandbox()
     with expect(FileNotFoundError, what="upload of a missing path"):
         await sandbox.upload(exam.folder / "no-such-path", exam.name())
 
 
 async def download(exam: CheckContext) -> None:
-    """A folder comes back as it was sent, and a single file does."""
+    """A folder, or a single file, is downloaded as it was uploaded."""
     sandbox = await exam.sandbox()
     folder, back, name = exam.host_folder(), exam.host_folder(), exam.name()
     plant(folder)
@@ -263,7 +263,7 @@ async def download(exam: CheckContext) -> None:
 
 
 async def many_files(exam: CheckContext) -> None:
-    """Six hundred files go in and come back."""
+    """Six hundred files are uploaded and downloaded."""
     sandbox = await exam.sandbox()
     folder, back, name = exam.host_folder(), exam.host_folder(), exam.name()
     for number in range(600):
@@ -277,7 +277,7 @@ async def many_files(exam: CheckContext) -> None:
 
 
 async def download_missing(exam: CheckContext) -> None:
-    """What is not inside, or is larger than is taken, is an error, and leaves nothing large on the host."""
+    """Downloading a missing or too large path raises and leaves nothing large on the host."""
     sandbox = await exam.sandbox()
     target, name = exam.host_folder(), exam.name()
     with expect(SandboxFileNotFound, what="download of a missing path"):
@@ -291,7 +291,7 @@ async def download_missing(exam: CheckContext) -> None:
 
 
 async def changing(exam: CheckContext) -> None:
-    """What changes while it is downloaded comes as it was at one moment, or is an error of its own; and it ends."""
+    """Downloading changing files terminates, with a consistent file each or an error."""
     sandbox = await exam.sandbox()
     target, name = exam.host_folder(), exam.name()
     script = (
@@ -318,7 +318,7 @@ async def changing(exam: CheckContext) -> None:
 
 
 async def workspace(exam: CheckContext) -> None:
-    """A sandbox has its workspace's files; what it does to them reaches neither the folder nor another sandbox."""
+    """A sandbox sees its workspace; its writes reach neither the folder nor other sandboxes."""
     folder = exam.host_folder()
     plant(folder)
     before = tree(folder)
@@ -335,7 +335,7 @@ async def workspace(exam: CheckContext) -> None:
 
 
 async def workspace_missing(exam: CheckContext) -> None:
-    """A workspace that is not there is an error that names it."""
+    """A missing workspace is an error that names it."""
     sandbox = exam.backend.make(replace(exam.spec, workspace=exam.folder / "no-such-folder"))
     try:
         with expect(SandboxError, what="a start with a missing workspace"):
@@ -345,7 +345,7 @@ async def workspace_missing(exam: CheckContext) -> None:
 
 
 async def mounts(exam: CheckContext) -> None:
-    """A mount is seen inside and cannot be changed there."""
+    """A mount is readable and read-only."""
     if not exam.rooted:
         raise CheckSkipped("the backend takes no images: there is no root file system to mount into")
     folder = exam.host_folder()

@@ -1,4 +1,4 @@
-"""What the host plants for the attacks: secrets, files, a process, and servers that hear what gets through."""
+"""Host-side fixtures of the attacks: secrets, files, a victim process and listening servers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,14 @@ _NO_PYTHON: Final = "there is no python3 inside: name an image with one, or moun
 
 @dataclass(slots=True)
 class Fixtures:
-    """One scene, planted for one examination.
+    """The fixtures of one run of the checker.
 
     Attributes:
-        exam: The examination.
-        secret: What nothing inside may learn.
-        mark: What the victim has in its command line, and attackers send to servers.
-        files: Files of the host: ``world`` (0644) and ``private`` (0600) hold the secret, ``open`` (0666) may be
-            written by everybody, ``socket`` is a unix socket.
-        victim: Number of a process of the host.
-        tcp_port: Of a server on the loopback.
-        udp_port: The same for datagrams.
-        addresses: The host's other addresses.
-        note: How the attack that runs was held back, where that is worth a word.
+        secret: Content that nothing inside may learn.
+        mark: In the victim's command line, and sent to servers by attackers.
+        files: Host files: ``world`` (0644) and ``private`` (0600) hold the secret, ``open`` (0666) is world-writable,
+            ``socket`` is a unix socket.
+        note: How the running attack was contained, where that is noteworthy.
     """
 
     exam: CheckContext
@@ -55,7 +50,7 @@ class Fixtures:
     _taught: set[str] = field(default_factory=set)
 
     def victim_died(self) -> bool:
-        """Tell whether the host's process is gone; there is another one then."""
+        """Return whether the victim process is gone; a new one is started then."""
         try:
             # A signal that was accepted has its effect at once, or within a moment on a busy machine.
             self._process.wait(0.2)
@@ -66,12 +61,12 @@ class Fixtures:
         return True
 
     def end(self) -> None:
-        """End the host's process."""
+        """Kill the victim process."""
         self._process.kill()
         self._process.wait()
 
     async def heard(self, kind: str) -> list[str]:
-        """Return what a server of the host heard, once all that was sent before has arrived."""
+        """Return what a server received, after in-flight messages arrived."""
         # What is under way on the loopback is there within a turn of the loop or two; this takes two hundred.
         for _ in range(20):
             if self._heard.get(kind):
@@ -80,11 +75,7 @@ class Fixtures:
         return self._heard.pop(kind, [])
 
     async def start(self, sandbox: Sandbox, name: str, given: dict[str, Any], *, timeout: float = 40.0) -> ExecResult:
-        """Run an attack's program inside and return what it left.
-
-        Raises:
-            CheckSkipped: There is no Python inside.
-        """
+        """Run an attack's program inside; CheckSkipped if there is no Python."""
         if sandbox.id not in self._taught:
             if not (await sandbox.exec(["python3", "-c", ""])).ok:
                 raise CheckSkipped(_NO_PYTHON)
@@ -95,18 +86,9 @@ class Fixtures:
         return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(given).encode())
 
     async def attack(self, sandbox: Sandbox, name: str, given: dict[str, Any], *, may_die: bool = False) -> list[str]:
-        """Run an attack's program inside and return what it says that it got.
+        """Run an attack's program with an input and return its findings, none if it died and ``may_die``.
 
-        Args:
-            sandbox: Where.
-            name: Of the program.
-            given: What it is told.
-            may_die: Whether its own death means that it was held back.
-
-        Raises:
-            CheckFailed: It did not come to its end, so that nothing is known.
-            CheckSkipped: There is no Python inside.
-            SandboxDied: The attack ended its sandbox.
+        Raises CheckFailed (undecided), CheckSkipped (no Python inside) or SandboxDied.
         """
         result = await self.start(sandbox, name, given)
         lines = result.stdout.decode("utf-8", "replace").splitlines()
@@ -124,7 +106,7 @@ class Fixtures:
 
 @contextlib.asynccontextmanager
 async def planted(exam: CheckContext) -> AsyncIterator[Fixtures]:
-    """Plant a scene, and remove it."""
+    """Create the fixtures and remove them at the end."""
     secret, mark = os.environ[SECRET], f"{exam.token}-victim"
     folder = _seen_by_all()
     process = _victim(mark, secret)
@@ -188,7 +170,7 @@ class _Datagrams(asyncio.DatagramProtocol):
 
 
 def _seen_by_all() -> Path:
-    """Make a folder that every user of this machine can enter, if there is a place for one."""
+    """Create a folder that all users of this machine can enter, if possible."""
     for place in ("/var/tmp", "/tmp", tempfile.gettempdir()):
         base = Path(place)
         if (
@@ -203,7 +185,7 @@ def _seen_by_all() -> Path:
 
 
 def _addresses() -> list[str]:
-    """Return the addresses of this machine that are no loopback; nothing is sent to find them."""
+    """Return this machine's non-loopback addresses; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

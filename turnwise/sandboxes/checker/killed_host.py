@@ -1,4 +1,4 @@
-"""A host process that starts a sandbox and waits to be killed; the attack ``outlive the host`` starts and kills it."""
+"""The host process of the attack ``outlive the host``: starts a sandbox and waits for SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 
 
 async def main() -> None:
-    """Start a sandbox, and in it what goes on for ever; say that it is ready; wait."""
+    """Start a sandbox with an endless process, report readiness, and wait."""
     given = json.loads(sys.stdin.readline())
     backend = open_backend(SandboxConfig.model_validate(given["config"]))
     sandbox = backend.make(_spec(given["spec"]))
@@ -28,7 +28,6 @@ async def main() -> None:
 
 
 def _spec(given: dict[str, Any]) -> SandboxSpec:
-    """Return the spec whose fields these are, after their way through JSON."""
     changed = {
         "workspace": None if given["workspace"] is None else Path(given["workspace"]),
         "mounts": tuple(Mount(Path(each["source"]), each["target"]) for each in given["mounts"]),

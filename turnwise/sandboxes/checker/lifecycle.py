@@ -1,4 +1,4 @@
-"""Checks of a sandbox's life: start, close, death, snapshots, and what may be reached from inside."""
+"""Contract checks of the lifecycle: start, close, death, snapshots, exposed addresses, limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from turnwise.sandboxes.core import Sandbox
 
 
 async def identity(exam: CheckContext) -> None:
-    """Sandboxes have ids of their own, files of their own, and the capabilities that the probe told."""
+    """Sandboxes have unique ids, separate files, and the probed capabilities."""
     async with exam.fresh() as one, exam.fresh() as other:
         need(bool(one.id) and one.id != other.id, f"two sandboxes have the ids {one.id!r} and {other.id!r}")
         need(one.capabilities.isolation == exam.capabilities.isolation, f"the probe told {exam.capabilities}")
@@ -34,7 +34,7 @@ async def identity(exam: CheckContext) -> None:
 
 
 async def closing(exam: CheckContext) -> None:
-    """Closing twice, or before a start, is no error; a closed sandbox answers SandboxDied."""
+    """``close`` is idempotent, also before a start; a closed sandbox raises SandboxDied."""
     sandbox = exam.backend.make(exam.spec)
     await sandbox.close()
     async with exam.fresh() as sandbox:
@@ -54,7 +54,7 @@ async def closing(exam: CheckContext) -> None:
 
 
 async def close_during(exam: CheckContext) -> None:
-    """Closing during a command ends it: its call raises SandboxDied."""
+    """Closing during a command makes its call raise SandboxDied."""
     async with exam.fresh() as sandbox:
         file = exam.name()
         work = asyncio.create_task(sandbox.exec(f"while :; do echo >> {file}; sleep 0.05; done"))
@@ -68,7 +68,7 @@ async def close_during(exam: CheckContext) -> None:
 
 
 async def close_ends_all(exam: CheckContext) -> None:
-    """Closing ends every process inside."""
+    """Closing kills every process inside."""
     mark = f"{exam.token}-{exam.name()}"
     async with exam.fresh() as sandbox:
         await sandbox.exec(beating("beat", mark))
@@ -78,7 +78,7 @@ async def close_ends_all(exam: CheckContext) -> None:
 
 
 async def start_cancelled(exam: CheckContext) -> None:
-    """A start that is cancelled leaves a sandbox that can be closed, and others start."""
+    """A cancelled start leaves a sandbox that can be closed, and others start."""
     for pause in (0.0, 0.01, 0.05):
         sandbox = exam.backend.make(exam.spec)
         starting = asyncio.create_task(sandbox.start())
@@ -92,7 +92,7 @@ async def start_cancelled(exam: CheckContext) -> None:
 
 
 async def start_refused(exam: CheckContext) -> None:
-    """What cannot be given is refused with a SandboxError, and closing after that is no error."""
+    """An impossible spec raises SandboxError, and the sandbox can be closed."""
     asked = {
         "an image that is not there": replace(exam.spec, image=f"turnwise-no-such-image-{exam.name()}"),
         "a snapshot that is not there": replace(exam.spec, snapshot=f"no-such-snapshot-{exam.name()}"),
@@ -107,7 +107,7 @@ async def start_refused(exam: CheckContext) -> None:
 
 
 async def workdir(exam: CheckContext) -> None:
-    """Another workdir is made, and commands may write in it."""
+    """Another workdir is created and writable."""
     if not exam.rooted:
         raise CheckSkipped("the backend takes no images: the workdir is where it puts it")
     async with exam.fresh(workdir="/tmp/check workdir/inner") as sandbox:
@@ -117,7 +117,7 @@ async def workdir(exam: CheckContext) -> None:
 
 
 async def snapshots(exam: CheckContext) -> None:
-    """A snapshot keeps the files as they were; any number of sandboxes begin from it; dropping it twice is no error."""
+    """A snapshot is immutable and starts any number of sandboxes; dropping it is idempotent."""
     if not exam.capabilities.snapshots:
         await _refused(exam, lambda sandbox: sandbox.snapshot(), "snapshot")
         return
@@ -141,7 +141,7 @@ async def snapshots(exam: CheckContext) -> None:
 
 
 async def forks(exam: CheckContext) -> None:
-    """A fork has the files of its origin, and each goes its own way."""
+    """A fork has its origin's files and diverges."""
     if not exam.capabilities.snapshots:
         await _refused(exam, lambda sandbox: sandbox.fork(), "fork")
         return
@@ -160,7 +160,7 @@ async def forks(exam: CheckContext) -> None:
 
 
 async def exposed(exam: CheckContext) -> None:
-    """What is exposed is reached from inside, at the same URL each time, and nothing else of the host is."""
+    """An exposed address is reached from inside at a stable URL, and nothing else of the host is."""
     if not exam.capabilities.expose:
         await _refused(exam, lambda sandbox: sandbox.expose("127.0.0.1", 9), "expose")
         return
@@ -189,7 +189,7 @@ async def exposed(exam: CheckContext) -> None:
 
 
 async def reaping(exam: CheckContext) -> None:
-    """Reaping spares what lives."""
+    """Reaping spares live sandboxes."""
     async with exam.fresh() as sandbox:
         await sandbox.write_file("file", b"x")
         need(await exam.backend.reap() >= 0, "reap gave a negative number")
@@ -198,7 +198,7 @@ async def reaping(exam: CheckContext) -> None:
 
 
 async def zombies(exam: CheckContext) -> None:
-    """Orphans are reaped: hundreds of them take no place under ``limits.pids``."""
+    """Orphans are reaped: hundreds of them do not count against ``limits.pids``."""
     # Four rounds of 40 are too many, and what a busy machine has not ended of the round before is not.
     limits = replace(exam.spec.limits, pids=128)
     async with exam.fresh(limits=limits) as sandbox:
@@ -209,7 +209,7 @@ async def zombies(exam: CheckContext) -> None:
 
 
 async def cpu_seconds(exam: CheckContext) -> None:
-    """A process that uses more processor time than ``limits.cpu_seconds`` is ended; the sandbox is not."""
+    """A process above ``limits.cpu_seconds`` is killed; the sandbox survives."""
     limits = replace(exam.spec.limits, cpu_seconds=1)
     async with exam.fresh(limits=limits) as sandbox:
         result = await sandbox.exec("sh -c 'while :; do :; done'; echo code $?", timeout=30)

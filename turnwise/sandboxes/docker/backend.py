@@ -1,4 +1,4 @@
-"""The docker backend: sandboxes that are containers of one engine."""
+"""The docker backend: sandboxes as containers of one engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DockerBackend(SandboxBackend):
         self._made: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 
     async def probe(self) -> Capabilities:
-        """Try what this engine gives, with a container of the configured image."""
+        """Probe the engine with a container of the configured image."""
         async with self._probing:
             return await self._probe()
 
@@ -85,7 +85,7 @@ class DockerBackend(SandboxBackend):
         return keeper.capabilities
 
     def make(self, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that was not started."""
+        """Return an unstarted sandbox."""
         made = DockerSandbox(spec, self._keeper, self.probe)
         self._made.add(made)
         return made
@@ -95,7 +95,7 @@ class DockerBackend(SandboxBackend):
         await self._keeper.drop(snapshot)
 
     async def reap(self) -> int:
-        """Remove what hosts that are dead left on this engine."""
+        """Remove leftovers of dead hosts on this engine."""
         keeper, now, chosen = self._keeper, time.time(), {"label": [owner.OWNER]}
         containers: list[dict[str, Any]] = (
             await keeper.engine.call(lambda client: client.containers(all=True, filters=chosen), SandboxUnavailable)
@@ -113,28 +113,20 @@ class DockerBackend(SandboxBackend):
         return len(left)
 
     async def close(self) -> None:
-        """Free what the backend itself holds, snapshots included."""
+        """Free the backend's resources, snapshots included."""
         await asyncio.gather(*(each.close() for each in list(self._made)))
         await self._keeper.close()
 
     async def build(self, folder: Path, tag: str | None = None) -> str:
-        """Build the image of a folder with a ``Dockerfile``, and return its name, which a spec's ``image`` takes.
-
-        Raises:
-            SandboxUnavailable: It does not build.
-        """
+        """Build the image of a folder with a ``Dockerfile`` and return its name. Raises SandboxUnavailable."""
         return await self._keeper.images.build(folder, tag)
 
     async def import_root(self, source: Path, tag: str | None = None) -> str:
-        """Make an image of a root file system, a folder or an archive, and return its name.
-
-        Raises:
-            SandboxUnavailable: It cannot be read.
-        """
+        """Import a root file system as an image and return its name. Raises SandboxUnavailable."""
         return await self._keeper.images.import_root(source, tag)
 
     async def _choose_files(self, image: str) -> None:
-        """Find out whether the engine bounds a container's layer; where it does not, files are kept in memory."""
+        """Test whether the engine bounds a container's layer; otherwise files are kept in tmpfs."""
         keeper = self._keeper
         if keeper.options.files == "tmpfs":
             return
@@ -154,7 +146,6 @@ class DockerBackend(SandboxBackend):
         keeper.in_memory = keeper.options.files == "auto" and not keeper.bounded_layer
 
     async def _look(self, found: Capabilities) -> Capabilities:
-        """Look from inside at what is held back."""
         keeper, notes = self._keeper, list(found.notes)
         seen = keeper.folder / "seen"
         seen.write_text(_WORD)

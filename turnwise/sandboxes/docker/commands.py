@@ -1,4 +1,4 @@
-"""Commands in one container: begun, attended to their end, and ended with everything that they started."""
+"""Commands in a container: starting, waiting for the end, and killing whole process trees."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ _DEAD: Final = {"Z", "X"}
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process.
-
-    Attributes:
-        parent: Its parent's number.
-        started: When it started, in ticks since the boot.
-        name: Which command its environment says that it belongs to.
-        dead: Whether it has ended, and counts until its parent asks for it.
-    """
+    """One container process as seen on the host: start in ticks since boot, command id, whether it is a zombie."""
 
     parent: int
     started: int
@@ -42,11 +35,7 @@ class Seen:
 
 
 def look_outside(first: int) -> dict[int, Seen]:
-    """Return the processes of the namespace of a process, by number.
-
-    Raises:
-        OSError: They may not be looked at.
-    """
+    """Return the processes of a process's pid namespace by id. Raises OSError."""
     namespace = os.readlink(f"/proc/{first}/ns/pid")
     found = {}
     for entry in os.listdir("/proc"):
@@ -68,15 +57,9 @@ def look_outside(first: int) -> dict[int, Seen]:
 def belonging_processes(
     seen: Mapping[int, Seen], first: int, name: str, since: int, others: Collection[str]
 ) -> set[int]:
-    """Return the processes of one command: what descends from it, and what lost its parent and began after it.
+    """Return the pids of one command: descendants, and orphans that began after it.
 
-    Args:
-        seen: The processes of the container.
-        first: Its first process.
-        name: Names the command.
-        since: Ticks since the boot, before which the command had not begun.
-        others: Commands that ran at the same time: what lost its parent and says that it is of one of them is not of
-            this one.
+    ``since`` are ticks since boot before its start; orphans of concurrent commands (``others``) are excluded.
     """
     # What the engine starts for a command has the parent of the first process, which nothing inside can bring about.
     engine = seen[first].parent
@@ -95,10 +78,7 @@ def belonging_processes(
 
 
 def end_processes(first: int, name: str, since: int, others: Collection[str], seconds: float) -> bool:
-    """End the processes of one command, and return whether none is left after so many seconds.
-
-    All are stopped before the first is ended, so that what multiplies does not get ahead.
-    """
+    """Kill a command's processes, all stopped first; return whether none is left within ``seconds``."""
     began = time.monotonic()
     stopped: set[int] = set()
     while time.monotonic() < began + seconds:
@@ -118,7 +98,7 @@ def end_processes(first: int, name: str, since: int, others: Collection[str], se
 
 
 def _unasked(seen: Mapping[int, Seen], first: int) -> bool:
-    """Whether processes that ended still count, since the first process has yet to ask for them."""
+    """Whether zombies are left that the first process has yet to reap."""
     return any(each.dead and each.parent == first for each in seen.values())
 
 
@@ -137,14 +117,7 @@ GONE: Final = (404, 409)
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A command that runs.
-
-    Attributes:
-        name: Names it inside.
-        began: When it was asked for.
-        exec_id: The engine's name of it.
-        stream: Its connection, once there is one.
-    """
+    """A running command: its id inside, the monotonic time of the request, the engine's exec id."""
 
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     began: float = field(default_factory=time.monotonic)
@@ -153,21 +126,7 @@ class Running:
 
 
 class CommandKiller:
-    """Ends commands of one container.
-
-    Args:
-        engine: Where it is.
-        container: Which.
-        user: Who runs them.
-        env: Variables of each.
-        pids: How many processes there may be.
-        keeps_files: Whether files outlive a restart of the container.
-
-    Attributes:
-        engine: Where it is.
-        container: Which.
-        gone: Why no command can be run any more; None while they can.
-    """
+    """Starts and kills commands of one container; ``gone`` says why that is impossible by now, or is None."""
 
     def __init__(
         self,
@@ -189,36 +148,20 @@ class CommandKiller:
         self.gone: str | None = None
 
     async def run(self, argv: Sequence[str], more: Mapping[str, str]) -> tuple[str, Stream]:
-        """Start a program, with more variables than those of each; return the engine's name of it and its connection.
-
-        Raises:
-            SandboxDied: The container has ended.
-        """
+        """Start a program; return its exec id and connection. Raises SandboxDied."""
         return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
 
     async def end(self, running: Running, others: Collection[str]) -> None:
-        """End a command with everything that it started; where that fails, all of the container is ended.
-
-        Args:
-            running: Which.
-            others: Commands that ran at the same time.
-
-        Raises:
-            SandboxDied: Its files could not be kept.
-        """
+        """Kill a command's processes, or the container if that fails; SandboxDied if its files are lost then."""
         if not (await self._kill(running, others) or await self._kill_beyond(running, others)):
             await self._restart()
 
     async def interrupt(self, running: Running) -> None:
-        """Send SIGINT to the process group of a command."""
+        """Send SIGINT to a command's process group."""
         await self._says(b"", scripts.script(scripts.INTERRUPT, running.name))
 
     async def process(self) -> int | None:
-        """Return the number of the container's first process on this machine; None where it is not of this machine.
-
-        Raises:
-            SandboxDied: The container has ended.
-        """
+        """Return the host pid of the container's first process, None on another machine. Raises SandboxDied."""
         found = await self.engine.call(lambda client: client.inspect_container(self.container))
         assert found is not None
         pid = int(found["State"]["Pid"])
@@ -234,7 +177,7 @@ class CommandKiller:
         return await self._says(b"ended\n", argv)
 
     async def _kill_beyond(self, running: Running, others: Collection[str]) -> bool:
-        """End a command that leaves no room for what would end it: from outside, else with more room for a moment."""
+        """Kill a command at the pids limit: from the host, else by raising the limit for a moment."""
         if await self._kill_from_outside(running, others):
             return True
         for more in (256, 2048):
@@ -261,7 +204,7 @@ class CommandKiller:
         await self.engine.call(update, what="the sandbox has ended", allowed=GONE)
 
     async def _says(self, word: bytes, argv: Sequence[str]) -> bool:
-        """Run a script of ours, and return whether it said a word (to its end, where there is no word)."""
+        """Run a script and return whether it printed a word (without one, whether it ended)."""
         said = b""
         stream: Stream | None = None
         try:
@@ -303,11 +246,7 @@ _PIECE: Final = 2**20
 
 
 class Commands:
-    """The commands of one container.
-
-    Args:
-        endings: Which container, who runs them, and how they are ended.
-    """
+    """The commands of one container."""
 
     def __init__(self, endings: CommandKiller) -> None:
         self._endings = endings
@@ -324,22 +263,10 @@ class Commands:
         stdin: bytes | IO[bytes] | None = None,
         timeout: float | None,
     ) -> tuple[int | None, Output, Output]:
-        """Run a command to its end.
+        """Run a command to its end; return its exit code (None after a timeout) and its outputs.
 
-        Args:
-            command: What is run.
-            cwd: Where.
-            outputs: Makes what takes its outputs, given the word of their ends. An output that raises ends the command.
-            env: Variables besides those of all.
-            stdin: Its input.
-            timeout: Seconds.
-
-        Returns:
-            Its exit code, None where its time was over; and its outputs.
-
-        Raises:
-            SandboxFileNotFound: ``cwd`` is no folder.
-            SandboxDied: The container has ended.
+        ``outputs`` makes the sinks of both streams from their end marker; a sink that raises kills the command. Raises
+        SandboxFileNotFound if ``cwd`` is not a folder, and SandboxDied.
         """
         mark = secrets.token_hex(16).encode()
         out, err = outputs(mark)
@@ -373,12 +300,7 @@ class Commands:
         return await self._code(running, out, err, cwd), out, err
 
     async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[Running, bytes]:
-        """Start a command that goes on, and return it with what it said so far.
-
-        Raises:
-            SandboxFileNotFound: ``cwd`` is no folder, or there is no such program.
-            SandboxDied: The container has ended.
-        """
+        """Start a command; return it with its first output. Raises SandboxFileNotFound or SandboxDied."""
         self._check()
         running, word = Running(), secrets.token_hex(8)
         self._running[running.name] = running
@@ -407,11 +329,7 @@ class Commands:
         raise SandboxDied(f"the command did not start: {(first + said).decode(errors='replace')}")
 
     async def exit_code(self, running: Running) -> int | None:
-        """Return with what a command ended; None while it runs.
-
-        Raises:
-            SandboxDied: The container has ended.
-        """
+        """Return a command's exit code, None while it runs. Raises SandboxDied."""
         found = await self._endings.engine.call(
             lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=GONE
         )
@@ -421,7 +339,7 @@ class Commands:
 
     @property
     def gone(self) -> str | None:
-        """Why no command can be run any more; None while they can."""
+        """Why commands cannot run any more, or None."""
         return self._endings.gone
 
     @gone.setter
@@ -429,35 +347,27 @@ class Commands:
         self._endings.gone = why
 
     async def end(self, running: Running) -> None:
-        """End a command with everything that it started; where that fails, all of the container is ended.
-
-        Raises:
-            SandboxDied: Its files could not be kept.
-        """
+        """Kill a command, as :meth:`CommandKiller.end`."""
         if running.name in self._running:
             await self._endings.end(running, self._others(running))
 
     async def interrupt(self, running: Running) -> None:
-        """Send SIGINT to the process group of a command."""
+        """Send SIGINT to a command's process group."""
         await self._endings.interrupt(running)
 
     async def process(self) -> int | None:
-        """Return the number of the container's first process on this machine; None where it is not of this machine.
-
-        Raises:
-            SandboxDied: The container has ended.
-        """
+        """Return the host pid of the first process, as :meth:`CommandKiller.process`."""
         return await self._endings.process()
 
     def forget(self, running: Running) -> None:
-        """A command has ended, or is attended to no more."""
+        """Drop a command that has ended or is abandoned."""
         if self._running.pop(running.name, None) is not None:
             self._recent.append((running.name, time.monotonic()))
         if running.stream is not None:
             running.stream.close()
 
     async def why_gone(self) -> str | None:
-        """Return why the container does not run; None where it does."""
+        """Return why the container does not run, or None."""
         found = await self._endings.engine.call(
             lambda client: client.inspect_container(self._endings.container),
             what="the sandbox has ended",
@@ -489,7 +399,7 @@ class Commands:
         return stream
 
     async def _listen(self, running: Running, stream: Stream, out: Output, err: Output) -> None:
-        """Take output until both ends were said, or nobody is left to say them."""
+        """Read output until both end markers, or until their writers are gone."""
         pause, ended = _LOOK_S, False
         while out.end is None or err.end is None:
             try:
@@ -528,7 +438,7 @@ class Commands:
         err.finish()
 
     async def _outcome(self, running: Running) -> int:
-        """Return the exit code of a command that was ended from inside, with what ran it."""
+        """Return the exit code of a command whose shells were killed from inside."""
         self._check()
         bound = time.monotonic() + _SETTLE_S
         code = await self.exit_code(running)
@@ -555,7 +465,6 @@ class Commands:
 
 
 async def _feed(stream: Stream, mark: bytes, stdin: bytes | IO[bytes] | None) -> None:
-    """Send a command's input, so fast as it is read; a command that reads no more is no error."""
     with contextlib.suppress(OSError):
         await stream.write(mark)
         if isinstance(stdin, bytes):

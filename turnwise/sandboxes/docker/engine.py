@@ -1,4 +1,4 @@
-"""Requests to a container engine: the one file that imports the docker SDK."""
+"""Client of a container engine (the only importer of the docker SDK), and ownership labels."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ REMEDY: Final = (
 
 
 def engine_url(url: str | None) -> str:
-    """Return where the engine is.
-
-    Raises:
-        SandboxUnavailable: It is reached in a way that commands' streams cannot take.
-    """
+    """Return the engine's URL; SandboxUnavailable if its scheme does not support command streams."""
     chosen = url or os.environ.get("DOCKER_HOST") or DEFAULT_URL
     tls = bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if tls or not chosen.startswith(("unix://", "tcp://", "http://", "http+unix://")):
@@ -60,14 +56,9 @@ def engine_url(url: str | None) -> str:
 
 
 class Engine:
-    """One container engine. Blocking requests run in threads of its own, so many at a time as it is given.
+    """One container engine, with at most ``concurrency`` blocking requests in its own threads.
 
-    Args:
-        url: Where it is; None: what ``DOCKER_HOST`` says, else its usual socket.
-        concurrency: Requests at the same time.
-
-    Raises:
-        SandboxUnavailable: It is reached in a way that is not spoken.
+    ``url`` None is ``DOCKER_HOST``, else the default socket. Raises SandboxUnavailable for unsupported URL schemes.
     """
 
     def __init__(self, url: str | None, concurrency: int) -> None:
@@ -79,16 +70,12 @@ class Engine:
 
     @property
     def socket_path(self) -> str | None:
-        """The engine's socket, where it is one of this machine."""
+        """Path of the engine's unix socket, or None."""
         parsed = str(parse_host(self.url))
         return parsed.removeprefix("http+unix://") if parsed.startswith("http+unix://") else None
 
     async def connect(self) -> None:
-        """Reach it. Nothing happens where it is reached.
-
-        Raises:
-            SandboxUnavailable: Nothing answers there.
-        """
+        """Connect, once. Raises SandboxUnavailable."""
         async with self._connecting:
             if self._client is not None:
                 return
@@ -107,14 +94,7 @@ class Engine:
         what: str = "the container engine",
         allowed: Collection[int] = (),
     ) -> T | None:
-        """Make a request: a function of the SDK's low-level client.
-
-        Args:
-            request: What is asked.
-            otherwise: What a refusal, or an engine that is gone, is raised as.
-            what: What is being done, for the message.
-            allowed: Statuses of answers that are no failure; they return None.
-        """
+        """Make an SDK request; failures raise ``otherwise``, and responses with an ``allowed`` status return None."""
         await self.connect()
         try:
             return await self._in_thread(lambda: request(self._client))
@@ -126,11 +106,7 @@ class Engine:
             raise otherwise(f"{what}: the container engine at {self.url} does not answer: {reason(error)}") from error
 
     async def status(self, request: Callable[[Any], object], what: str) -> tuple[int, str]:
-        """Make a request and return 0, or the status and the reason with which it is refused.
-
-        Raises:
-            SandboxUnavailable: The engine does not answer.
-        """
+        """Make a request; return 0, or status and reason of its refusal. Raises SandboxUnavailable."""
 
         def tried(client: Any) -> tuple[int, str]:
             try:
@@ -146,11 +122,7 @@ class Engine:
     async def run(
         self, container: str, argv: Sequence[str], user: str, env: Mapping[str, str], *, has_input: bool = True
     ) -> tuple[str, Stream]:
-        """Start a command in a container, and return its id and its connection.
-
-        Raises:
-            SandboxDied: The container, or the engine, is gone.
-        """
+        """Start a command in a container; return its exec id and connection. Raises SandboxDied."""
 
         def begin(client: Any) -> tuple[str, Stream]:
             made = client.exec_create(
@@ -163,7 +135,7 @@ class Engine:
         return started
 
     async def close(self) -> None:
-        """Let go of the engine. Closing twice is no error."""
+        """Close the client; idempotent."""
         client, self._client = self._client, None
         self._threads.shutdown(wait=False)
         if client is not None:
@@ -181,7 +153,7 @@ class Engine:
 
 
 def reason(error: Exception) -> str:
-    """Return why the engine refused, in its own words."""
+    """Return the engine's own explanation of an error."""
     if isinstance(error, docker.errors.APIError):
         return str(error.explanation or error).strip()
     inner: BaseException = error
@@ -191,10 +163,7 @@ def reason(error: Exception) -> str:
 
 
 def _handed_over(made: Any) -> Stream:
-    """Return the connection that the engine's answer has become.
-
-    The HTTP client reads ahead: what came with the answer's head lies in its buffer.
-    """
+    """Return the hijacked connection, with bytes that the HTTP client has buffered behind the head."""
     response = made._response
     connection: socket.socket = made._sock
     connection.setblocking(False)
@@ -224,15 +193,7 @@ RESERVED: Final = "turnwise."
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A host process, told apart from every other that had its number, on this machine or another.
-
-    Attributes:
-        token: Names one backend of the process.
-        boot: Since when the machine runs, as a random word.
-        namespace: In which its number counts.
-        pid: Its number.
-        started: When it started, in ticks since the boot.
-    """
+    """A host process, identified across reused pids and machines by token, boot id, pid namespace, pid and start."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     boot: str = field(default_factory=lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -241,7 +202,7 @@ class Owner:
     started: str = field(default_factory=lambda: pid_started(os.getpid()) or "")
 
     def labels(self, ttl: float) -> dict[str, str]:
-        """Return the labels of what it makes now, to be kept for so many seconds at most."""
+        """Return the owner labels of a new resource, with its maximum lifetime in seconds."""
         now = time.time()
         return {
             OWNER: self.token,
@@ -255,7 +216,7 @@ class Owner:
 
 
 def pid_started(pid: int) -> str | None:
-    """Return when a process started, in ticks since the boot; None where there is none."""
+    """Return a process's start time in ticks since boot; None if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -268,15 +229,9 @@ def is_left(
     here: Owner,
     started: Callable[[int], str | None] = pid_started,
 ) -> bool:
-    """Tell whether the host of something with these labels is dead, or its time over.
+    """Return whether the owner of a labelled resource is dead, or its lifetime over at ``now``.
 
-    A host whose processes cannot be seen from here (another machine, another container) counts as alive until then.
-
-    Args:
-        labels: Of a container or an image.
-        now: The time.
-        here: Who looks.
-        started: Tells when a process started.
+    An owner on another machine or in another pid namespace than ``here`` counts as alive until then.
     """
     if OWNER not in labels or labels[OWNER] == here.token:
         return False
@@ -300,18 +255,18 @@ class DockerOptions(BaseModel):
     """The keys of ``sandbox.config`` of the docker backend.
 
     Attributes:
-        image: The image of sandboxes whose environment asks for none.
-        pull: Whether images are fetched: where they are missing, never, or each time a backend first uses one.
-        user: Who runs commands where the environment does not say: ``root``, or numbers as ``1000:1000``.
-        files: Where files are written: ``layer`` (anywhere the user may, into the container's own layer, which few
-            engines can bound), ``tmpfs`` (the workdir and /tmp, in memory, bounded; all else is read-only), or
-            ``auto``: the layer where the engine bounds it, else memory.
+        image: Default image.
+        pull: When images are pulled: ``missing``, ``never``, or ``always`` (at a backend's first use).
+        user: Default user of commands: ``root``, or ids as ``1000:1000``.
+        files: Where files are written: ``layer`` (the container's own layer, which few engines can bound), ``tmpfs``
+            (workdir and /tmp in bounded memory; all else is read-only), or ``auto``: the layer if the engine bounds it,
+            else tmpfs.
         runtime: The engine's runtime (``runsc`` is gVisor); None: its default.
-        network: Which of the engine's networks is joined where ``limits.network`` is given.
-        cap_add: Capabilities that the inside gets; all are dropped otherwise.
-        ttl: Seconds after which a sandbox ends by itself, whatever becomes of its host.
-        url: Where the engine is; None: what ``DOCKER_HOST`` says.
-        concurrency: Requests to the engine at the same time.
+        network: The engine's network with ``limits.network``.
+        cap_add: Linux capabilities to add; all others are dropped.
+        ttl: Seconds after which a sandbox ends by itself, even if its host is gone.
+        url: The engine's URL; None: ``DOCKER_HOST``.
+        concurrency: Maximum concurrent requests to the engine.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -336,11 +291,7 @@ class DockerOptions(BaseModel):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> DockerOptions:
-        """Check what was given.
-
-        Raises:
-            ConfigError: A key is unknown, or a value is none.
-        """
+        """Validate options. Raises ConfigError."""
         try:
             return cls(**given)
         except ValidationError as error:
@@ -355,7 +306,7 @@ class DockerOptions(BaseModel):
 
 
 def numbers(user: str) -> tuple[int, int] | None:
-    """Return the numbers of a user and its group; None where it is no number."""
+    """Parse a user as (uid, gid); None if it is not numeric."""
     if user in {"root", "root:root"}:
         return 0, 0
     found = re.fullmatch(r"(\d+)(?::(\d+))?", user)
@@ -363,11 +314,7 @@ def numbers(user: str) -> tuple[int, int] | None:
 
 
 def user_of(spec: SandboxSpec, options: DockerOptions) -> tuple[int, int]:
-    """Return who runs commands.
-
-    Raises:
-        SandboxUnavailable: It is asked for by a name.
-    """
+    """Return (uid, gid) of commands; SandboxUnavailable for a user given by name."""
     found = numbers(spec.user or options.user)
     if found is None:
         raise SandboxUnavailable(
@@ -387,19 +334,10 @@ def container_settings(
     bounded_layer: bool,
     local: bool = True,
 ) -> dict[str, Any]:
-    """Return what the engine is asked for one sandbox.
+    """Return the engine's settings for one container. Raises SandboxUnavailable.
 
-    Args:
-        spec: What the sandbox is asked for.
-        options: What the backend is told.
-        image: Its image, as the engine knows it.
-        labels: Names whose it is.
-        in_memory: Whether its files are kept in memory, below the workdir and /tmp.
-        bounded_layer: Whether the engine bounds the container's layer.
-        local: Whether the engine sees this machine's files.
-
-    Raises:
-        SandboxUnavailable: The engine cannot give it.
+    ``in_memory``: workdir and /tmp are tmpfs; ``bounded_layer``: the engine bounds a container's layer; ``local``: the
+    engine sees this machine's files.
     """
     limits = spec.limits
     if limits.memory < _LEAST_MEMORY:
@@ -433,7 +371,6 @@ def container_settings(
 
 
 def _host_settings(spec: SandboxSpec, options: DockerOptions) -> dict[str, Any]:
-    """What the container is held back with."""
     limits = spec.limits
     bounds = {"fsize": limits.file_size, "nofile": limits.open_files, "core": 0}
     if limits.cpu_seconds is not None:
@@ -471,7 +408,7 @@ def _host_settings(spec: SandboxSpec, options: DockerOptions) -> dict[str, Any]:
 
 
 def _put_in_memory(host: dict[str, Any], spec: SandboxSpec, user: tuple[int, int]) -> None:
-    """Let files be written to memory only: together, and with the shared memory, no more than may be written."""
+    """Add tmpfs mounts, which together with shared memory respect the disk limit."""
     disk, (uid, gid) = spec.limits.disk, user
     part = disk // 8
     sizes = {TMP: (part, 1777), HOME: (part, 755), spec.workdir: (disk - host["ShmSize"] - 2 * part, 755)}

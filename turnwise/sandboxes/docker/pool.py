@@ -35,12 +35,7 @@ _NOT_FOUND: Final = 404
 
 
 class Images:
-    """The images that one backend uses; each is looked for once.
-
-    Args:
-        engine: Where they are.
-        pull: Whether they are fetched: ``missing``, ``never`` or ``always``.
-    """
+    """The images of one backend, each resolved once; ``pull`` is ``missing``, ``never`` or ``always``."""
 
     def __init__(self, engine: Engine, pull: str) -> None:
         self._engine = engine
@@ -48,15 +43,11 @@ class Images:
         self._found: dict[str, asyncio.Task[str]] = {}
 
     async def resolve(self, image: str) -> str:
-        """Return the name of an image that the engine has.
+        """Return the name of an image that the engine has, after pulling, building or importing it if needed.
 
-        Args:
-            image: A name, as ``python:3.11-slim``; or a path (it begins with ``/``, ``./``, ``../`` or ``~``): a folder
-                with a ``Dockerfile`` is built, a folder or archive that holds a root file system is imported, each
-                once for what it holds.
-
-        Raises:
-            SandboxUnavailable: There is none, and none can be had.
+        An image is a name, as ``python:3.11-slim``, or a path (beginning with ``/``, ``./``, ``../`` or ``~``): a
+        folder with a ``Dockerfile`` is built, a root file system (folder or archive) imported, once per content. Raises
+        SandboxUnavailable.
         """
         task = self._found.get(image)
         if task is None:
@@ -68,21 +59,13 @@ class Images:
             raise
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending pulls and builds."""
         for task in self._found.values():
             task.cancel()
         await asyncio.gather(*self._found.values(), return_exceptions=True)
 
     async def build(self, folder: Path, tag: str | None = None) -> str:
-        """Build the image of a folder with a ``Dockerfile``, unless the engine has it.
-
-        Args:
-            folder: What the build sees.
-            tag: Its name; None: one for what the folder holds.
-
-        Raises:
-            SandboxUnavailable: It does not build; the message ends with what the build said last.
-        """
+        """Build a folder's ``Dockerfile`` unless done; ``tag`` None derives a name. Raises SandboxUnavailable."""
         if not (folder / "Dockerfile").is_file():
             raise SandboxUnavailable(f"image {str(folder)!r} cannot be built: there is no Dockerfile in it")
         name = tag or f"turnwise-built:{await asyncio.to_thread(_content, folder)}"
@@ -98,15 +81,7 @@ class Images:
         return await self._unless_there(name, build, f"building the image of {folder}")
 
     async def import_root(self, source: Path, tag: str | None = None) -> str:
-        """Make an image of a root file system, a folder or an archive, unless the engine has it.
-
-        Args:
-            source: The folder or archive.
-            tag: Its name; None: one for what it holds.
-
-        Raises:
-            SandboxUnavailable: It cannot be read, or is none.
-        """
+        """Import a root file system unless that is done; ``tag`` None derives a name. Raises SandboxUnavailable."""
         name = tag or f"turnwise-rootfs:{await asyncio.to_thread(_content, source)}"
 
         def load(client: Any) -> None:
@@ -173,14 +148,13 @@ class Images:
 
 
 def _split(image: str) -> tuple[str, str, str]:
-    """Take a name apart; without a tag it means the latest, not all of them."""
     head, slash, last = image.rpartition("/")
     name, _, tag = last.partition(":")
     return f"{head}{slash}{name}", ":", tag or "latest"
 
 
 def _content(path: Path) -> str:
-    """Return a word for what a file or folder holds: names, permissions, times and sizes, of a build also the bytes."""
+    """Return a digest of a file or folder: names, permissions, times and sizes; for builds also content."""
     digest = hashlib.blake2b(digest_size=10)
     build = (path / "Dockerfile").is_file()
     files = [path] if path.is_file() else [Path(top) / each for top, _, names in os.walk(path) for each in names]
@@ -202,19 +176,13 @@ _FILES: Final = "turnwise-files"
 
 
 class ContainerPool:
-    """What all sandboxes of one backend share.
-
-    Args:
-        options: What the backend is told.
+    """Shared state of one backend's sandboxes.
 
     Attributes:
-        engine: Where its containers are.
-        images: Their images.
-        owner: Whose they are.
-        in_memory: Whether files are written to memory, below the workdir, /tmp and the home folder.
+        in_memory: Whether workdir, /tmp and home are tmpfs.
         bounded_layer: Whether the engine bounds a container's layer.
-        local: Whether the engine sees the files of this machine.
-        capabilities: What was found; None before.
+        local: Whether the engine sees this machine's files.
+        capabilities: Probed capabilities, or None.
     """
 
     def __init__(self, options: DockerOptions) -> None:
@@ -234,17 +202,13 @@ class ContainerPool:
 
     @property
     def folder(self) -> Path:
-        """A folder of this machine that goes with the backend; made when it is first asked for."""
+        """The backend's folder on this machine, created on first access."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="turnwise-docker-"))
         return self._folder
 
     async def settings(self, spec: SandboxSpec, sandbox: str) -> dict[str, Any]:
-        """Return what the engine is asked for, for one sandbox. Who cleans up after this process runs from then on.
-
-        Raises:
-            SandboxUnavailable: The engine cannot give it.
-        """
+        """Return a container's settings and make sure the reaper runs. Raises SandboxUnavailable."""
         await self._guard()
         if spec.snapshot is None:
             image = await self.images.resolve(spec.image or self.options.image)
@@ -267,7 +231,7 @@ class ContainerPool:
         )
 
     async def keep(self, sandbox: str, image: str, packed: IO[bytes] | None) -> str:
-        """Keep files as a snapshot: those of a container's layer, or an archive, and return its name."""
+        """Keep a container's layer, or an archive of its files, as a snapshot; return its name."""
         word = os.urandom(8).hex()
         if packed is not None:
             name = f"{_FILES}:{word}"
@@ -294,12 +258,12 @@ class ContainerPool:
         return name
 
     def kept(self, snapshot: str) -> Path | None:
-        """Return where the files of a snapshot are, where they were in memory."""
+        """Return the archive of a snapshot whose files were in memory, or None."""
         path = self._file(snapshot)
         return path if snapshot.startswith(_FILES) and path.is_file() else None
 
     async def drop(self, snapshot: str) -> None:
-        """Remove a snapshot. One whose layer is still in use goes when the backend closes."""
+        """Remove a snapshot; one in use is removed when the backend closes."""
         if self._snapshots.get(snapshot) == snapshot:
             status = await self.remove_image(snapshot)
             if status == _IN_USE:
@@ -309,7 +273,7 @@ class ContainerPool:
             self._file(snapshot).unlink(missing_ok=True)
 
     async def remove_container(self, container: str) -> None:
-        """Remove a container, running or not. One that is not there, or being removed, is no error."""
+        """Remove a container, running or not; a missing one is ignored."""
         await self.engine.call(
             lambda client: client.remove_container(container, force=True, v=True),
             what=f"container {container} was not removed",
@@ -317,14 +281,14 @@ class ContainerPool:
         )
 
     async def remove_image(self, image: str) -> int:
-        """Remove an image, and return 0 or the status with which that was refused."""
+        """Remove an image; return 0 or the engine's error status."""
         status, _ = await self.engine.status(
             lambda client: client.remove_image(image, force=True), f"image {image} was not removed"
         )
         return status
 
     async def close(self) -> None:
-        """Free everything. Closing twice is no error."""
+        """Free everything; idempotent."""
         await self.images.close()
         for snapshot in reversed(list(self._snapshots)):
             with contextlib.suppress(SandboxError):
@@ -363,7 +327,7 @@ class ContainerPool:
         return self.folder / f"{snapshot.rpartition(':')[2]}.tar"
 
     async def _nothing_hidden(self, image: str, workdir: str) -> None:
-        """Refuse an image whose own files in the workdir would be out of sight, below the memory that is put there."""
+        """Refuse an image whose files in the workdir would be hidden by its tmpfs."""
         if (image, workdir) not in self._looked:
             made = await self.engine.call(
                 lambda client: client.create_container_from_config(
@@ -404,7 +368,7 @@ _CLEAN_ROUNDS = 2
 
 
 class Connection(http.client.HTTPConnection):
-    """A connection to a socket of this machine, or to an address."""
+    """An HTTP connection to a unix socket or an address."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -422,7 +386,7 @@ class Connection(http.client.HTTPConnection):
 
 
 def ask(url: str, method: str, path: str) -> tuple[int, bytes]:
-    """Make one request."""
+    """Make one request; return status and body."""
     connection = Connection(url)
     try:
         connection.request(method, path)
@@ -433,7 +397,7 @@ def ask(url: str, method: str, path: str) -> tuple[int, bytes]:
 
 
 def sweep(url: str, label: str) -> int:
-    """Remove what there is with a label, and return how much that was."""
+    """Remove everything with a label; return the count."""
     chosen = urllib.parse.quote(json.dumps({"label": [label]}))
     found = 0
     for kind, options, rows in (
@@ -448,7 +412,7 @@ def sweep(url: str, label: str) -> int:
 
 
 def started(pid: int) -> str:
-    """Return when a process started; nothing where it is gone."""
+    """Return a process's start time, empty if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -457,7 +421,7 @@ def started(pid: int) -> str:
 
 
 def wait_for_end(pid: int) -> None:
-    """Wait until the pipe closes, or, where a child of the host holds it too, until the host is gone."""
+    """Wait until the pipe closes or, where a child of the host holds it too, the host is gone."""
     alive = started(pid)
     while alive and started(pid) == alive:
         if select.select([0], [], [], 1.0)[0] and not os.read(0, 1):
@@ -465,7 +429,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def main(url: str, label: str, pid: int, folder: str) -> None:
-    """Wait for the host's end, and clean up until nothing appears any more."""
+    """Wait for the host's end, and clean up until nothing new appears."""
     for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     wait_for_end(pid)

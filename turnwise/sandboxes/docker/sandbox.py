@@ -1,4 +1,4 @@
-"""A sandbox that is a container."""
+"""DockerSandbox: one container, with its commands and files."""
 
 from __future__ import annotations
 
@@ -48,15 +48,7 @@ _MOST_POLL: Final = 0.5
 
 
 class DockerProcess(SandboxProcess):
-    """A command that goes on, and its connection.
-
-    Args:
-        stream: Its connection.
-        first: Output that came with its beginning.
-        exit_code: Asks for its exit code; None while it runs.
-        interrupt: Sends SIGINT.
-        kill: Ends it with everything that it started.
-    """
+    """A spawned command and its connection; ``first`` is output that arrived with its start."""
 
     def __init__(
         self,
@@ -104,12 +96,12 @@ class DockerProcess(SandboxProcess):
             await self._interrupt()
 
     async def kill(self) -> None:
-        """End it with everything that it started."""
+        """Kill it with all its processes."""
         with contextlib.suppress(OSError):
             await self._kill()
 
     async def wait(self) -> int:
-        """Wait for its end; the engine is asked now and then, for its streams may stay open longer."""
+        """Wait for its end by polling the engine, since its streams may stay open longer."""
         pause = _LEAST_POLL
         while self._code is None:
             self._code = await self._ask()
@@ -119,7 +111,7 @@ class DockerProcess(SandboxProcess):
         return self._code
 
     def drop(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._stream.close()
 
 
@@ -135,13 +127,7 @@ _SPOOLED: Final = 8 * 2**20
 
 
 class DockerSandbox(Sandbox):
-    """One container.
-
-    Args:
-        spec: What is asked for.
-        keeper: What it shares with those of its backend.
-        ready: Finds out what the engine holds back, where that is not known.
-    """
+    """One container; ``ready`` probes the engine before the first start."""
 
     backend: ClassVar[str] = "docker"
 
@@ -176,7 +162,7 @@ class DockerSandbox(Sandbox):
         self.capabilities = self._keeper.capabilities
 
     async def close(self) -> None:
-        """End everything inside and free what it holds."""
+        """Kill everything inside and free its resources."""
         if self._closed:
             return
         self._closed = True
@@ -221,7 +207,7 @@ class DockerSandbox(Sandbox):
     async def spawn(
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> SandboxProcess:
-        """Start a command that goes on."""
+        """Start a long-running command."""
         commands = self._started()
         running, said = await commands.spawn(command, self._inside(cwd), env or {})
         stream = running.stream
@@ -238,7 +224,7 @@ class DockerSandbox(Sandbox):
         return process
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
-        """Return what a file inside holds."""
+        """Return a file's content."""
         out = await self._script(path, scripts.READ_FILE, str(max_bytes + 1), keep=max_bytes + 1)
         data = out.kept
         if len(data) > max_bytes:
@@ -246,12 +232,12 @@ class DockerSandbox(Sandbox):
         return data
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write a file inside, with the folders above it."""
+        """Write a file, creating parent folders."""
         permissions = "" if mode is None else f"{mode & 0o7777:o}"
         await self._script(path, scripts.WRITE_FILE, permissions, stdin=data)
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file or a folder of the host to a path inside."""
+        """Copy a host file or folder into the container."""
         inside = self._inside(target)
         with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
             folder = source.is_dir()
@@ -266,13 +252,13 @@ class DockerSandbox(Sandbox):
             )
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
-        """Copy a file or a folder inside to a path on the host."""
+        """Copy a file or folder to the host."""
         with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
             await self._pack(source, packed, max_bytes)
             await asyncio.to_thread(archives.unpack, packed, target, max_bytes)
 
     async def snapshot(self) -> str:
-        """Keep the files as they are now."""
+        """Snapshot the files."""
         await self._living()
         if not self._keeper.in_memory:
             return await self._keeper.keep(self.id, self._image, None)
@@ -281,7 +267,7 @@ class DockerSandbox(Sandbox):
             return await self._keeper.keep(self.id, self._image, packed)
 
     async def fork(self) -> Sandbox:
-        """Return a started sandbox of the same spec whose files are what these are now."""
+        """Return a started sandbox with a copy of the current files."""
         snapshot = await self.snapshot()
         made = DockerSandbox(replace(self.spec, snapshot=snapshot, workspace=None), self._keeper, self._ready)
         made._own_snapshot = snapshot
@@ -293,7 +279,7 @@ class DockerSandbox(Sandbox):
         return made
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Return a socket that listens inside, and whose connections are accepted here."""
+        """Return a socket that listens inside and is accepted on the host."""
         await self._living()
         pid = await self._started().process()
         if pid is None:
@@ -343,7 +329,7 @@ class DockerSandbox(Sandbox):
             await self._fill()
 
     async def _prepare(self, user: tuple[int, int]) -> None:
-        """Give the workdir to the user, before anything runs that could turn it into something else."""
+        """Give the workdir to the user before anything inside could replace it."""
         workspace = self.spec.workspace if self.spec.snapshot is None else None
         with tempfile.SpooledTemporaryFile(_SPOOLED) as folders, tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
             with tarfile.open(fileobj=folders, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -367,7 +353,6 @@ class DockerSandbox(Sandbox):
         )
 
     async def _fill(self) -> None:
-        """Bring files into memory."""
         kept = self._keeper.kept(self.spec.snapshot) if self.spec.snapshot is not None else None
         if kept is not None:
             with kept.open("rb") as packed:
@@ -376,7 +361,6 @@ class DockerSandbox(Sandbox):
             await self.upload(self.spec.workspace, self.spec.workdir)
 
     def _folders(self) -> list[str]:
-        """The folders whose files are in memory."""
         return [folder.strip("/") for folder in (self.spec.workdir, TMP, HOME)]
 
     async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
@@ -399,7 +383,6 @@ class DockerSandbox(Sandbox):
         timeout: float = _FILE_S,
         outputs: Callable[[bytes], tuple[Output, Output]] | None = None,
     ) -> Output:
-        """Run one of the scripts for files, on a path."""
         if "\0" in path:
             raise SandboxFileError(f"{path!r} is no path")
         code, out, err = await self._started().attend(
@@ -451,11 +434,11 @@ class DockerSandbox(Sandbox):
 
 
 class _TooMuch(Exception):
-    """More comes out than is taken."""
+    """Output exceeded the limit."""
 
 
 class _Spool(Output):
-    """Writes an output to a file; ends what writes more than is taken."""
+    """An output that is written to a file, up to a limit."""
 
     def __init__(self, mark: bytes, file: IO[bytes], most: int) -> None:
         super().__init__(mark)

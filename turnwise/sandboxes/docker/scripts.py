@@ -1,6 +1,6 @@
-"""What runs inside a container on our behalf: shell scripts, for there is nothing else that every image has.
+"""Shell scripts that run inside containers.
 
-An image has to have ``/bin/sh``, ``cat``, ``head``, ``tr``, ``grep``, ``mkdir``, ``chmod`` and ``tar``.
+An image needs ``/bin/sh``, ``cat``, ``head``, ``tr``, ``grep``, ``mkdir``, ``chmod`` and ``tar``.
 """
 
 from __future__ import annotations
@@ -170,17 +170,17 @@ exit 1
 
 
 def run_command(command: Command, cwd: str, *, has_input: bool) -> list[str]:
-    """Return the program and arguments that run a command to its end (its input begins with the word for the end)."""
+    """Return the argv that runs a command to its end; the first input line is the end marker."""
     return ["/bin/sh", "-c", _RUN, "turnwise", cwd, "1" if has_input else "0", *_words(command)]
 
 
 def spawn_command(command: Command, cwd: str, word: str) -> list[str]:
-    """Return the program and arguments that start a command that goes on."""
+    """Return the argv that starts a long-running command."""
     return ["/bin/sh", "-c", _SPAWN, "turnwise", cwd, word, *_words(command)]
 
 
 def script(text: str, *arguments: str) -> list[str]:
-    """Return the program and arguments that run one of the scripts."""
+    """Return the argv of a script."""
     return ["/bin/sh", "-c", text, "turnwise", *arguments]
 
 

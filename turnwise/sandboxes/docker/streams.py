@@ -1,4 +1,4 @@
-"""What comes out of a container: the frames of the engine, a command's end, and how much of its output is kept."""
+"""The attach streams of a container: frame demultiplexing, end markers, bounded output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STDERR: Final = 2
 
 
 class Demux:
-    """Takes apart the stream in which the engine sends both outputs: frames of a stream's number, a size and bytes."""
+    """Demultiplexes the engine's stream of stdout and stderr frames: stream number, size, bytes."""
 
     def __init__(self) -> None:
         self._header = bytearray()
@@ -26,7 +26,7 @@ class Demux:
         self._left = 0
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the pieces that some bytes hold, each with its stream; of a frame that goes on, what is there."""
+        """Return the (stream, bytes) pieces in ``data``, including the available part of an incomplete frame."""
         view = memoryview(data)
         pieces = []
         while view:
@@ -46,15 +46,7 @@ class Demux:
 
 
 class Output:
-    """What is kept of one output of a command: its head and its tail; and what its end said.
-
-    Args:
-        mark: The word with which the end is said.
-        max_bytes: How much is kept.
-
-    Attributes:
-        end: What followed the word; None while that was not said.
-    """
+    """The bounded output of a stream up to its end marker ``mark``; ``end`` is the text after the marker."""
 
     def __init__(self, mark: bytes, max_bytes: int = MAX_OUTPUT) -> None:
         self.end: str | None = None
@@ -63,7 +55,7 @@ class Output:
         self._kept = Kept(max_bytes)
 
     def feed(self, data: bytes) -> None:
-        """Take what came; what comes after the end is of others, and dropped."""
+        """Append bytes; those after the end marker are dropped."""
         if self.end is not None:
             return
         self._waiting += data
@@ -82,18 +74,18 @@ class Output:
             self.end = said.decode("ascii", "replace")
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Flush pending bytes: no more will come."""
         self._keep(bytes(self._waiting))
         self._waiting.clear()
 
     @property
     def truncated(self) -> bool:
-        """Whether more was written than is kept."""
+        """Whether output is missing."""
         return self._kept.truncated
 
     @property
     def kept(self) -> bytes:
-        """The output, with a line in the place of what is missing."""
+        """The kept output, with a line that counts the missing bytes."""
         return self._kept.data
 
     def _keep(self, data: bytes) -> None:
@@ -101,13 +93,7 @@ class Output:
 
 
 class Stream:
-    """The connection of one command: its input goes out, frames of its outputs come in.
-
-    Args:
-        connection: A socket that the engine has handed over to the command.
-        first: What came along with the engine's answer.
-        release: Frees what belongs to the connection.
-    """
+    """The hijacked connection of one command: input out, output frames in; ``first`` was read already."""
 
     def __init__(self, connection: socket.socket, first: bytes, release: Callable[[], None]) -> None:
         connection.setblocking(False)
@@ -120,11 +106,7 @@ class Stream:
         self.ended = False
 
     async def pieces(self) -> list[tuple[int, bytes]]:
-        """Wait for output, and return it with the stream that each piece is of; nothing where it has ended.
-
-        A connection that breaks ends like one that is closed: whoever reads finds out what became of the command.
-        Whoever stops waiting loses nothing: the next call returns it.
-        """
+        """Return the next output pieces, none at the end or after a broken connection. Safe to cancel."""
         while not self.ended:
             data, self._first = self._first, b""
             if not data:
@@ -154,21 +136,17 @@ class Stream:
         return b""
 
     async def write(self, data: bytes) -> None:
-        """Send to the command's input.
-
-        Raises:
-            OSError: Nobody reads it any more.
-        """
+        """Write to the command's input. Raises OSError."""
         with self._held():
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     def end_input(self) -> None:
-        """Say that the input is over."""
+        """Close the command's input."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Let go of the connection; the command itself goes on. Closing twice is no error."""
+        """Close the connection, not the command; idempotent."""
         self.ended = True
         self._dropped = True
         if self._busy:

@@ -1,4 +1,4 @@
-"""Sandboxes of E2B, which run in its cloud; needs the extra ``e2b``."""
+"""Sandboxes in E2B's cloud; needs the extra ``e2b``."""
 
 from turnwise.errors import MissingExtraError
 

@@ -1,4 +1,4 @@
-"""One command inside an E2B sandbox, through the SDK's commands and the program beside this file (``guest.py``)."""
+"""One command inside an E2B sandbox, through the SDK and the guest program (``guest.py``)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ _GONE = (e2b.SandboxNotFoundException, e2b.SandboxNotRunningException)
 
 @contextlib.contextmanager
 def mapped(sandbox: str) -> Iterator[None]:
-    """Raise what the SDK raises in the block as an error of a sandbox that runs.
-
-    Raises:
-        SandboxDied: It is not there any more.
-        SandboxUnavailable: The key is not taken.
-        SandboxError: E2B, or the way to it, failed.
-    """
+    """Map the SDK's exceptions to SandboxDied, SandboxUnavailable (API key) and SandboxError."""
     try:
         yield
     except SandboxError:
@@ -43,12 +37,7 @@ def mapped(sandbox: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting(what: str) -> Iterator[None]:
-    """Raise what the SDK raises in the block as an error of a start.
-
-    Raises:
-        SandboxUnavailable: There is no such template, or the key is not taken: trying again does not help.
-        SandboxStartError: It may help.
-    """
+    """Map the SDK's exceptions to SandboxUnavailable (template, API key) and the retryable SandboxStartError."""
     try:
         yield
     except e2b.AuthenticationException as error:
@@ -72,7 +61,7 @@ _READ_AHEAD: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the program inside is asked for; the fields are those that ``guest.py`` reads."""
+    """The guest's request; fields as ``guest.py`` reads them."""
 
     argv: list[str]
     cwd: str
@@ -87,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended; the fields are those that ``guest.py`` writes."""
+    """A command's end; fields as ``guest.py`` writes them."""
 
     code: int
     timed_out: bool
@@ -95,11 +84,10 @@ class Ended:
 
 
 class Running:
-    """A command that runs; made by :meth:`start`.
+    """A running command; created by :meth:`start`.
 
-    Attributes:
-        output: What it wrote so far, by stream (``o`` and ``e``); of a spawned one in ``pieces`` instead.
-        pieces: What a spawned one wrote and nobody read; None at the end.
+    ``output`` holds its output by stream (``o``, ``e``); for a spawned command ``pieces`` holds it until read, None at
+    the end.
     """
 
     def __init__(self, name: str, *, live: bool) -> None:
@@ -115,13 +103,7 @@ class Running:
 
     @classmethod
     async def start(cls, sdk: e2b.AsyncSandbox, request: Request, *, live: bool = False) -> Running:
-        """Start a command.
-
-        Raises:
-            SandboxFileNotFound: The folder is none; of a spawned one also where there is no such program.
-            SandboxError: E2B failed, or the template has no ``python3`` or no such user.
-            SandboxDied: The sandbox is gone.
-        """
+        """Start a command. Raises SandboxFileNotFound (cwd, spawned program), SandboxError or SandboxDied."""
         made = cls(sdk.sandbox_id, live=live)
         with mapped(made._name):
             made._handle = await sdk.commands.run(
@@ -155,28 +137,20 @@ class Running:
         return made
 
     async def feed(self, data: bytes) -> None:
-        """Give it input.
-
-        Raises:
-            BrokenPipeError: It has ended.
-        """
+        """Write input. Raises BrokenPipeError."""
         for at in range(0, len(data), _PIECE):
             if self._ended.done():
                 raise BrokenPipeError("the command has ended")
             await self._send(b"d " + base64.b64encode(data[at : at + _PIECE]) + b"\n")
 
     async def tell(self, order: str) -> None:
-        """Close its input (``c``), interrupt it (``i``) or kill it (``k``); nothing where it has ended."""
+        """Close its input (``c``), interrupt (``i``) or kill it (``k``); a no-op after its end."""
         if not self._ended.done():
             with contextlib.suppress(BrokenPipeError):
                 await self._send(order.encode() + b"\n")
 
     async def result(self) -> Ended:
-        """Wait for its end.
-
-        Raises:
-            SandboxDied: The sandbox is gone.
-        """
+        """Wait for its end. Raises SandboxDied."""
         return await asyncio.shield(self._ended)
 
     @property
@@ -185,7 +159,7 @@ class Running:
         return self._ended.done()
 
     async def end(self) -> None:
-        """End it with everything that it started, whatever happens."""
+        """Kill it with all its processes, ignoring errors."""
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(_GRACE):
                 await self.tell("k")
@@ -199,7 +173,7 @@ class Running:
         self.fail(SandboxDied(f"E2B sandbox {self._name}: the command was ended"))
 
     def fail(self, error: Exception) -> None:
-        """End what waits for it with an error."""
+        """Fail its waiters with an error."""
         for future in (self._started, self._ended):
             if not future.done():
                 future.set_exception(error)
@@ -222,7 +196,7 @@ class Running:
             raise
 
     async def _watched(self) -> None:
-        """Wait for the end of the program inside: an end without its last word is a failure."""
+        """Wait for the guest's end; one without an end record is a failure."""
         error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
         try:
             # The SDK's own errors end up here as well: whatever it is, nobody may wait for a word that never comes.
@@ -267,13 +241,13 @@ class E2BProcess(SandboxProcess):
         self._open = True
 
     async def write(self, data: bytes) -> None:
-        """Write to its input; see the contract."""
+        """Write to its input."""
         if not self._open or self._running.over:
             raise BrokenPipeError("the command has ended, or its input is closed")
         await self._running.feed(data)
 
     async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
-        """Return output as soon as there is any; see the contract."""
+        """Return output as soon as there is any."""
         assert self._running.pieces is not None
         while not self._left and not self._done:
             piece = await self._running.pieces.get()
@@ -296,7 +270,7 @@ class E2BProcess(SandboxProcess):
         await self._running.tell("i")
 
     async def kill(self) -> None:
-        """End it with everything that it started."""
+        """Kill it with all its processes."""
         await self._running.tell("k")
 
     async def wait(self) -> int:

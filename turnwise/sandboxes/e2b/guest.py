@@ -1,7 +1,7 @@
-"""The program that runs one command inside an E2B sandbox, as root, by the ``python3`` that is there.
+"""Guest program of E2B sandboxes: runs one command, as root with the sandbox's ``python3``.
 
-In: a line of JSON, the request, then lines ``d BASE64`` (input), ``c`` (close the input), ``i`` (interrupt), ``k``
-(kill). Out: ``s JSON`` (started, or why not), ``o BASE64`` and ``e BASE64`` (output), ``x JSON`` (the end).
+In: the request as a line of JSON, then lines ``d BASE64`` (input), ``c`` (close the input), ``i`` (interrupt), ``k``
+(kill). Out: ``s JSON`` (started or error), ``o BASE64`` and ``e BASE64`` (output), ``x JSON`` (end).
 """
 
 import base64
@@ -21,7 +21,7 @@ PIECE = 49_152
 
 
 class Guest:
-    """One command, from its start to its end."""
+    """One command."""
 
     def __init__(self, asked: dict[str, Any], rest: bytes) -> None:
         self.asked = asked
@@ -36,7 +36,7 @@ class Guest:
         self.deadline = None if asked["timeout"] is None else time.monotonic() + asked["timeout"]
 
     def start(self) -> str:
-        """Start the command; return why it did not, or nothing."""
+        """Start the command; return an error or an empty text."""
         child_in, self.input = os.pipe()
         told, tell = os.pipe()
         ends = {}
@@ -64,7 +64,7 @@ class Guest:
         return why
 
     def become(self, stdin: int, stdout: int, stderr: int, tell: int) -> None:
-        """Turn this new process into the command, or tell why not."""
+        """Exec the command in the forked child, or report why not."""
         asked, why = self.asked, "cwd"
         try:
             os.setsid()
@@ -101,7 +101,7 @@ class Guest:
         os._exit(127)
 
     def run(self) -> None:
-        """Pass everything on until the command has ended, or its time is over."""
+        """Relay until the command has ended or timed out."""
         self.poll.register(0, selectors.EVENT_READ)
         self.obey(b"")
         while self.status is None:
@@ -116,7 +116,7 @@ class Guest:
         self.drain()
 
     def handle(self, descriptor: int, events: int) -> None:
-        """Do what a descriptor is ready for."""
+        """Handle a ready descriptor."""
         if descriptor in self.outputs:
             self.read(descriptor)
         elif descriptor == self.input and events & selectors.EVENT_WRITE:
@@ -130,7 +130,7 @@ class Guest:
             os.read(descriptor, 1000)
 
     def read(self, descriptor: int) -> bool:
-        """Take a piece of output; return whether there was one."""
+        """Read a piece of output; return whether there was one."""
         try:
             data = os.read(descriptor, PIECE)
         except BlockingIOError:
@@ -144,7 +144,7 @@ class Guest:
         return bool(data)
 
     def obey(self, data: bytes) -> None:
-        """Do what the host's lines say."""
+        """Execute the host's lines."""
         *lines, self.control = (self.control + data).split(b"\n")
         for line in lines:
             if line[:1] == b"d":
@@ -159,7 +159,7 @@ class Guest:
         self.feed()
 
     def feed(self) -> None:
-        """Give the command what it takes of its input now."""
+        """Write as much input as the command accepts."""
         if self.input is None:
             return
         try:
@@ -179,7 +179,7 @@ class Guest:
             self.input = None
 
     def reap(self) -> bool:
-        """Take note of ended children; return whether there are others."""
+        """Reap ended children; return whether there are others."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -192,7 +192,7 @@ class Guest:
                 self.status = code if code >= 0 else 128 - code
 
     def kill(self) -> None:
-        """Kill all descendants: who is orphaned becomes a child of this process, so that none gets away."""
+        """Kill all descendants; orphans become children of this subreaper, so none escapes."""
         until = time.monotonic() + 10
         while self.reap() and time.monotonic() < until:
             for pid in descendants():
@@ -201,7 +201,7 @@ class Guest:
             time.sleep(0.002)
 
     def drain(self) -> None:
-        """Take what is in the pipes now; who still holds them is read by nobody that keeps it."""
+        """Read what is in the pipes now."""
         for descriptor in list(self.outputs):
             while self.read(descriptor):
                 pass
@@ -211,7 +211,7 @@ class Guest:
             self.swallow()
 
     def swallow(self) -> None:
-        """Read what is written in the background from now on, so that nobody who writes it is held up or ended."""
+        """Drain later background output, so that its writers neither block nor fail."""
         os.setsid()
         poll = selectors.DefaultSelector()
         for descriptor in (0, 1, 2):
@@ -231,7 +231,7 @@ outputs: "list[Output]" = []
 
 
 class Output:
-    """One stream: its head is passed on at once, its tail at the end."""
+    """One stream: its head is sent at once, its tail at the end."""
 
     def __init__(self, kind: str, most: int | None) -> None:
         self.kind = kind
@@ -243,7 +243,7 @@ class Output:
         outputs.append(self)
 
     def take(self, data: bytes) -> None:
-        """Pass on what belongs to the head, keep what may belong to the tail."""
+        """Send what belongs to the head and buffer the tail."""
         if self.most is None:
             send(self.kind, data)
             return
@@ -258,7 +258,7 @@ class Output:
             del self.tail[:over]
 
     def end(self) -> bool:
-        """Pass the tail on; return whether something is missing."""
+        """Send the tail; return whether bytes are missing."""
         if self.missing:
             send(self.kind, b"\n[%d bytes are missing here]\n" % self.missing)
         if self.tail:
@@ -270,7 +270,7 @@ class Output:
 
 
 def descendants() -> list[int]:
-    """Return all processes below this one."""
+    """Return all descendants of this process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -296,12 +296,12 @@ def send(kind: str, data: bytes) -> None:
 
 
 def say(kind: str, what: object) -> None:
-    """Send a word of JSON."""
+    """Send a JSON record."""
     put(kind.encode() + b" " + json.dumps(what).encode() + b"\n")
 
 
 def put(line: bytes) -> None:
-    """Write a line, however long that takes."""
+    """Write a whole line."""
     while line:
         line = line[os.write(1, line) :]
 

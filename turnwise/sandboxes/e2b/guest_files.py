@@ -1,4 +1,4 @@
-"""The program that does one call on files inside an E2B sandbox, as the user of its commands."""
+"""Guest program of E2B sandboxes: one file operation, as the user of commands."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def fail(code: int, why: object) -> None:
-    """End, saying why."""
+    """Exit with a code and a message."""
     sys.stderr.write(str(why))
     sys.stderr.flush()
     os._exit(code)
 
 
 def opened(path: str) -> int:
-    """Open a regular file for reading; a pipe does not hold it up."""
+    """Open a regular file without blocking on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         fail(46, "it is no regular file")
@@ -29,7 +29,7 @@ def opened(path: str) -> int:
 
 
 def read(path: str, most: str, inline: str) -> None:
-    """Write what a file holds, or, where that is much, where it really is."""
+    """Print a file's content or, if it is large, its real path."""
     with open(opened(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > int(most):
@@ -44,7 +44,7 @@ def read(path: str, most: str, inline: str) -> None:
 
 
 def write(path: str, mode: str) -> None:
-    """Write what is read into a file."""
+    """Write the input to a file."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     new = not os.path.exists(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -58,7 +58,7 @@ def write(path: str, mode: str) -> None:
 
 
 def unpack(path: str) -> None:
-    """Write an archive's content into a folder."""
+    """Extract an archive into a folder."""
     os.makedirs(path, exist_ok=True)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         for member in archive:
@@ -70,7 +70,7 @@ def unpack(path: str) -> None:
 
 
 def pack(path: str, most: str) -> None:
-    """Pack a folder into an archive and write its name; of a file write its own."""
+    """Pack a folder into an archive and print its path; for a file print its own."""
     if not stat.S_ISDIR(os.stat(path).st_mode):
         status = os.fstat(opened(path))
         if status.st_size > int(most):
@@ -95,7 +95,7 @@ def pack(path: str, most: str) -> None:
 
 
 def main() -> None:
-    """Do the call that the command line names."""
+    """Execute the operation of the command line."""
     try:
         calls: dict[str, Callable[..., None]] = {"read": read, "write": write, "unpack": unpack, "pack": pack}
         calls[sys.argv[1]](*sys.argv[2:])

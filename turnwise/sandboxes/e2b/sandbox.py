@@ -1,4 +1,4 @@
-"""A sandbox of E2B."""
+"""The E2B backend and its sandboxes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LATE: Final = 20.0
 
 
 class E2BSandbox(Sandbox):
-    """One sandbox in E2B's cloud, or at whatever speaks its protocol; see the contract."""
+    """One sandbox in E2B's cloud, or of a server with its protocol."""
 
     backend: ClassVar[str] = "e2b"
 
@@ -68,7 +68,7 @@ class E2BSandbox(Sandbox):
         self._refresh: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Create it, keep it alive, and bring in what the spec asks for."""
+        """Create it, keep it alive, and upload what the spec asks for."""
         self._look()
         creating = asyncio.ensure_future(self._create())
         try:
@@ -112,20 +112,20 @@ class E2BSandbox(Sandbox):
         stdin: bytes | None = None,
         max_output: int = MAX_OUTPUT,
     ) -> ExecResult:
-        """Run a command to its end; see the contract."""
+        """Run a command to its end."""
         request = replace(self._request(command, cwd, env), timeout=timeout, max_output=max_output)
         return await self._run(request, stdin or b"")
 
     async def spawn(
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> SandboxProcess:
-        """Start a command that goes on; see the contract."""
+        """Start a long-running command."""
         running = await Running.start(self._live(), replace(self._request(command, cwd, env), merged=True), live=True)
         self._running.add(running)
         return E2BProcess(running)
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
-        """Return what a file inside holds; see the contract."""
+        """Return a file's content."""
         found = await self._on_file("read", path, str(max_bytes), str(_INLINE), max_output=_INLINE * 2)
         if not found.stderr:
             return found.stdout
@@ -135,7 +135,7 @@ class E2BSandbox(Sandbox):
         return data.getvalue()
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write a file inside; see the contract."""
+        """Write a file."""
         self._live()
         bound = self.spec.limits.file_size
         if len(data) > bound:
@@ -143,11 +143,11 @@ class E2BSandbox(Sandbox):
         await self._on_file("write", path, "" if mode is None else str(mode), stdin=data)
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file or a folder of the host into the sandbox; see the contract."""
+        """Copy a host file or folder into the sandbox."""
         await self._upload(source, target, self._user)
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
-        """Copy a file or a folder inside to the host; see the contract."""
+        """Copy a file or folder to the host."""
         found = await self._on_file("pack", source, str(max_bytes))
         kind, _, name = found.stdout.decode().partition(" ")
         try:
@@ -164,13 +164,13 @@ class E2BSandbox(Sandbox):
                 await self._run(self._of_root(["rm", "-f", name]))
 
     async def snapshot(self) -> str:
-        """Keep the files as they are now; see the contract."""
+        """Snapshot the files."""
         with mapped(self.id):
             made = await self._live().create_snapshot(mode="filesystem")
         return self._owner.keep(str(made.snapshot_id))
 
     async def fork(self) -> Sandbox:
-        """Return a started sandbox with the same files; see the contract."""
+        """Return a started sandbox with the same files."""
         name = await self.snapshot()
         forked = E2BSandbox(replace(self.spec, snapshot=name), self._owner)
         try:
@@ -197,14 +197,14 @@ class E2BSandbox(Sandbox):
             )
 
     async def _refreshed(self, sdk: e2b.AsyncSandbox) -> None:
-        """Put its end off while this process lives: without a word from it, E2B ends the sandbox by itself."""
+        """Extend its lifetime while this process lives; without refreshes E2B kills it."""
         while True:
             await asyncio.sleep(self._owner.lifetime / 3)
             with contextlib.suppress(SandboxError), mapped(self.id):
                 await sdk.set_timeout(self._owner.lifetime)
 
     def _look(self) -> None:
-        """Refuse what cannot be brought in, before anything is created."""
+        """Check uploads before anything is created."""
         if self.spec.workspace is not None and not self.spec.workspace.is_dir():
             raise SandboxUnavailable(f"spec.workspace {str(self.spec.workspace)!r} is no folder of this machine")
         for mount in self.spec.mounts:
@@ -239,7 +239,6 @@ class E2BSandbox(Sandbox):
         return Request(argv, "/", {}, "root", {}, timeout=120.0, max_output=MAX_OUTPUT)
 
     async def _run(self, request: Request, stdin: bytes = b"") -> ExecResult:
-        """Run a command to its end."""
         began = time.monotonic()
         if len(stdin) > _INLINE:
             request, stdin = replace(request, stdin_file=await self._parcel(stdin)), b""
@@ -260,7 +259,6 @@ class E2BSandbox(Sandbox):
 
     @contextlib.asynccontextmanager
     async def _command(self, request: Request) -> AsyncIterator[Running]:
-        """Start a command; it is ended with the block."""
         running = await Running.start(self._live(), request)
         self._running.add(running)
         try:
@@ -271,14 +269,14 @@ class E2BSandbox(Sandbox):
                 await asyncio.shield(running.end())
 
     async def _parcel(self, data: bytes) -> str:
-        """Bring bytes inside as a file that only root can read, and return its path."""
+        """Upload bytes as a root-only file and return its path."""
         path = posixpath.join("/root", f".turnwise-{uuid.uuid4().hex}")
         with mapped(self.id):
             await self._live().files.write(path, data, user="root")
         return path
 
     async def _fetch(self, name: str, into: IO[bytes], most: int, too_large: str) -> None:
-        """Bring what a file inside holds here, as root. It may have grown since it was looked at, or grow now."""
+        """Download a file as root, which may have grown since its size was checked."""
         with mapped(self.id):
             async for piece in await self._live().files.read(name, format="stream", user="root"):
                 into.write(piece)
@@ -288,7 +286,7 @@ class E2BSandbox(Sandbox):
     async def _on_file(
         self, kind: str, path: str, *rest: str, stdin: bytes = b"", max_output: int = MAX_OUTPUT
     ) -> ExecResult:
-        """Run a call on a file as the user of commands; raise what it says."""
+        """Run a file operation as the user of commands and raise its error."""
         argv = [*_CALL, kind, posixpath.join(self.spec.workdir, path), *rest]
         request = self._request(argv, "/", None)
         done = await self._run(replace(request, timeout=300.0, max_output=max_output), stdin)
@@ -326,7 +324,7 @@ async def _fed(running: Running, stdin: bytes) -> None:
 
 
 def _write_plain(spool: IO[bytes], target: Path, mode: int) -> None:
-    """Write one file at a path of the host, in the place of what stands there, following no link."""
+    """Write one host file, replacing an existing entry and following no link."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -355,21 +353,17 @@ _CAPABILITIES: Final = Capabilities(
 
 
 class E2BBackend(SandboxBackend):
-    """Sandboxes in E2B's cloud.
+    """Sandboxes in E2B's cloud; ConfigError for invalid values.
 
     Args:
-        template: The template of sandboxes whose spec names no image; None: E2B's default.
+        template: Default template; None: E2B's.
         api_key_env: The environment variable that holds the API key.
-        user: Who runs commands where the spec names nobody; a user of the template.
-        lifetime: Seconds after which E2B ends a sandbox whose host does not answer for it any more; while it does, the
-            end is put off.
-        api_url: Where the API is, instead of E2B's own.
-        sandbox_url: Where sandboxes are, instead of E2B's own.
+        user: Default user of commands, existing in the template.
+        lifetime: Seconds until E2B kills a sandbox that its host stopped refreshing.
+        api_url: URL of the API, instead of E2B's.
+        sandbox_url: URL of sandboxes, instead of E2B's.
         http_version: ``1.1`` or ``2``; None: the SDK's choice.
-        request_timeout: Seconds that one request may take.
-
-    Raises:
-        ConfigError: A value that cannot be used.
+        request_timeout: Seconds per request.
     """
 
     name: ClassVar[str] = "e2b"
@@ -403,11 +397,7 @@ class E2BBackend(SandboxBackend):
 
     @property
     def access(self) -> dict[str, Any]:
-        """What every call of the SDK is given.
-
-        Raises:
-            SandboxUnavailable: There is no API key.
-        """
+        """Common arguments of the SDK's calls; SandboxUnavailable without an API key."""
         key = os.environ.get(self._key_env)
         if not key:
             raise SandboxUnavailable(
@@ -417,21 +407,21 @@ class E2BBackend(SandboxBackend):
         return {"api_key": key, "request_timeout": self._timeout, **self._given}
 
     def metadata(self, labels: Mapping[str, str]) -> dict[str, str]:
-        """Return what a sandbox is marked with, so that it is told whose it is."""
+        """Return the ownership metadata of a sandbox."""
         return {**labels, _MACHINE: _machine(), _HOST: f"{os.getpid()}-{_started(os.getpid())}"}
 
     async def probe(self) -> Capabilities:
-        """Ask E2B whether it takes the key."""
+        """Check the API key."""
         with mapped("list"):
             await e2b.AsyncSandbox.list(limit=1, **self.access).next_items()
         return self.capabilities
 
     def make(self, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that was not started."""
+        """Return an unstarted sandbox."""
         return E2BSandbox(spec, self)
 
     def keep(self, snapshot: str) -> str:
-        """Note a snapshot, which is removed with the backend."""
+        """Register a snapshot for removal with the backend."""
         self._snapshots.add(snapshot)
         return snapshot
 
@@ -442,7 +432,7 @@ class E2BBackend(SandboxBackend):
             await e2b.AsyncSandbox.delete_snapshot(snapshot, **self.access)
 
     async def reap(self) -> int:
-        """Kill the sandboxes that dead processes of this machine left running."""
+        """Kill sandboxes of dead processes of this machine."""
         reaped = 0
         with mapped("list"):
             query = e2b.SandboxQuery(metadata={_MACHINE: _machine()})
@@ -455,23 +445,20 @@ class E2BBackend(SandboxBackend):
         return reaped
 
     async def close(self) -> None:
-        """Remove the snapshots that were made."""
+        """Remove all snapshots."""
         for name in list(self._snapshots):
             with contextlib.suppress(SandboxError):
                 await self.drop_snapshot(name)
 
 
 def _machine() -> str:
-    """Return what tells where this process has its number from everywhere else: the machine, since it was started, and
-    the namespace of processes (of two containers of one machine, one sees no process of the other).
-    """
+    """Return an id of this machine's boot and pid namespace (containers of one machine differ)."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return f"{uuid.getnode():x}"
 
 
 def _started(pid: int) -> str:
-    """Return when a process of this machine was started, in ticks; empty where there is none."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -1,4 +1,4 @@
-"""Sandboxes on this machine: bubblewrap, else Landlock, else (asked for by name) nothing at all."""
+"""Sandboxes on this machine: bubblewrap, else Landlock, else (opt-in) no isolation."""
 
 from turnwise.sandboxes.local.backend import LocalBackend
 from turnwise.sandboxes.local.mount_plan import host_python

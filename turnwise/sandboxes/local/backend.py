@@ -1,4 +1,4 @@
-"""Sandboxes on this machine, without an engine."""
+"""The local backend: state folders, snapshots, the launcher's lifecycle, and reaping."""
 
 from __future__ import annotations
 
@@ -49,29 +49,25 @@ class _Kept:
 
 
 class Snapshots:
-    """The snapshots of one backend."""
+    """The snapshots of one backend, reference-counted."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self._numbers = itertools.count(1)
 
     def new(self, state: Path) -> tuple[str, Path]:
-        """Return a name, and the folder that its files come into."""
+        """Return a new name and its folder."""
         name = f"snapshot-{next(self._numbers)}"
         return name, state / "snapshots" / name
 
     def add(self, name: str, origin: Origin, parent: str | None) -> None:
-        """Take note of a snapshot whose files are kept; it stands on its parent."""
+        """Register a complete snapshot, which holds a reference to its parent."""
         self._kept[name] = _Kept(origin, parent)
         if parent is not None:
             self._kept[parent].users.add(name)
 
     def use(self, name: str, sandbox: str) -> Origin:
-        """Return what a sandbox begins from that stands on a snapshot until it is released.
-
-        Raises:
-            SandboxUnavailable: There is no such snapshot.
-        """
+        """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable."""
         kept = self._kept.get(name)
         if kept is None or (kept.dropped and sandbox not in kept.users):
             raise SandboxUnavailable(f"snapshot {name!r} is not there: it was dropped, or made by another process")
@@ -79,14 +75,14 @@ class Snapshots:
         return kept.origin
 
     def release(self, user: str) -> None:
-        """Take note that a sandbox, or a snapshot, stands on nothing any longer."""
+        """Drop the reference of a sandbox or snapshot."""
         for name, kept in list(self._kept.items()):
             if user in kept.users:
                 kept.users.discard(user)
                 self._remove(name)
 
     def drop(self, name: str) -> None:
-        """Let a snapshot go as soon as nothing stands on it."""
+        """Remove a snapshot once it is unreferenced."""
         if name in self._kept:
             self._kept[name].dropped = True
             self._remove(name)
@@ -106,7 +102,7 @@ _BOOT: Final = Path(__file__).parent / "boot"
 
 
 def started(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks, or None where there is none."""
+    """Return a process's start time in kernel ticks, or None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -116,16 +112,12 @@ def started(pid: int) -> str | None:
 
 
 def host_name() -> str:
-    """Return the name of this process on this machine."""
+    """Return the id of this process on this machine."""
     return f"{os.getpid()}-{started(os.getpid())}"
 
 
 def choose_folder(directory: Path | None, uid: int | None) -> Path:
-    """Return the folder in which state folders are made.
-
-    Raises:
-        SandboxUnavailable: There is none that this process may write to and that sandboxes can reach.
-    """
+    """Return the parent of state folders; SandboxUnavailable if none is writable and reachable by sandboxes."""
     wanted = [directory] if directory is not None else [Path(place) for place in _PLACES]
     for place in wanted:
         if directory is not None:
@@ -140,19 +132,16 @@ def choose_folder(directory: Path | None, uid: int | None) -> Path:
 
 
 def _reachable(place: Path) -> bool:
-    """Whether an unprivileged user can pass a folder and all above it."""
+    """Whether an unprivileged user can traverse a folder and its parents."""
     place = place.resolve()
     return all(each.stat().st_mode & stat.S_IXOTH for each in (place, *place.parents))
 
 
 def make_folder(folder: Path) -> tuple[Path, int]:
-    """Make this process's state folder; return it and the descriptor of its lock.
+    """Create this process's state folder; return it and the descriptor of its lock.
 
-    Who holds the lock, this process or its launcher, lives: no process number is trusted for that, which another
-    container with the same folder would read otherwise.
-
-    Raises:
-        SandboxUnavailable: It cannot be made.
+    This process or its launcher is alive while the lock is held. Pids would be ambiguous between containers that share
+    the folder. Raises SandboxUnavailable.
     """
     for number in range(1000):
         made = folder / f"turnwise-{os.geteuid()}-{host_name()}-{number}"
@@ -180,11 +169,7 @@ def make_folder(folder: Path) -> tuple[Path, int]:
 
 
 def copy_libraries(folder: Path) -> None:
-    """Put what the interpreter is linked with into a folder, for images whose own libraries are others, or none.
-
-    Raises:
-        SandboxUnavailable: It cannot be found out.
-    """
+    """Copy the interpreter's shared libraries, for images without them. Raises SandboxUnavailable."""
     if (folder / "loader").exists():
         return
     program = "import _ctypes, _socket, select, resource, tarfile; print(open('/proc/self/maps').read())"
@@ -210,7 +195,7 @@ def copy_libraries(folder: Path) -> None:
 
 
 def _etc(folder: Path) -> None:
-    """Write what programs look up: users, hosts, and mount points for the host's own."""
+    """Write minimal /etc files: users, hosts, and mount points for the host's."""
     files = {
         "passwd": f"root:x:0:0:root:/root:/bin/sh\n{USER}:x:{INSIDE}:{INSIDE}:{USER}:{HOME}:/bin/sh\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
@@ -232,7 +217,7 @@ def _etc(folder: Path) -> None:
 
 
 def reap_folders(folder: Path) -> int:
-    """Remove state folders, control groups and processes of dead hosts of this user; return how many sandboxes."""
+    """Remove state folders, control groups and processes of this user's dead hosts; return the sandbox count."""
     count = 0
     for found in folder.glob(f"turnwise-{os.geteuid()}-*"):
         if found.is_symlink() or not found.is_dir() or found.stat().st_uid != os.geteuid() or _held(found):
@@ -244,13 +229,13 @@ def reap_folders(folder: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a state folder with its control groups; where one of these stays, so does it, for the next who reaps."""
+    """Remove a state folder once its control groups are gone; otherwise it is left for the next reap."""
     if groups.remove_all(str(folder)):
         keep.remove(str(folder))
 
 
 def _held(found: Path) -> bool:
-    """Whether somebody lives who holds a state folder."""
+    """Whether a live process holds the lock of a state folder."""
     try:
         lock = os.open(found / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -274,16 +259,15 @@ _SWITCHES = frozenset({"seccomp", "network", "groups", "pids", "watch", "procsys
 
 
 class LocalBackend(SandboxBackend):
-    """The embedded backend.
+    """The local backend.
 
     Args:
-        isolation: ``auto`` takes ``bubblewrap``, else ``landlock``, and refuses where neither works; a weaker one is
-            taken only when it is named.
-        unsafe: Whether ``plain``, which holds nothing back, may be taken.
-        directory: Where folders of sandboxes are made; they must be reachable by ``uid``. None: the first of
-            ``/var/tmp``, ``/dev/shm`` and ``/run`` that is.
-        images: Folders with a root file system by the name that ``spec.image`` uses; a spec may also give a path.
-        uid: The user and group that sandboxes run as where this process is root; no account needs to exist.
+        isolation: ``auto`` takes ``bubblewrap``, else ``landlock``, else fails; ``plain`` must be named.
+        unsafe: Whether ``plain``, which isolates nothing, is allowed.
+        directory: Parent of state folders, reachable by ``uid``. None: the first suitable of ``/var/tmp``, ``/dev/shm``
+            and ``/run``.
+        images: Root file system folders by ``spec.image``; a spec may also give a path.
+        uid: User and group of sandboxes if this process is root; no account needs to exist.
     """
 
     name: ClassVar[str] = "local"
@@ -324,18 +308,12 @@ class LocalBackend(SandboxBackend):
         self._program = ""
 
     async def probe(self) -> Capabilities:
-        """Try what this machine gives."""
+        """Probe this machine."""
         await self.begin()
         return self.capabilities
 
     async def begin(self) -> None:
-        """Make what all sandboxes need, once: the state folder, the launcher, and the knowledge of what works.
-
-        Where something ended the launcher, and all sandboxes with it, there is a new one for the next.
-
-        Raises:
-            SandboxUnavailable: Nothing that may be used works here; the message names the remedy.
-        """
+        """Create state folder and launcher and select the isolation; again if the launcher died."""
         async with self._probing:
             if self._state is not None:
                 if not self.launcher.dead:
@@ -356,41 +334,37 @@ class LocalBackend(SandboxBackend):
             self.rung, self.capabilities = found
 
     def make(self, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that was not started."""
+        """Return an unstarted sandbox."""
         return LocalSandbox(self, spec, f"{os.getpid()}-{next(_NAMES)}")
 
     async def drop_snapshot(self, snapshot: str) -> None:
-        """Remove a snapshot; what still runs on it keeps it until it is closed."""
+        """Remove a snapshot once no sandbox runs on it."""
         self._snapshots.drop(snapshot)
 
     async def reap(self) -> int:
-        """Remove what hosts that are dead left on this machine."""
+        """Remove leftovers of dead hosts on this machine."""
         return await asyncio.to_thread(reap_folders, choose_folder(self._directory, self._uid))
 
     async def close(self) -> None:
-        """End the launcher, with it all that is left."""
+        """Stop the launcher and everything it started."""
         if self._state is not None:
             made, self._state = self._state, None
             await self.launcher.close()
             await asyncio.to_thread(remove_folder, made)
 
     def try_rung(self, rung: IsolationLevel, program: str) -> None:
-        """Take a rung to try sandboxes on."""
+        """Switch to an isolation level to probe it."""
         self.rung = rung
         self._program = program
         self.capabilities = Capabilities(rung.isolation)
 
     def place(self, name: str) -> Place:
-        """Return the host's folders of one sandbox."""
+        """Return the host folders of one sandbox."""
         assert self._state is not None
         return Place(self._state, name, self._program)
 
     def origin(self, sandbox: LocalSandbox) -> Origin:
-        """Return what a sandbox begins from.
-
-        Raises:
-            SandboxUnavailable: There is no such image or snapshot.
-        """
+        """Return the origin of a sandbox's files. Raises SandboxUnavailable."""
         spec = sandbox.spec
         if spec.snapshot is not None:
             return self._snapshots.use(spec.snapshot, sandbox.id)
@@ -416,15 +390,11 @@ class LocalBackend(SandboxBackend):
         return Origin(folder, None, (folder,))
 
     def forget(self, sandbox: LocalSandbox) -> None:
-        """Take note that a sandbox is closed."""
+        """Release a closed sandbox."""
         self._snapshots.release(sandbox.id)
 
     async def keep(self, sandbox: LocalSandbox) -> str:
-        """Keep a sandbox's files as they are now, and return the snapshot's name.
-
-        Raises:
-            SandboxStartError: It could not be kept.
-        """
+        """Snapshot a sandbox's files and return the name. Raises SandboxStartError."""
         assert self._state is not None
         name, folder = self._snapshots.new(self._state)
         origin = (
@@ -474,7 +444,7 @@ def _gone(keeping: asyncio.Future[str], folder: Path) -> None:
 
 
 def replace_snapshot(spec: SandboxSpec, name: str) -> SandboxSpec:
-    """Return a spec that begins from a snapshot."""
+    """Return a spec that starts from a snapshot."""
     from dataclasses import replace
 
     return replace(spec, snapshot=name, image=None, workspace=None)

@@ -1,4 +1,4 @@
-"""The host's end of a sandbox's control socket."""
+"""The host's end of a sandbox's control socket, and the launcher process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ _DIRECT: Final = 60_000
 
 
 class Refused(Exception):
-    """What was asked for cannot be done inside.
-
-    Attributes:
-        number: The error's number there.
-        what: What it was about: ``cwd``, ``program``, ``file`` or ``fork``.
-        reason: In words.
-    """
+    """The agent refused a request: errno, subject (``cwd``, ``program``, ``file`` or ``fork``) and reason."""
 
     def __init__(self, number: int, what: str, reason: str) -> None:
         super().__init__(reason)
@@ -41,14 +35,13 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Request:
-    """One request under way.
+    """One request in flight.
 
     Attributes:
-        id: Names it to the agent.
-        started: Done when what was spawned runs.
-        ended: Its exit status, negative for a signal's number; None where it was ended by force and told nothing.
-        gone: Done when nothing of what it started is left, after it was killed.
-        handed: What its answer brought along: a descriptor, or -1.
+        started: Done when a spawned command runs.
+        ended: Exit status, negative for a signal; None if it was killed without one.
+        gone: Done when no process is left after a kill.
+        handed: Descriptor that came with the answer, or -1.
     """
 
     id: str
@@ -59,12 +52,7 @@ class Request:
 
 
 class Channel:
-    """Requests to one agent, any number at the same time.
-
-    Args:
-        end: The control socket's host end; owned from now on.
-        lost: Returns why the sandbox is gone, in words; asked once it is.
-    """
+    """Concurrent requests to one agent over an owned socket; ``lost`` returns why the sandbox is gone."""
 
     def __init__(self, end: socket.socket, lost: Callable[[], str]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -81,11 +69,7 @@ class Channel:
         self._loop.add_reader(end.fileno(), self._receive)
 
     async def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send something that has no answer of its own.
-
-        Raises:
-            SandboxDied: The sandbox is gone.
-        """
+        """Send a message without an answer. Raises SandboxDied."""
         data = marshal.dumps(message, 2)
         held = None
         if len(data) > _DIRECT:
@@ -109,11 +93,7 @@ class Channel:
                 os.close(held)
 
     async def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Request:
-        """Send a request and return it under way.
-
-        Raises:
-            SandboxDied: The sandbox is gone.
-        """
+        """Send a request and return it in flight. Raises SandboxDied."""
         name = str(next(self._ids))
         made = Request(name, self._loop.create_future(), self._loop.create_future(), self._loop.create_future())
         for each in (made.started, made.ended, made.gone):
@@ -127,11 +107,7 @@ class Channel:
         return made
 
     async def kill(self, request: Request, seconds: float) -> bool:
-        """End a request with all that it started; return whether that was done within some seconds.
-
-        Raises:
-            SandboxDied: The sandbox is gone.
-        """
+        """Kill a request's processes; return whether none is left within ``seconds``. Raises SandboxDied."""
         self._open[request.id] = request
         self._killing.add(request.id)
         try:
@@ -145,7 +121,7 @@ class Channel:
         return bool(done)
 
     def close(self) -> None:
-        """Close the host's end, which ends the sandbox. Closing twice is no error."""
+        """Close the host end, which ends the sandbox; idempotent."""
         self._die()
 
     def _receive(self) -> None:
@@ -208,7 +184,7 @@ class Channel:
 
 
 def in_memory(data: bytes) -> int:
-    """Return a descriptor of a file in memory that holds some bytes, to be read from its beginning."""
+    """Return a memfd with some bytes, positioned at its start."""
     fd = os.memfd_create("turnwise")
     try:
         view = memoryview(data)
@@ -227,7 +203,7 @@ def _settle(future: asyncio.Future[None], value: None) -> None:
 
 
 def retrieved(future: asyncio.Future[Any]) -> None:
-    """Take note of an error that nobody may wait for."""
+    """Mark a future's exception as retrieved."""
     if not future.cancelled():
         future.exception()
 
@@ -237,11 +213,9 @@ _END_SECONDS: Final = 30.0
 
 
 class Launcher:
-    """The launcher process of one backend. Everything that it started ends with it, and it ends with this process.
+    """The launcher process of one backend; it and all its sandboxes die with this process.
 
-    Args:
-        state: The folder that it removes at its end.
-        lock: The descriptor of the folder's lock, which it holds as long as it lives; owned from now on.
+    It removes the folder ``state`` at its end and holds the lock ``lock`` while it lives.
     """
 
     def __init__(self, state: Path, lock: int) -> None:
@@ -279,35 +253,27 @@ class Launcher:
         return self._end.fileno() < 0
 
     def start(self, plan: dict[str, Any], fds: Sequence[int]) -> asyncio.Future[int]:
-        """Begin a sandbox; the result is done when nothing of it is left.
-
-        Raises:
-            SandboxStartError: The launcher is gone.
-        """
+        """Start a sandbox; the future is done when nothing of it is left. Raises SandboxStartError."""
         over: asyncio.Future[int] = self._loop.create_future()
         self._boxes[plan["id"]] = over
         self._send({"op": "start", **plan}, fds)
         return over
 
     def stop(self, name: str) -> None:
-        """End a sandbox by force. One that has ended is no error."""
+        """Kill a sandbox; a no-op after its end."""
         if not self.dead and name in self._boxes:
             with contextlib.suppress(SandboxStartError):
                 self._send({"op": "stop", "id": name}, ())
 
     async def call(self, name: str, request: dict[str, Any]) -> str:
-        """Ask for something about a sandbox, and return what went wrong; empty where nothing did.
-
-        Raises:
-            SandboxStartError: The launcher is gone.
-        """
+        """Make a request about a sandbox; return its error, or an empty text. Raises SandboxStartError."""
         answer: asyncio.Future[str] = self._loop.create_future()
         self._calls[name] = answer
         self._send({**request, "call": name}, ())
         return await answer
 
     async def close(self) -> None:
-        """End all sandboxes and the launcher."""
+        """Kill all sandboxes and the launcher."""
         if not self.dead:
             self._over()
         try:

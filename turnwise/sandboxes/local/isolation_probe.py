@@ -1,4 +1,4 @@
-"""Which isolation works on this machine, found by starting a sandbox with it."""
+"""Selection of the strongest isolation that works, by starting a sandbox with each."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ _REMEDY: Final = (
 async def select_isolation(
     backend: SandboxHost, wanted: str, uid: int | None, without: frozenset[str]
 ) -> tuple[IsolationLevel, Capabilities]:
-    """Return the best rung that works and what it holds back; a weaker one than is there is taken only by name.
-
-    Raises:
-        SandboxUnavailable: None that may be taken works; the message says why, and what helps.
-    """
+    """Return the strongest working isolation level (weaker ones only if named); SandboxUnavailable if none works."""
     reasons: list[str] = []
     groups = Groups() if "groups" in without else find_groups()
     for rung, program in _with_and_without_groups(_candidates(wanted, uid, groups, without, reasons)):
@@ -55,7 +51,7 @@ async def select_isolation(
 
 
 def _with_and_without_groups(candidates: Iterator[tuple[IsolationLevel, str]]) -> Iterator[tuple[IsolationLevel, str]]:
-    """Add to each candidate the same without control groups: that one can be made is only known once one was."""
+    """Retry each candidate without control groups: creating one may fail."""
     for rung, program in candidates:
         yield rung, program
         if rung.groups.folders():
@@ -91,7 +87,6 @@ def _candidates(
 
 
 def _version(program: str) -> tuple[int, ...]:
-    """Return the version of bubblewrap; nothing where it does not tell."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -100,7 +95,7 @@ def _version(program: str) -> tuple[int, ...]:
 
 
 async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabilities:
-    """Start a sandbox on a rung, look around in it, and return what it holds back."""
+    """Start a sandbox at a level, probe it from inside, and return its capabilities."""
     workspace = backend.place("probe").state / "probe"
     workspace.mkdir(exist_ok=True)
     (workspace / "file").write_text("seen")

@@ -1,7 +1,4 @@
-"""What the launcher is told to do for one sandbox.
-
-:func:`host_python` is what a sandbox needs to have them; :func:`base_executable` the program itself.
-"""
+"""Launch plans of local sandboxes: mounts, files, isolation arguments, and the host's Python."""
 
 from __future__ import annotations
 
@@ -25,14 +22,7 @@ RESERVE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where this process may make control groups.
-
-    Attributes:
-        memory: The folder in whose groups memory is bounded; None where that is not possible.
-        pids: The same of processes.
-        cpu: The same of processor time.
-        unified: Whether it is the kernel's second version, with one folder for all.
-    """
+    """Parent control groups by controller, None where unusable; ``unified`` is cgroup v2, with one folder for all."""
 
     memory: Path | None = None
     pids: Path | None = None
@@ -40,11 +30,11 @@ class Groups:
     unified: bool = False
 
     def folders(self) -> list[Path]:
-        """Return the folders, each once."""
+        """Return the distinct folders."""
         return list(dict.fromkeys(each for each in (self.memory, self.pids, self.cpu) if each is not None))
 
     def plan(self, host: str, name: str, limits: SandboxLimits, reserve: int = RESERVE) -> list[dict[str, Any]]:
-        """Return the groups of one sandbox: where, and what is written into which file (and whether it must be)."""
+        """Return the groups of one sandbox: paths, values by file, and whether each is mandatory."""
         files: dict[Path, list[tuple[str, int | str, bool]]] = {}
         # What lies in the sandbox's files lies in memory, and the agent's own few megabytes count, too.
         if self.memory is not None:
@@ -73,12 +63,7 @@ class Groups:
 
 
 def find_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Groups:
-    """Return where this process may make control groups.
-
-    Args:
-        root: Where they are mounted.
-        own: The file that says which this process is in.
-    """
+    """Find usable control groups below ``root``; ``own`` is this process's cgroup file."""
     found: dict[str, Path] = {}
     unified: str | None = None
     try:
@@ -100,7 +85,7 @@ def find_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> 
 
 
 def _writable(mount: Path, path: str) -> Path | None:
-    """Return the folder of a controller's group, or the mount's own where that is not seen here."""
+    """Return the folder of a v1 controller's group, or the mount root if the group is not visible."""
     for place in (mount / path.lstrip("/"), mount):
         if (place / "cgroup.procs").exists() and os.access(place, os.W_OK):
             return place
@@ -108,11 +93,7 @@ def _writable(mount: Path, path: str) -> Path | None:
 
 
 def _unified(root: Path, path: str) -> Groups:
-    """Return the nearest group above whose children may be bounded.
-
-    In the second version a group that has processes cannot bound its children (the root aside), so it is the group's
-    nearest parent that already bounds those that it has.
-    """
+    """Return the nearest limiting ancestor in cgroup v2: groups with processes cannot limit children (but the root)."""
     here = root / path.lstrip("/")
     while here.is_relative_to(root):
         try:
@@ -127,17 +108,17 @@ def _unified(root: Path, path: str) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class IsolationLevel:
-    """One way to hold a sandbox back, as it works on this machine.
+    """One isolation method, as it works on this machine.
 
     Attributes:
         isolation: Its name.
-        uid: The user that sandboxes run as, where this process may choose (root); None: its own.
-        stage: Where a private file system is mounted before a start: ``root``, in a mount namespace of the launcher's
-            making; ``user``, in a user namespace; None: nowhere, files lie in the state folder.
-        overlay: Whether a workspace is seen copy-on-write; else it is copied.
-        groups: The control groups that there are.
-        without: Containments that are switched off, for tests that show what they are good for.
-        notes: What it does not hold back on this machine, in words.
+        uid: User of sandboxes if this process is root; None: its own.
+        stage: Private file system mounted before a start: ``root`` (in the launcher's mount namespace), ``user`` (in a
+            user namespace), or None (files in the state folder).
+        overlay: Whether workspaces are copy-on-write overlays; otherwise copies.
+        groups: Available control groups.
+        without: Containments switched off by tests that show their effect.
+        notes: Gaps of the isolation on this machine.
     """
 
     isolation: Isolation
@@ -154,22 +135,15 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def base_executable() -> Path:
-    """Return the interpreter's program where its standard library and its libraries lie beside it.
-
-    A virtual environment may hold a copy of the program, which finds neither once it is shown alone: it would run on
-    the libraries of another Python of the machine, or not at all.
-    """
+    """Return the base interpreter's program: a virtual environment's copy finds no libraries when mounted alone."""
     return Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
 
 
 def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
-    """Return mounts and variables with which ``python`` inside is the interpreter of this process, with its packages.
+    """Return mounts and variables that make ``python`` inside this process's interpreter, with its packages.
 
-    Everything is seen where it is on the host, so that the links and paths in it hold. What is on the host's system
-    folders is not mounted: ``local`` shows them, and an image has its own.
-
-    Returns:
-        What to put into ``SandboxSpec.mounts`` and ``SandboxSpec.env``.
+    Host paths are kept, so that links and absolute paths remain valid. System folders are not mounted: ``local`` shows
+    them, and an image has its own.
     """
     folders = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.base_exec_prefix)]
     # A link on the way (a version manager's "3.11" for "3.11.7") is followed by what it leads to, under its own name.
@@ -197,7 +171,7 @@ def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
 
 
 def _home_of(prefix: Path) -> Path | None:
-    """Return the folder of programs that a virtual environment was made from, as it names it."""
+    """Return the base interpreter's program folder, as the virtual environment names it."""
     try:
         for line in (prefix / "pyvenv.cfg").read_text().splitlines():
             key, _, value = line.partition("=")
@@ -226,13 +200,7 @@ _SYSTEM_FOLDERS: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The host's folders of one sandbox.
-
-    Attributes:
-        state: The host process's folder; its name tells this process from all others.
-        name: The sandbox.
-        program: How bubblewrap is called.
-    """
+    """The host folders of one sandbox, below the state folder of its host process."""
 
     state: Path
     name: str
@@ -240,22 +208,19 @@ class Place:
 
     @property
     def home(self) -> Path:
-        """What is removed at the sandbox's end."""
+        """The sandbox's folder, removed at its end."""
         return self.state / "boxes" / self.name
 
     def files(self, rung: IsolationLevel) -> Path:
-        """Where its files are: below its folder, or in a private file system that hides the folder of that name."""
+        """Folder of its files: below ``home``, or in a private file system mounted over that path."""
         return self.home / "files" if rung.stage is None else self.state / "stage"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a sandbox begins from.
+    """The initial files of a sandbox: an image's root file system (None: the host's programs) and a snapshot, if any.
 
-    Attributes:
-        image: A root file system's folder, or None for the host's programs.
-        snapshot: The folder of a snapshot, or None.
-        layers: The folders that the writable one lies on, the uppermost first; empty for an empty workdir.
+    ``layers`` are the overlay's lower layers, uppermost first; empty for an empty workdir.
     """
 
     image: Path | None = None
@@ -264,12 +229,12 @@ class Origin:
 
     @property
     def top(self) -> str:
-        """Which of a sandbox's folders lies on the layers."""
+        """Name of the folder that is the overlay's upper layer."""
         return "root" if self.image is not None else "work"
 
 
 def plan(rung: IsolationLevel, spec: SandboxSpec, place: Place, origin: Origin) -> dict[str, Any]:
-    """Return what the launcher does for a sandbox."""
+    """Return the launcher's plan of a sandbox."""
     # Where processes are counted by the group alone, the agent's own are among those that may be.
     reserve = RESERVE if rung.isolation == "bubblewrap" else 0
     groups = rung.groups.plan(place.state.name, place.name, spec.limits, reserve)
@@ -311,7 +276,7 @@ def _filtered(rung: IsolationLevel) -> bool:
 def _files(
     made: dict[str, Any], rung: IsolationLevel, spec: SandboxSpec, files: Path, origin: Origin
 ) -> list[tuple[str, str]]:
-    """Plan the files of a sandbox; return what of the host is seen inside, and where the launcher shows it."""
+    """Plan the files; return host paths to show inside, and where the launcher binds them."""
     folders = [[name, mode] for name, mode in (*_FOLDERS, *([("root", 0o755)] if origin.image else []))]
     wanted = [(str(mount.source.absolute()), mount.target) for mount in spec.mounts]
     copies: list[dict[str, Any]] = []
@@ -352,7 +317,7 @@ def _shown(wanted: list[tuple[str, str]], rung: IsolationLevel) -> list[tuple[st
 
 
 def interpreter() -> Path:
-    """Return the folder of this process's interpreter, which the agent runs on."""
+    """Return the folder of this process's interpreter, which runs the agent."""
     return base_executable().parents[1]
 
 
@@ -398,7 +363,7 @@ def _bubblewrap(
 
 
 def _root(place: Place, origin: Origin, files: Path) -> list[str]:
-    """Return the arguments that make the root file system."""
+    """Return bubblewrap's arguments for the root file system."""
     if origin.image is not None:
         return ["--bind", str(files / "root"), "/"]
     argv: list[str] = []
@@ -414,7 +379,6 @@ def _root(place: Place, origin: Origin, files: Path) -> list[str]:
 
 
 def _landlock(spec: SandboxSpec, place: Place, files: Path) -> dict[str, Any]:
-    """Return what may be seen, and what may be written to."""
     reading = [
         *_SYSTEM_FOLDERS,
         *(f"/etc/{name}" for name in (*_ETC, *COPIED)),
@@ -433,14 +397,7 @@ def _landlock(spec: SandboxSpec, place: Place, files: Path) -> dict[str, Any]:
 
 
 def greeting(rung: IsolationLevel, spec: SandboxSpec, place: Place, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the first message to the agent: its limits, and what commands find.
-
-    Args:
-        rung: How it is held back.
-        spec: What was asked for.
-        place: Where its files are.
-        env: Variables of every command.
-    """
+    """Return the first message to the agent: limits and environment of commands."""
     limits = spec.limits
     shared = rung.isolation != "bubblewrap"
     bounded = {"RLIMIT_FSIZE": limits.file_size, "RLIMIT_NOFILE": limits.open_files, "RLIMIT_CORE": 0}
@@ -479,11 +436,7 @@ def greeting(rung: IsolationLevel, spec: SandboxSpec, place: Place, env: Mapping
 
 
 def check(spec: SandboxSpec) -> None:
-    """Look at what a spec names.
-
-    Raises:
-        SandboxUnavailable: Something of it cannot be; the message names it.
-    """
+    """Check the paths and options of a spec; SandboxUnavailable names what is impossible."""
     if not spec.workdir.startswith("/") or os.path.normpath(spec.workdir) == "/":
         raise SandboxUnavailable(f"workdir is {spec.workdir!r}: give an absolute path below /, such as /work")
     if spec.workspace is not None and not spec.workspace.is_dir():
@@ -496,11 +449,7 @@ def check(spec: SandboxSpec) -> None:
 
 
 def check_python(version: int) -> None:
-    """Look at the version of the Python that the agent runs on, as its ``sys.hexversion``.
-
-    Raises:
-        SandboxUnavailable: It is another than that of this process, whose files were shown to it.
-    """
+    """Raise SandboxUnavailable unless the agent's ``sys.hexversion`` is that of this process."""
     if version != sys.hexversion:
         found = ".".join(str(version >> shift & 0xFF) for shift in (24, 16, 8))
         raise SandboxUnavailable(

@@ -1,4 +1,4 @@
-"""A command inside a sandbox that goes on."""
+"""A spawned command of a local sandbox, and bounded readers of output pipes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ KILL_SECONDS: Final = 10.0
 
 
 class LocalProcess(SandboxProcess):
-    """A command that was spawned.
-
-    Args:
-        channel: Its sandbox's.
-        request: The request that it was started with.
-        stdin: Its input's writing end; owned from now on.
-        output: Its output's reading end; owned from now on.
-        closed: Called when nothing of it is open any longer.
-    """
+    """A spawned command, which owns both pipe ends; ``closed`` is called when they are closed."""
 
     def __init__(
         self, channel: Channel, request: Request, stdin: int, output: int, closed: Callable[[LocalProcess], None]
@@ -77,7 +69,7 @@ class LocalProcess(SandboxProcess):
             await self._channel.send({"op": "interrupt", "id": self._request.id})
 
     async def kill(self) -> None:
-        """End it with everything that it started."""
+        """Kill it with all its processes."""
         if not self._channel.dead and not await self._channel.kill(self._request, KILL_SECONDS):
             self._channel.close()
             raise SandboxDied(f"the sandbox did not end a command within {KILL_SECONDS:g} s")
@@ -87,12 +79,12 @@ class LocalProcess(SandboxProcess):
         return exit_code(await asyncio.shield(self._request.ended))
 
     def close(self) -> None:
-        """Let go of its pipes."""
+        """Close its pipes."""
         self._input_over()
         self._output_over()
 
     async def _until(self, fd: int, *, writing: bool) -> None:
-        """Wait until a pipe can be used, or the command has ended."""
+        """Wait until a pipe is ready, or the command has ended."""
         usable = asyncio.Event()
         add, remove = (
             (self._loop.add_writer, self._loop.remove_writer)
@@ -125,7 +117,7 @@ class LocalProcess(SandboxProcess):
 
 
 def exit_code(status: int | None) -> int:
-    """Return an exit status as a shell tells it."""
+    """Convert a wait status to a shell's exit code."""
     if status is None:
         return 137
     return 128 - status if status < 0 else status
@@ -137,12 +129,7 @@ _LAST: Final = 2**20 + _CHUNK
 
 
 class Collector:
-    """Reads one pipe, and keeps the head and the tail of what comes.
-
-    Args:
-        fd: The pipe's end; owned from now on.
-        limit: Bytes that are kept.
-    """
+    """Reads an owned pipe and keeps the head and tail (``limit`` bytes) of its data."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -155,7 +142,7 @@ class Collector:
 
     @property
     def truncated(self) -> bool:
-        """Whether more came than is kept."""
+        """Whether bytes are missing."""
         return self._kept.truncated
 
     @property
@@ -164,11 +151,11 @@ class Collector:
         return self.fd < 0
 
     def result(self) -> bytes:
-        """Return what is kept, with a line in the place of what is missing."""
+        """Return the kept bytes, with a line that counts the missing ones."""
         return self._kept.data
 
     def finish(self) -> None:
-        """Take what is there now; what comes from now on is dropped, so that no writer ever waits or fails."""
+        """Take the buffered data and drop what comes later, so that writers neither block nor fail."""
         seen = 0
         while not self.closed and seen < _LAST:
             size = self._read()
@@ -178,7 +165,7 @@ class Collector:
         self._dropping = True
 
     def close(self) -> None:
-        """Stop reading. Closing twice is no error."""
+        """Stop reading; idempotent."""
         if self.fd >= 0:
             self._loop.remove_reader(self.fd)
             os.close(self.fd)
@@ -190,7 +177,6 @@ class Collector:
         self._read()
 
     def _read(self) -> int:
-        """Read once; return how much, 0 at the end and -1 where nothing is there yet."""
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""A sandbox of the local backend."""
+"""LocalSandbox: commands, files, snapshots and sockets through the agent's channel."""
 
 from __future__ import annotations
 
@@ -69,18 +69,14 @@ def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> d
 
 
 def missing_program(error: Refused, command: Command, cwd: str | None) -> SandboxFileNotFound:
-    """Return the error of a folder or a program that is not there."""
+    """Return the error of a missing folder or program."""
     if error.what == "cwd":
         return SandboxFileNotFound(f"cwd {cwd!r} inside: {error.reason}")
     return SandboxFileNotFound(f"{shown(command)}: {error.reason}")
 
 
 def refused_result(error: Refused, command: Command, cwd: str | None, duration: float) -> ExecResult:
-    """Return the result of a command that did not start.
-
-    Raises:
-        SandboxFileNotFound: ``cwd`` is no folder.
-    """
+    """Return the result of a command that did not start; SandboxFileNotFound if ``cwd`` is not a folder."""
     if error.what == "cwd":
         raise missing_program(error, command, cwd)
     program = command if isinstance(command, str) else command[0]
@@ -97,13 +93,7 @@ _BYTES_PER_SECOND: Final = 4 * 2**20
 
 
 class LocalSandbox(Sandbox):
-    """A sandbox on this machine; made by its backend.
-
-    Args:
-        backend: Which it belongs to.
-        spec: What is asked for.
-        name: Names it.
-    """
+    """A sandbox on this machine; made by its backend."""
 
     backend: ClassVar[str] = "local"
 
@@ -124,12 +114,7 @@ class LocalSandbox(Sandbox):
         await self.launch()
 
     async def launch(self) -> None:
-        """Start it on the rung that its backend has now.
-
-        Raises:
-            SandboxUnavailable: This machine cannot give what the spec asks for.
-            SandboxStartError: It did not start.
-        """
+        """Start it at the backend's current isolation level. Raises SandboxUnavailable or SandboxStartError."""
         self.capabilities = self._backend.capabilities
         plans.check(self.spec)
         origin = self._backend.origin(self)
@@ -140,7 +125,7 @@ class LocalSandbox(Sandbox):
             raise
 
     async def close(self) -> None:
-        """End everything inside and free what it holds."""
+        """Kill everything inside and free its resources."""
         self._closed = True
         await self.stop_relays()
         if self._channel is not None:
@@ -213,7 +198,7 @@ class LocalSandbox(Sandbox):
     async def spawn(
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> LocalProcess:
-        """Start a command that goes on."""
+        """Start a long-running command."""
         channel = self._alive()
         inner_in, stdin = os.pipe2(os.O_CLOEXEC)
         output, inner_out = os.pipe2(os.O_CLOEXEC)
@@ -242,7 +227,7 @@ class LocalSandbox(Sandbox):
         return process
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
-        """Return what a file inside holds."""
+        """Return a file's content."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         stream = self._hold(Collector(reading, 2 * max_bytes + 2))
         try:
@@ -262,7 +247,7 @@ class LocalSandbox(Sandbox):
             self._release([stream])
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write a file inside, with the folders above it."""
+        """Write a file, creating parent folders."""
         fd = in_memory(data)
         try:
             request = await self._alive().request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
@@ -271,7 +256,7 @@ class LocalSandbox(Sandbox):
         await self._served(request, path, len(data))
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file or a folder of the host to a path inside."""
+        """Copy a host file or folder into the sandbox."""
         if source.is_dir():
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
@@ -298,7 +283,7 @@ class LocalSandbox(Sandbox):
             os.close(fd)
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
-        """Copy a file or a folder inside to a path on the host."""
+        """Copy a file or folder to the host."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
@@ -318,17 +303,17 @@ class LocalSandbox(Sandbox):
         await unpacking
 
     async def snapshot(self) -> str:
-        """Keep the files as they are now, and return the name that a spec begins from."""
+        """Snapshot the files; return the name for ``spec.snapshot``."""
         self._alive()
         return await self._backend.keep(self)
 
     async def fork(self) -> LocalSandbox:
-        """Return a started sandbox of the same spec whose files are what these are now."""
+        """Return a started sandbox with a copy of the current files."""
         self._alive()
         return await self._backend.fork(self)
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Return a socket that listens inside, at 127.0.0.1, and whose connections are accepted here."""
+        """Return a socket that listens inside, at 127.0.0.1, and is accepted on the host."""
         if not self.capabilities.expose:
             raise SandboxUnavailable(
                 f"a sandbox held back by {self.capabilities.isolation} cannot be let reach one address alone: "
@@ -393,7 +378,7 @@ class LocalSandbox(Sandbox):
         return self._channel
 
     def _inside(self, path: str) -> str:
-        """Return a path as processes inside know it: where they have no view of their own, the workdir is elsewhere."""
+        """Translate a path for processes inside: without a mount namespace the workdir is elsewhere."""
         if self.capabilities.isolation == "bubblewrap" or not path.startswith("/"):
             return path
         below = os.path.relpath(os.path.normpath(path), self.spec.workdir)
@@ -411,11 +396,7 @@ class LocalSandbox(Sandbox):
             self._open.discard(each)
 
     async def _kill(self, request: Request) -> None:
-        """End a command with its tree.
-
-        Raises:
-            SandboxDied: The sandbox is gone, or did not do it: it is ended.
-        """
+        """Kill a command's process tree; SandboxDied if that fails, which ends the sandbox."""
         channel = self._alive()
         if not await channel.kill(request, KILL_SECONDS):
             channel.close()
@@ -423,12 +404,7 @@ class LocalSandbox(Sandbox):
             raise SandboxDied(f"sandbox {self.id} did not end a command within {KILL_SECONDS:g} s")
 
     async def _served(self, request: Request, path: str, size: int | None) -> None:
-        """Wait until a request about files is done.
-
-        Raises:
-            SandboxFileError: It could not be.
-            SandboxDied: The sandbox is gone.
-        """
+        """Wait for a file request. Raises SandboxFileError or SandboxDied."""
         seconds = None if size is None else _FILE_SECONDS + size / _BYTES_PER_SECOND
         try:
             done, _ = await asyncio.wait([request.ended], timeout=seconds)

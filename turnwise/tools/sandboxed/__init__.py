@@ -1,1 +1,1 @@
-"""Tools that work in the sandbox of an episode: a shell, Python, an editor, patches."""
+"""Tools that work in the episode's sandbox: shell, Python, editor, patches."""

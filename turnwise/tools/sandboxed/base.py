@@ -1,4 +1,4 @@
-"""What the tools share that work in the sandbox of an episode."""
+"""Base of the sandboxed tools: per-episode state, timeouts, ``submit``, and dialogues with a program."""
 
 from __future__ import annotations
 
@@ -24,18 +24,14 @@ _NOTES: Final = 400
 
 
 class SandboxTool(BaseTool, Generic[P]):
-    """A tool that works in the sandbox of the episode, and has a place there: what it keeps between its calls.
-
-    Attributes:
-        places: By instance.
-    """
+    """A tool in the episode's sandbox, with one place (its state) per instance."""
 
     def __init__(self, config: Mapping[str, Any] | None, schema: ToolSchema) -> None:
         super().__init__(config, schema)
         self.places: dict[str, P] = {}
 
     def place(self, sandbox: Sandbox) -> P:
-        """Return the place that an episode begins with."""
+        """Return the initial state of an episode."""
         raise NotImplementedError(f"{type(self).__qualname__} defines no place()")
 
     async def create(
@@ -45,13 +41,13 @@ class SandboxTool(BaseTool, Generic[P]):
         agent_data: AgentData | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[str, ToolResponse]:
-        """Take the episode's sandbox. Raises ConfigError where there is none."""
+        """Bind the episode's sandbox; ConfigError if there is none."""
         instance_id = instance_id or uuid.uuid4().hex
         self.places[instance_id] = self.place(sandbox_of(agent_data, self.name))
         return instance_id, ToolResponse()
 
     async def leave(self, place: P) -> None:
-        """End what goes on in a place."""
+        """Stop everything that runs in a place."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
         """Leave the episode's place."""
@@ -61,13 +57,13 @@ class SandboxTool(BaseTool, Generic[P]):
 
 
 class TimedConfig(BaseModel):
-    """How a tool runs what a model writes.
+    """Limits of tools that run code.
 
     Attributes:
-        timeout: Seconds that a call may take where it does not say.
-        max_timeout: The most that a call may say.
-        max_output: Characters of output that the model gets to see, of both ends.
-        env: Variables of what is run.
+        timeout: Default timeout of a call in seconds.
+        max_timeout: Maximum of the timeout that a call may ask for.
+        max_output: Characters of output for the model, head and tail.
+        env: Environment variables.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -78,26 +74,22 @@ class TimedConfig(BaseModel):
     env: dict[str, str] = {}
 
     def timeout_schema(self) -> dict[str, Any]:
-        """Return what a model is told of the parameter ``timeout``."""
+        """Return the schema of the parameter ``timeout``."""
         said = f"seconds it may take, {self.timeout:g} by default and {self.max_timeout:g} at most"
         return {"type": "number", "exclusiveMinimum": 0, "description": said}
 
     def timeout_of(self, parameters: Mapping[str, Any]) -> float:
-        """Return the seconds that a call may take."""
+        """Return a call's timeout in seconds."""
         return min(float(parameters.get("timeout") or self.timeout), self.max_timeout)
 
     def shown(self, output: str, notes: list[str], otherwise: str = "(no output)") -> str:
-        """Return what a model is shown: both ends of the output, and notes behind it."""
+        """Return both ends of the output, followed by notes."""
         text = OutputLimit(self.max_output - _NOTES).cut(output).rstrip("\n")
         return "\n".join(([text] if text else []) + notes) or otherwise
 
 
 def sandbox_of(agent_data: AgentData | None, tool: str) -> Sandbox:
-    """Return the sandbox in which an episode's commands run.
-
-    Raises:
-        ConfigError: The environment opened none.
-    """
+    """Return the episode's sandbox; ConfigError if the environment opened none."""
     if agent_data is None or agent_data.sandbox is None:
         raise ConfigError(
             f"tool {tool!r} works in the sandbox of the episode, and the environment opened none: leave the tool out, "
@@ -107,11 +99,7 @@ def sandbox_of(agent_data: AgentData | None, tool: str) -> Sandbox:
 
 
 def tool_config(model: type[C], given: Mapping[str, Any] | None, tool: str) -> C:
-    """Return a tool's configuration as its model.
-
-    Raises:
-        ConfigError: A key is unknown or a value is wrong.
-    """
+    """Validate a tool's configuration. Raises ConfigError."""
     try:
         return model.model_validate(dict(given or {}))
     except ValidationError as error:
@@ -124,7 +112,7 @@ def tool_config(model: type[C], given: Mapping[str, Any] | None, tool: str) -> C
 
 
 def as_schema_of(name: str, description: str, properties: Mapping[str, Any], required: tuple[str, ...]) -> ToolSchema:
-    """Return what a model is told of a tool."""
+    """Return a tool schema of name, description and properties."""
     parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
     return ToolSchema(name, description, {**parameters, "additionalProperties": False})
 
@@ -138,11 +126,6 @@ class SubmitTool(BaseTool):
     """``submit``: ends the episode, which is then scored. Takes no configuration."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Take nothing, or another schema.
-
-        Raises:
-            ConfigError: There is a configuration.
-        """
         if config:
             raise ConfigError(f"tool 'submit': config is {dict(config)!r}: it takes none")
         super().__init__({}, tool_schema or as_schema_of("submit", _DESCRIPTION, {}, ()))
@@ -164,11 +147,7 @@ _AFTERMATH_S: Final = 0.2
 
 
 class Ends:
-    """The head and the tail of bytes that come one by one; what lies between them is only counted.
-
-    Args:
-        limit: Bytes that are kept, half of them of each end.
-    """
+    """The head and tail (half of ``limit`` bytes each) of a byte stream; what is between is only counted."""
 
     def __init__(self, limit: int) -> None:
         self._half = max(1, limit // 2)
@@ -178,7 +157,7 @@ class Ends:
         self._dropped = 0
 
     def add(self, data: bytes) -> None:
-        """Take further bytes."""
+        """Append bytes."""
         room = self._half - len(self._head)
         self._head += data[:room] if room > 0 else b""
         rest = data[max(room, 0) :]
@@ -192,7 +171,7 @@ class Ends:
             self._dropped += len(gone)
 
     def take(self) -> bytes:
-        """Return what was kept since the last time, with a line that says how much is missing."""
+        """Return and clear what was kept, with a line that counts the missing bytes."""
         tail = b"".join(self._tail)
         dropped = self._dropped + max(0, len(tail) - self._half)
         tail = tail[-self._half :]
@@ -204,13 +183,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a program answered.
-
-    Attributes:
-        output: What it wrote before the marker, or so far.
-        note: What stood behind the marker in its line; None where no marker came.
-        ended: Whether the program has ended.
-    """
+    """A program's answer: output, the note after the marker (None without marker), whether it has ended."""
 
     output: bytes
     note: str | None
@@ -218,12 +191,7 @@ class Reply:
 
 
 class Dialogue:
-    """One program that answers, one question at a time.
-
-    Args:
-        process: The program, started.
-        limit: Bytes of an answer that are kept.
-    """
+    """A request-response dialogue with one running program; ``limit`` is the bytes kept of an answer."""
 
     def __init__(self, process: SandboxProcess, limit: int) -> None:
         self._process = process
@@ -237,16 +205,7 @@ class Dialogue:
         self._pump = asyncio.create_task(self._follow())
 
     async def ask(self, question: bytes, marker: str, timeout: float | None) -> Reply:
-        """Write something, and wait for the marker.
-
-        Args:
-            question: What is written.
-            marker: What the program writes when it is done, at most a line's end before its note.
-            timeout: Seconds that are waited for.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Write a question and wait for ``marker``, printed with a note when done. Raises SandboxError."""
         self._marker, self._note = marker.encode(), None
         self._news.clear()
         try:
@@ -257,7 +216,7 @@ class Dialogue:
         return await self.wait(timeout)
 
     async def wait(self, timeout: float | None) -> Reply:
-        """Wait (further) for the marker. Raises what :meth:`ask` raises."""
+        """Continue to wait for the marker. Raises as :meth:`ask`."""
         try:
             async with asyncio.timeout(timeout):
                 while self._note is None and not self._ended:
@@ -274,17 +233,17 @@ class Dialogue:
         return Reply(self._output.take(), self._note, self._ended)
 
     async def interrupt(self) -> None:
-        """Interrupt what the program does, as Ctrl-C does."""
+        """Send SIGINT."""
         await self._process.interrupt()
 
     async def close(self) -> None:
-        """End the program. Closing twice is no error."""
+        """Kill the program; idempotent."""
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
         await self._process.kill()
 
     async def exit_code(self) -> int:
-        """Return how a program ended that did."""
+        """Return the exit code of a program that has ended."""
         return await self._process.wait()
 
     async def _follow(self) -> None:
@@ -333,7 +292,7 @@ class Dialogue:
 
 
 def _overlap(data: bytes, marker: bytes) -> int:
-    """Return how many bytes at the end of ``data`` may be the beginning of a marker."""
+    """Return the length of the longest suffix of ``data`` that is a prefix of the marker."""
     for size in range(min(len(marker) - 1, len(data)), 0, -1):
         if data.endswith(marker[:size]):
             return size

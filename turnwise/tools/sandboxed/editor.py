@@ -1,4 +1,4 @@
-"""The tool that views and changes files."""
+"""The ``editor`` tool, which views and edits text files, and its text operations."""
 
 from __future__ import annotations
 
@@ -22,34 +22,27 @@ _MOST_NAMED: Final = 20
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a text, without their ends. Only line feeds part lines, as for compilers and ``diff``."""
+    """Split a text at line feeds only, as compilers and ``diff`` do."""
     return [line.rstrip("\r\n") for line in _with_ends(text)]
 
 
 def numbered(lines: list[str], first: int = 1) -> str:
-    """Return lines with their numbers, as ``cat -n`` shows them."""
+    """Return lines with numbers, as ``cat -n``."""
     return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
 
 
 def shown_part(text: str, first: int, last: int) -> str:
-    """Return lines ``first`` to ``last`` of a text (from 1, both included) with some lines around them, numbered."""
+    """Return lines ``first`` to ``last`` (from 1, inclusive) with context, numbered."""
     lines = lines_of(text)
     start, end = max(1, first - _CONTEXT), min(len(lines), last + _CONTEXT)
     return numbered(lines[start - 1 : end], start)
 
 
 def replaced(text: str, old: str, new: str) -> tuple[str, int]:
-    """Return a text in which ``old``, which stands there exactly once, is ``new``.
+    """Replace the only occurrence of ``old``; return the new text and the first changed line.
 
-    Where the text has Windows line ends and ``old`` has none, both are read as if they had them, unless lines without
-    them stand there just so.
-
-    Returns:
-        The new text, and the line at which the change begins.
-
-    Raises:
-        ToolError: It stands there more often (the message names the lines), or not at all (the message shows what comes
-            nearest).
+    Line ends of ``old`` and ``new`` are adapted to a text with Windows line ends, unless ``old`` matches verbatim.
+    Raises ToolError if there are several occurrences (naming the lines) or none (showing the closest text).
     """
     if not old:
         raise ToolError("old_str is empty: give the text that is to be replaced, or use insert")
@@ -72,11 +65,7 @@ def replaced(text: str, old: str, new: str) -> tuple[str, int]:
 
 
 def inserted(text: str, line: int, new: str) -> str:
-    """Return a text with ``new`` behind line ``line``; 0 is before the first.
-
-    Raises:
-        ToolError: There is no such line.
-    """
+    """Insert ``new`` after a line (0: at the start); ToolError if there is no such line."""
     lines = _with_ends(text)
     if not 0 <= line <= len(lines):
         raise ToolError(f"insert_line is {line}: the file has {len(lines)} lines, so it must be from 0 to {len(lines)}")
@@ -92,7 +81,7 @@ def inserted(text: str, line: int, new: str) -> str:
 
 
 def _places(text: str, part: str) -> list[int]:
-    """Return where a part begins, overlapping ones included: each of them would be a different edit."""
+    """Return all occurrences, overlapping ones included: each would be a different edit."""
     found, start = [], text.find(part)
     while start >= 0:
         found.append(start)
@@ -156,11 +145,11 @@ _LIST: Final = (
 
 
 class EditorConfig(BaseModel):
-    """What ``editor`` takes.
+    """Configuration of ``editor``.
 
     Attributes:
-        max_file: Bytes of a file that it opens.
-        max_output: Characters of a file that one view shows; of a longer one, the rest is to be asked for.
+        max_file: Maximum size of a file in bytes.
+        max_output: Characters of a file per view.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -171,21 +160,16 @@ class EditorConfig(BaseModel):
 
 @dataclass(slots=True)
 class Desk:
-    """An episode's files: what an undo brings back, the latest last; None for a file that was not there."""
+    """The undo history of an episode, latest last; None stands for an absent file."""
 
     sandbox: Sandbox
     before: dict[str, list[bytes | None]] = field(default_factory=dict)
 
 
 class EditorTool(SandboxTool[Desk]):
-    """``editor``: views and changes text files in the sandbox of the episode."""
+    """``editor``: views and edits text files in the episode's sandbox."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Take a configuration, see :class:`EditorConfig`.
-
-        Raises:
-            ConfigError: It has an unknown key or a wrong value.
-        """
         self.settings: EditorConfig = tool_config(EditorConfig, config, "editor")
         text = {"type": "string"}
         properties = {
@@ -205,7 +189,7 @@ class EditorTool(SandboxTool[Desk]):
         self.max_output = self.settings.max_output + 2_000
 
     def place(self, sandbox: Sandbox) -> Desk:
-        """Return a desk with nothing to be undone."""
+        """Return a desk with an empty history."""
         return Desk(sandbox)
 
     async def execute(
@@ -214,12 +198,7 @@ class EditorTool(SandboxTool[Desk]):
         parameters: dict[str, Any],
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """View or change a file.
-
-        Raises:
-            ToolError: It cannot be done; the message says what to do instead.
-            SandboxError: The sandbox failed.
-        """
+        """View or edit a file. Raises ToolError with the remedy, or SandboxError."""
         command, path = str(parameters["command"]), str(parameters["path"])
         missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
         if missing:
@@ -269,7 +248,6 @@ class EditorTool(SandboxTool[Desk]):
         return numbered(shown, first) if shown else f"({path} is empty)"
 
     async def _listing(self, desk: Desk, path: str) -> str | None:
-        """Return what a folder holds, or None where it is none."""
         found = await desk.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
         if found.exit_code == 3:
             return None

@@ -1,4 +1,4 @@
-"""Patches as models write them: unified diffs, and the ``*** Begin Patch`` envelope."""
+"""The ``apply_patch`` tool: parsing and applying unified diffs and ``*** Begin Patch`` envelopes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ _SAME_NAMES: Final = re.compile(r'diff --git "?a/(.+?)"? "?b/\1"?$')
 
 @dataclass(slots=True)
 class Hunk:
-    """One place that changes.
+    """One hunk of a patch.
 
     Attributes:
-        old: Its lines as they are, context included.
-        new: Its lines as they will be.
-        line: Where the patch says that it begins, from 1; None where it does not.
-        anchors: Lines that stand above it, in order (``@@ def f():``).
-        at_end: Whether it is the end of the file.
-        old_newline: Whether its last old line ends with a line feed; None where the patch does not say.
+        line: First line by the patch's header, from 1, or None.
+        anchors: Lines above it, in order (``@@ def f():``).
+        at_end: Whether it ends at the end of the file.
+        old_newline: Whether its last old line ends with a line feed; None if unspecified.
         new_newline: The same of its last new line.
     """
 
@@ -50,14 +48,7 @@ class Hunk:
 
 @dataclass(slots=True)
 class FileChange:
-    """What becomes of one file.
-
-    Attributes:
-        kind: Whether it is new, changed or removed.
-        path: Where it is.
-        move_to: Where it will be, or None.
-        hunks: What changes; a new file has at most one, with nothing old.
-    """
+    """The change of one file; an added file has at most one hunk, without old lines."""
 
     kind: Kind
     path: str
@@ -66,11 +57,7 @@ class FileChange:
 
 
 def parse_patch(text: str) -> list[FileChange]:
-    """Read a patch.
-
-    Raises:
-        ToolError: It is none, or a line of it cannot be read; the message quotes the line.
-    """
+    """Parse a patch; ToolError quotes the malformed line."""
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     enveloped = any(line.strip() == _BEGIN for line in lines)
     changes = _envelope(lines) if enveloped else _unified(lines)
@@ -87,15 +74,7 @@ def parse_patch(text: str) -> list[FileChange]:
 
 
 def patched(change: FileChange, text: str) -> str:
-    """Return the text of a file after a change that updates it.
-
-    Args:
-        change: What becomes of it.
-        text: What it holds.
-
-    Raises:
-        ToolError: A hunk does not match, or matches in several places; the message quotes the line that is different.
-    """
+    """Return an updated file's text; ToolError if a hunk is ambiguous or does not match, quoting the differing line."""
     raw = text.split("\n")
     newline = raw[-1] == ""
     raw = raw[:-1] if newline else raw
@@ -120,7 +99,7 @@ def patched(change: FileChange, text: str) -> str:
 
 
 def _with_ends(hunk: Hunk, raw: list[str], ending: str) -> list[str]:
-    """Return a hunk's new lines: those that stay as they are in the file, others with the line end of most."""
+    """Return a hunk's new lines; context keeps its line ends, new lines take the predominant one."""
     found = [line + ending for line in hunk.new]
     matcher = difflib.SequenceMatcher(None, hunk.old, hunk.new, autojunk=False)
     for old, new, size in matcher.get_matching_blocks():
@@ -129,7 +108,7 @@ def _with_ends(hunk: Hunk, raw: list[str], ending: str) -> list[str]:
 
 
 def added(change: FileChange) -> str:
-    """Return the text of a file that a change adds."""
+    """Return the text of an added file."""
     hunk = change.hunks[0] if change.hunks else Hunk()
     newline = hunk.new_newline is not False
     return "\n".join(hunk.new) + ("\n" if newline and hunk.new else "")
@@ -173,7 +152,6 @@ def _anchor(lines: list[str], anchor: str, start: int, where: str) -> int:
 
 
 def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
-    """Say how the place that fits best is different."""
     best, matched = start, -1
     for at in range(start, max(start + 1, len(lines))):
         count = 0
@@ -229,7 +207,7 @@ def _unified(lines: list[str]) -> list[FileChange]:
 
 
 def _has_lines(lines: list[str], at: int) -> bool:
-    """Whether a section of git's, from a line in its head on, says of lines, or of bytes, what changes."""
+    """Whether a git section has hunks or a binary patch after its header."""
     for line in lines[at:]:
         if line.startswith(("--- ", "GIT binary patch", "Binary files ")):
             return True
@@ -263,7 +241,6 @@ def _path(header: str) -> str | None:
 
 
 def _hunks(lines: list[str], at: int, change: FileChange) -> int:
-    """Read the hunks of a section; returns where they end."""
     while at < len(lines) and (found := _HUNK.match(lines[at])) is not None:
         old_left, new_left = int(found[2] or 1), int(found[4] or 1)
         hunk = Hunk(line=int(found[1]))
@@ -292,7 +269,7 @@ def _hunks(lines: list[str], at: int, change: FileChange) -> int:
 
 
 def _ends(lines: list[str], at: int, *, over: bool, one_each: bool) -> bool:
-    """Whether a hunk is over at a line. Its counts decide where they are right; models often count wrong."""
+    """Whether a hunk ends at a line: by its counts if they are right, else by the next header."""
     line = lines[at]
     if line[:1] not in ("", " ", "+", "-"):
         return True
@@ -384,10 +361,10 @@ _DESCRIPTION: Final = (
 
 
 class ApplyPatchConfig(BaseModel):
-    """What ``apply_patch`` takes.
+    """Configuration of ``apply_patch``.
 
     Attributes:
-        max_file: Bytes of a file that it changes.
+        max_file: Maximum size of a changed file in bytes.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -396,20 +373,15 @@ class ApplyPatchConfig(BaseModel):
 
 
 class ApplyPatchTool(SandboxTool[Sandbox]):
-    """``apply_patch``: changes files in the sandbox of the episode by a patch."""
+    """``apply_patch``: changes files in the episode's sandbox by a patch."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Take a configuration, see :class:`ApplyPatchConfig`.
-
-        Raises:
-            ConfigError: It has an unknown key or a wrong value.
-        """
         self.settings: ApplyPatchConfig = tool_config(ApplyPatchConfig, config, "apply_patch")
         properties = {"patch": {"type": "string", "description": "the patch"}}
         super().__init__(config, tool_schema or as_schema_of("apply_patch", _DESCRIPTION, properties, ("patch",)))
 
     def place(self, sandbox: Sandbox) -> Sandbox:
-        """Nothing is kept between calls."""
+        """Return the sandbox: there is no other state."""
         return sandbox
 
     async def execute(
@@ -418,12 +390,7 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
         parameters: dict[str, Any],
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """Apply a patch.
-
-        Raises:
-            ToolError: It cannot be read or does not fit; nothing is changed then.
-            SandboxError: The sandbox failed.
-        """
+        """Apply a patch, as a whole or, after a ToolError, not at all. Raises SandboxError."""
         sandbox = self.places[instance_id]
         changes = parse_patch(str(parameters["patch"]))
         before: Files = {}

@@ -1,4 +1,4 @@
-"""The tool that runs Python in an interpreter that lasts."""
+"""The ``python`` tool, a persistent interpreter in the sandbox."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _DESCRIPTION: Final = (
 
 
 class PythonConfig(TimedConfig):
-    """How ``python`` runs code.
+    """Configuration of ``python``.
 
     Attributes:
         interpreter: The program inside the sandbox.
-        plots: Whether figures of matplotlib that a call leaves open are answered as images, and closed. The model's
-            renderer must place images.
+        plots: Return open matplotlib figures as images and close them; the renderer must accept images.
     """
 
     interpreter: str = "python3"
@@ -41,21 +40,16 @@ class PythonConfig(TimedConfig):
 
 @dataclass(slots=True)
 class Place:
-    """Where an episode's code runs: the interpreter is started by its first call."""
+    """The interpreter of an episode, started by its first call."""
 
     sandbox: Sandbox
     interpreter: Dialogue | None = None
 
 
 class PythonTool(SandboxTool[Place]):
-    """``python``: an interpreter in the sandbox of the episode, started by the first call."""
+    """``python``: an interpreter in the episode's sandbox, started by the first call."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Take a configuration, see :class:`PythonConfig`.
-
-        Raises:
-            ConfigError: It has an unknown key or a wrong value.
-        """
         self.settings: PythonConfig = tool_config(PythonConfig, config, "python")
         properties = {
             "code": {"type": "string", "description": "what is run"},
@@ -70,7 +64,7 @@ class PythonTool(SandboxTool[Place]):
         return Place(sandbox)
 
     async def leave(self, place: Place) -> None:
-        """End the interpreter."""
+        """Kill the interpreter."""
         program, place.interpreter = place.interpreter, None
         if program is not None:
             await program.close()
@@ -81,12 +75,7 @@ class PythonTool(SandboxTool[Place]):
         parameters: dict[str, Any],
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """Run code.
-
-        Raises:
-            ToolError: There is no interpreter in this sandbox.
-            SandboxError: The sandbox failed.
-        """
+        """Run code. Raises ToolError (no interpreter) or SandboxError."""
         place, settings = self.places[instance_id], self.settings
         timeout = settings.timeout_of(parameters)
         marker = secrets.token_hex(16)
@@ -133,7 +122,7 @@ class PythonTool(SandboxTool[Place]):
     async def _restart(
         self, place: Place, program: Dialogue, reply: Reply, timeout: float, *, timed_out: bool
     ) -> ToolResponse:
-        """Give up an interpreter that ended, or that nothing interrupts; the next call starts one."""
+        """Drop an interpreter that ended or ignores interrupts; the next call starts one."""
         code = await program.exit_code() if reply.ended else None
         await self.leave(place)
         if timed_out:

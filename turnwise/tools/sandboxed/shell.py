@@ -1,4 +1,4 @@
-"""The tool that runs commands in a shell."""
+"""The ``shell`` tool: single commands or a persistent bash session in the sandbox."""
 
 from __future__ import annotations
 
@@ -47,24 +47,19 @@ _PERSISTENT: Final = (
 
 
 class ShellConfig(TimedConfig):
-    """How ``shell`` runs commands.
+    """Configuration of ``shell``.
 
     Attributes:
-        persistent: Whether all calls of an episode are of one session.
+        persistent: Whether all calls of an episode share one session.
     """
 
     persistent: bool = True
 
 
 class ShellTool(SandboxTool["ShellSession"]):
-    """``shell``: commands in the sandbox of the episode, each on its own or all in one session."""
+    """``shell``: commands in the episode's sandbox, each on its own or in one session."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Take a configuration, see :class:`ShellConfig`.
-
-        Raises:
-            ConfigError: It has an unknown key or a wrong value.
-        """
         self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
         properties = {
             "command": {"type": "string", "description": "what is run; several lines are fine"},
@@ -79,7 +74,7 @@ class ShellTool(SandboxTool["ShellSession"]):
         return ShellSession(sandbox, self.settings.env, 4 * self.settings.max_output)
 
     async def leave(self, place: ShellSession) -> None:
-        """End the session."""
+        """Close the session."""
         await place.close()
 
     async def execute(
@@ -88,12 +83,7 @@ class ShellTool(SandboxTool["ShellSession"]):
         parameters: dict[str, Any],
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
-        """Run a command.
-
-        Raises:
-            ToolError: The command cannot be run as it is written.
-            SandboxError: The sandbox failed.
-        """
+        """Run a command. Raises ToolError (malformed command) or SandboxError."""
         command, session = str(parameters["command"]), self.places[instance_id]
         if "\0" in command:
             raise ToolError("the command holds a NUL character: leave it out")
@@ -132,15 +122,7 @@ class ShellTool(SandboxTool["ShellSession"]):
 
 
 class Ran:
-    """What a command in a session left.
-
-    Args:
-        output: Both its streams.
-        exit_code: How it ended; that of the shell where it ended the shell.
-        cwd: Where the session is then.
-        timed_out: Whether its time was over.
-        restarted: Whether the shell is a new one.
-    """
+    """The result of a command in a session; ``exit_code`` is the shell's if the command ended it."""
 
     __slots__ = ("cwd", "exit_code", "output", "restarted", "timed_out")
 
@@ -150,13 +132,7 @@ class Ran:
 
 
 class ShellSession:
-    """One shell in a sandbox, made anew where a command took it along.
-
-    Args:
-        sandbox: Where.
-        env: Variables of its commands.
-        limit: Bytes of an output that are kept.
-    """
+    """A shell in a sandbox, restarted if a command ended it; ``limit`` is the bytes kept of an output."""
 
     def __init__(self, sandbox: Sandbox, env: Mapping[str, str], limit: int) -> None:
         self.sandbox = sandbox
@@ -168,11 +144,7 @@ class ShellSession:
         self._cwd: str | None = None
 
     async def run(self, command: str, timeout: float) -> Ran:
-        """Run a command to its end, or to the end of its time.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Run a command until it ends or times out. Raises SandboxError."""
         shell = await self._open()
         try:
             asked = await self._ask(shell, f"eval {shlex.quote(command)} </dev/null\n", timeout)
@@ -193,13 +165,13 @@ class ShellSession:
         return Ran(output, exit_code, self._cwd or "", timed_out=timed_out, restarted=True)
 
     async def close(self) -> None:
-        """End the shell. Closing twice is no error."""
+        """Kill the shell; idempotent."""
         shell, self._shell = self._shell, None
         if shell is not None:
             await shell.close()
 
     async def _stop(self, shell: Dialogue) -> Reply:
-        """End what a shell runs: by an interrupt, or by killing it while the shell and its jobs live on."""
+        """Stop a shell's command: by an interrupt, or by killing it but not the shell and its jobs."""
         await shell.interrupt()
         reply = await shell.wait(_GRACE_S)
         if reply.note is not None or reply.ended:

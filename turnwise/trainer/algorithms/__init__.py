@@ -1,1 +1,1 @@
-"""Training algorithms: rewards, credit, advantage estimators, losses, corrections and their configuration."""
+"""Algorithms: rewards, credit, advantage estimators, losses, off-policy correction, and their configuration."""

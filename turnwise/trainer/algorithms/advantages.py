@@ -1,4 +1,7 @@
-"""Advantage estimators: how much better a trajectory or a turn did than the others that it is compared with."""
+"""Advantage estimators, their registry, and the advantages of a training step.
+
+Every estimator takes ``rewards``, float of shape [n], and ``groups``, integers of shape [n]: one entry per trajectory.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator returns for n trajectories.
+    """The advantages of n trajectories.
 
     Attributes:
         values: float32 of shape [n].
         dead: bool of shape [n], true in groups without a gradient: all rewards equal, or a single trajectory.
-        groups: How many groups there were.
-        dead_groups: How many of them have no gradient.
+        groups: Number of groups.
+        dead_groups: Number of groups without a gradient.
     """
 
     values: Tensor
@@ -42,13 +45,13 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of n trajectories, in float64: small differences of large rewards are kept.
+    """The groups of n trajectories, in float64 to keep small differences of large rewards.
 
     Attributes:
-        index: int64 of shape [n], the number (from 0) of each trajectory's group.
+        index: int64 of shape [n], each trajectory's group, numbered from 0.
         size: int64 of shape [groups].
-        dead: bool of shape [groups], whether all rewards are equal, as they are in a group of one.
-        mean: Shape [groups], of the rewards.
+        dead: bool of shape [groups], true where all rewards are equal, as in a group of one.
+        mean: Mean reward, shape [groups].
         rewards: Shape [n].
     """
 
@@ -60,11 +63,7 @@ class Groups:
 
     @classmethod
     def of(cls, rewards: Tensor, groups: Tensor) -> Self:
-        """Return the groups.
-
-        Args:
-            rewards: Shape [n].
-            groups: Shape [n], integers: the group of each trajectory.
+        """Group rewards, of shape [n], by ``groups``, integers of shape [n].
 
         Raises:
             TrainError: Shapes differ, or a reward is not finite.
@@ -86,22 +85,17 @@ class Groups:
 
     @property
     def centred(self) -> Tensor:
-        """Rewards less the mean of their group, shape [n]."""
+        """Rewards minus their group's mean, shape [n]."""
         return self.rewards - self.mean[self.index]
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation of each group with Bessel's correction (n - 1), shape [groups]; 0 for a group of one."""
+        """Sample standard deviation (n - 1) of each group, shape [groups]; 0 for a group of one."""
         squares = torch.zeros_like(self.mean).index_add(0, self.index, self.centred.square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt()
 
     def result(self, values: Tensor, dead: Tensor | None = None) -> Advantages:
-        """Return advantages that are exactly 0 in groups without a gradient.
-
-        Args:
-            values: Shape [n].
-            dead: bool of shape [groups]; by default those whose rewards are all equal.
-        """
+        """Return advantages from ``values`` [n], exactly 0 in ``dead`` groups, by default those of equal rewards."""
         dead_groups = self.dead if dead is None else dead
         mask = dead_groups[self.index]
         return Advantages(values.masked_fill(mask, 0.0).float(), mask, len(self.size), int(dead_groups.sum()))
@@ -111,14 +105,9 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Posi
     """Group-relative advantages.
 
     For member i of group g: ``A_i = (r_i - mean_g) / (std_g + eps)``: Shao et al. 2024, DeepSeekMath
-    (arXiv:2402.03300), section 4.1.2. Std is that with n - 1, of which the paper says nothing. Without ``norm_by_std``:
-    ``A_i = r_i - mean_g``, as in Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers: the group of each trajectory.
-        norm_by_std: Whether to divide by the group's standard deviation.
-        eps: Added to the standard deviation.
+    (arXiv:2402.03300), section 4.1.2. The paper leaves the kind of std open; here it is the sample one (n - 1). Without
+    ``norm_by_std``: ``A_i = r_i - mean_g``, as in Liu et al. 2025, Understanding R1-Zero-Like Training
+    (arXiv:2503.20783), section 3.2.
 
     Raises:
         TrainError: Shapes differ, or a reward is not finite.
@@ -131,25 +120,17 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Posi
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Advantages:
     """Group-relative advantages without the standard deviation: ``A_i = r_i - mean_g``.
 
-    Liu et al. 2025, Dr. GRPO, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2. The other half of
-    that paper, a constant in place of the length, is the aggregation ``seq_mean_token_sum_norm``.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
+    Liu et al. 2025, Dr. GRPO, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2. The paper's constant
+    length normaliser is the aggregation ``seq_mean_token_sum_norm``.
     """
     return grpo(rewards, groups, norm_by_std=False)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Advantages:
-    """Leave-one-out: a trajectory against the mean of the others of its group.
+    """Leave-one-out baseline: the mean reward of the group's other trajectories.
 
     ``A_i = r_i - 1/(n-1) sum_(j != i) r_j = n/(n-1) (r_i - mean_g)``: Ahmadian et al. 2024, Back to Basics
     (arXiv:2402.14740), after Kool et al. 2019.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
     """
     grouped = Groups.of(rewards, groups)
     factor = grouped.size / (grouped.size - 1).clamp(min=1)
@@ -157,16 +138,11 @@ def rloo(rewards: Tensor, groups: Tensor) -> Advantages:
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Advantages:
-    """The baseline of least variance, in which a trajectory counts by its length.
+    """The length-weighted baseline of minimal variance.
 
-    ``A_i = r_i - sum_g l_j r_j / sum_g l_j`` with l the number of sampled tokens: Hao et al. 2025, On-Policy RL with
-    Optimal Reward Baseline (arXiv:2505.23585), the simplified baseline b* (the squared gradient norm of a trajectory
-    is taken to grow with its length).
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
-        lengths: Shape [n], sampled tokens; above 0.
+    ``A_i = r_i - sum_g l_j r_j / sum_g l_j`` with l the ``lengths`` (sampled tokens, shape [n]): Hao et al. 2025,
+    On-Policy RL with Optimal Reward Baseline (arXiv:2505.23585), the simplified b*, which assumes that a trajectory's
+    squared gradient norm grows with its length.
 
     Raises:
         TrainError: Shapes differ, a reward is not finite, or a length is not above 0.
@@ -183,17 +159,11 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Advantages:
 
 
 def passk(rewards: Tensor, groups: Tensor, *, by_std: bool = False, eps: Positive = 1e-4) -> Advantages:
-    """Only the best of a group is rewarded, by how much it is better than the second: the maximum is what counts.
+    """Leave-one-out estimator of the group's maximum (pass@k): only the best trajectory has an advantage.
 
     ``A_best = (r_best - r_second) / (std_g + eps)``, all others 0: Tang et al. 2025, Optimizing Language Models for
-    Inference Time Objectives using RL (arXiv:2503.19595), the leave-one-out estimator of pass@k; without
-    ``by_std`` the divisor is 1. Where two are best the difference is 0 and the group teaches nothing.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
-        by_std: Whether to divide by the group's standard deviation.
-        eps: Added to the standard deviation.
+    Inference Time Objectives using RL (arXiv:2503.19595); without ``by_std`` the divisor is 1. A tie of the best two
+    leaves the group dead.
     """
     grouped = Groups.of(rewards, groups)
     values = torch.zeros_like(grouped.rewards)
@@ -212,13 +182,8 @@ def reinforce_plus_plus(rewards: Tensor, groups: Tensor) -> Advantages:
     """REINFORCE with the batch as its baseline.
 
     ``A_i = (r_i - mean) / sqrt(var + 1e-8)`` over all trajectories of the batch, var unbiased: Hu et al. 2025,
-    REINFORCE++ (arXiv:2501.03262), the global batch normalisation. Groups are not compared: one whose rewards are all
-    equal, or a group of one, still learns from being better or worse than the batch. Only a batch of equal rewards
-    teaches nothing.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
+    REINFORCE++ (arXiv:2501.03262), global batch normalisation. A group of one, or of equal rewards, still has a
+    gradient; only a batch of equal rewards has none.
     """
     grouped = Groups.of(rewards, groups)
     equal = len(grouped.rewards) == 0 or bool(grouped.rewards.min() == grouped.rewards.max())
@@ -226,30 +191,22 @@ def reinforce_plus_plus(rewards: Tensor, groups: Tensor) -> Advantages:
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, groups: Tensor) -> Advantages:
-    """REINFORCE++ with the group's mean as baseline and the batch's spread as scale.
+    """REINFORCE++ with the group's mean as baseline and the batch's standard deviation as scale.
 
     ``A_i = (r_i - mean_g) / sqrt(var + 1e-8)``, var that of all ``r - mean_g`` of the batch, unbiased: Hu et al. 2025
-    (arXiv:2501.03262), REINFORCE++-baseline. (Their mean over the batch is 0, so nothing more is subtracted.)
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
+    (arXiv:2501.03262), REINFORCE++-baseline. The batch mean of ``r - mean_g`` is 0 and need not be subtracted.
     """
     grouped = Groups.of(rewards, groups)
     return grouped.result(whitened(grouped.centred, shift=False))
 
 
 def gpg(rewards: Tensor, groups: Tensor) -> Advantages:
-    """Group policy gradient: what teaches makes up for what does not.
+    """Group policy gradient: advantages scaled up for the groups that have none.
 
     ``A_i = alpha (r_i - mean_g)`` with ``alpha = n / m``, m of the n trajectories being in groups whose rewards
     differ: Chu et al. 2025, GPG (arXiv:2504.02546), the accurate gradient estimation, with normaliser 1. (Some
-    implementations count non-zero rewards in place of m.) Groups that teach nothing have to stay in the denominator
-    of the loss: ``drop_zero_variance: false``.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
+    implementations count non-zero rewards in place of m.) Dead groups must stay in the denominator of the loss:
+    ``drop_zero_variance: false``.
     """
     grouped = Groups.of(rewards, groups)
     telling = int((~grouped.dead[grouped.index]).sum())
@@ -264,21 +221,21 @@ def gdpo(
     reward_weights: dict[str, float] | None = None,
     eps: Positive = 1e-4,
 ) -> Advantages:
-    """Rewards of several names, each compared apart, so that none drowns the others.
+    """Normalise each named reward within its group, then sum them.
 
     ``a_ik = (r_ik - mean_gk) / (std_gk + eps)`` for each name k, ``s_i = sum_k w_k a_ik``, ``A_i = s_i / sqrt(var(s) +
-    1e-8)`` over the batch: Liu et al. 2026, GDPO (arXiv:2601.05242), group reward-decoupled normalisation. (The mean
-    of s over the batch is 0.)
+    1e-8)`` over the batch: Liu et al. 2026, GDPO (arXiv:2601.05242), group reward-decoupled normalisation. The batch
+    mean of s is 0.
 
     Args:
-        rewards: Shape [n], the sums; they decide nothing here.
+        rewards: Summed rewards, shape [n]; not read.
         groups: Shape [n], integers.
-        components: For each name the rewards of that name, shape [n].
-        reward_weights: Weight of each name; None weighs all by 1, a name left out has weight 0.
+        components: Rewards of shape [n] by name.
+        reward_weights: Weight by name; None weighs all by 1, an omitted name has weight 0.
         eps: Added to each standard deviation.
 
     Raises:
-        TrainError: A weight has a name that no reward has, though there are rewards.
+        TrainError: A weight's name is not among the rewards of the batch.
     """
     total = Groups.of(rewards, groups)
     if not components:
@@ -301,15 +258,10 @@ def gdpo(
 
 
 def remax(rewards: Tensor, groups: Tensor, *, baselines: Tensor) -> Advantages:
-    """REINFORCE with the reward of the greedy completion as baseline.
+    """REINFORCE with the greedy rollout's reward as baseline.
 
-    ``A_i = r_i - b_i``: Li et al. 2023, ReMax (arXiv:2310.10505). Nothing is compared within a group, so a group
-    of one teaches as well as any; a trajectory that earned what the greedy one did has 0.
-
-    Args:
-        rewards: Shape [n].
-        groups: Shape [n], integers.
-        baselines: Shape [n], the reward of a greedy rollout of each trajectory's task.
+    ``A_i = r_i - b_i`` with b the ``baselines``, shape [n]: Li et al. 2023, ReMax (arXiv:2310.10505). Groups are not
+    compared, so a group of one has a gradient; a trajectory whose reward equals its baseline has advantage 0.
 
     Raises:
         TrainError: Shapes differ, or a number is not finite.
@@ -334,20 +286,19 @@ def gigpo(
 
     ``A_it = A^E_i + omega A^S_it``; ``A^E`` as GRPO; ``A^S_it = (G_it - mean) / (std + eps)`` over the turns of the
     group that began in the same state, ``G_it`` their discounted returns: Feng et al. 2025, GiGPO (arXiv:2505.10978),
-    section 4. A state that was met once gives 0, and so does a group of one. Without ``norm_by_std`` both divisors are
-    1.
+    section 4. A state met once, and a group of one, give 0. Without ``norm_by_std`` both divisors are 1.
 
     Args:
-        rewards: Shape [n], of the episodes.
+        rewards: Of the episodes, shape [n].
         groups: Shape [n], integers.
-        step_returns: For each trajectory the returns of its turns, shape [turns].
-        anchors: For each trajectory what identifies the state before each turn.
-        omega: Weight of the comparison of turns.
+        step_returns: Per trajectory the returns of its turns, shape [turns].
+        anchors: Per trajectory the state before each turn.
+        omega: Weight of the turn-level advantage.
         norm_by_std: Whether to divide by standard deviations.
-        eps: Added to them.
+        eps: Added to the standard deviations.
 
     Returns:
-        For each trajectory the advantages of its turns, float32 of shape [turns].
+        Per trajectory the advantages of its turns, float32 of shape [turns].
 
     Raises:
         TrainError: Numbers of turns differ, shapes differ, or a number is not finite.
@@ -403,14 +354,9 @@ WITH_GROUPS = frozenset(ADVANTAGES) - WITHOUT_GROUPS
 
 
 def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
-    """Give an estimator a name that ``algorithm.advantage`` takes; without a function, as the decorator of one.
+    """Register an estimator for ``algorithm.advantage``; without a function, return a decorator.
 
-    Args:
-        name: The name.
-        function: Called as every estimator is (:data:`ADVANTAGE_ARGUMENTS`, :data:`ADVANTAGE_DATA`).
-
-    Returns:
-        The function, or the decorator.
+    It is called with :data:`ADVANTAGE_ARGUMENTS` and the part of :data:`ADVANTAGE_DATA` that it names.
 
     Raises:
         RegistryError: The name is taken by another estimator.
@@ -424,7 +370,7 @@ def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
 
 
 def advantage_fn(name: str) -> Callable[..., Any]:
-    """Return an estimator by its name, or a custom one by a reference (``pkg.mod:function``).
+    """Return an estimator by its name or by reference (``pkg.mod:function``).
 
     Raises:
         RegistryError: No such estimator.
@@ -436,21 +382,15 @@ def advantage_fn(name: str) -> Callable[..., Any]:
 def compare_returns(
     returns: Sequence[Values], groups: Sequence[int], *, norm_by_std: bool, eps: float
 ) -> tuple[list[Values], list[bool]]:
-    """Compare turns with all turns of their group, in which each trajectory counts once however many it has.
+    """Compare turns with all turns of their group, each trajectory weighing the same whatever its number of turns.
 
     For turn t of trajectory i of a group of n: ``A_it = (G_it - m) / (s + eps)`` with the mean of the trajectories'
     means, ``m = 1/n sum_i 1/T_i sum_t G_it``, and the spread around it, ``s^2 = 1/(n-1) sum_i 1/T_i sum_t (G_it -
-    m)^2``. Without ``norm_by_std``: ``A_it = G_it - m``. Where all turns of each trajectory have the same return this
-    is GRPO of the trajectories. A group of one, and one whose returns are all equal, has advantage exactly 0.
-
-    Args:
-        returns: For each trajectory an array with at least one turn (or token).
-        groups: For each trajectory its group.
-        norm_by_std: Whether to divide by the spread.
-        eps: Added to the spread.
+    m)^2``. Without ``norm_by_std``: ``A_it = G_it - m``. Equals GRPO where all turns of a trajectory have the same
+    return. A group of one, and one of equal returns, has advantage exactly 0.
 
     Returns:
-        The advantages of each trajectory's turns, and whether its group has no gradient.
+        Per trajectory the advantages of its turns (or tokens), and whether its group is dead.
 
     Raises:
         TrainError: A return is not finite.
@@ -489,14 +429,14 @@ whether the spread divides (None: the estimator's option ``norm_by_std``)."""
 
 @dataclass(frozen=True, slots=True)
 class StepAdvantages:
-    """The advantages of the trajectories of a step.
+    """The advantages of a step's trajectories.
 
     Attributes:
-        advantages: For each trajectory one number for all its turns, or one per turn, or one per sampled token.
-        dead: For each trajectory whether its group has no gradient.
-        groups: How many groups there were.
-        dead_groups: How many of them have no gradient.
-        token_starts: Where each turn of a trajectory begins in advantages of tokens; None where they are of turns.
+        advantages: Per trajectory a scalar, or an array of shape [turns] or [sampled tokens].
+        dead: Per trajectory whether its group has no gradient.
+        groups: Number of groups.
+        dead_groups: Number of groups without a gradient.
+        token_starts: Per trajectory the index of each turn's first token; None unless advantages are per token.
     """
 
     advantages: list[float | Values]
@@ -506,7 +446,7 @@ class StepAdvantages:
     token_starts: list[npt.NDArray[np.int64]] | None = None
 
     def of_row(self, number: int, sample: TrainSample) -> float | npt.NDArray[np.float32]:
-        """Return the advantage of the tokens of a row of trajectory ``number``, 0 where nothing was sampled."""
+        """Return the advantages of a row's tokens, 0 on tokens that were not sampled; ``number`` is its trajectory."""
         advantages = self.advantages[number]
         if isinstance(advantages, float):
             return advantages
@@ -522,7 +462,7 @@ class StepAdvantages:
         return row
 
     def group_metrics(self) -> dict[str, float]:
-        """Return how many groups have a gradient, and the spread over turns where credit tells turns apart."""
+        """Return counts of groups with and without a gradient, and the spread over turns where credit is per turn."""
         metrics = {
             "reward/informative": (len(self.dead) - sum(self.dead)) / max(1, len(self.dead)),
             "batch/groups": float(self.groups),
@@ -540,15 +480,10 @@ class StepAdvantages:
 
 
 def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen) -> StepAdvantages:
-    """Compare trajectories, or what credit made of their turns, with the others of their group or batch.
-
-    Args:
-        rewards: The rewards of the step.
-        credit: What is compared: trajectories, the returns of turns or tokens, both, or nothing any more.
-        estimator: The estimator with its options.
+    """Compute advantages from rewards and the output of credit assignment.
 
     Raises:
-        TrainError: A reward or a return is not finite, or a custom estimator returned something else than advantages.
+        TrainError: A reward or a return is not finite, or a custom estimator returned no :class:`Advantages`.
     """
     groups = rewards.groups
     if isinstance(credit, CustomAdvantages):
@@ -576,7 +511,6 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen)
 
 
 def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: Chosen) -> StepAdvantages:
-    """Return the advantages of whole trajectories, shared out among their turns."""
     estimate = estimator.with_data(lengths=rewards.lengths, components=rewards.components, baselines=rewards.baselines)
     result = estimate(rewards.totals, torch.tensor(rewards.groups, dtype=torch.int64))
     if not isinstance(result, Advantages) or result.values.shape != rewards.totals.shape:
@@ -591,7 +525,6 @@ def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: 
 
 
 def _of_turns(advantages: Sequence[Values], groups: Sequence[int]) -> StepAdvantages:
-    """Return advantages of turns; a group in which all are 0 has no gradient."""
     alive = {group for group, each in zip(groups, advantages, strict=True) if each.any()}
     every = set(groups)
     return StepAdvantages([*advantages], [group not in alive for group in groups], len(every), len(every - alive))

@@ -36,7 +36,6 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 def _underscored(value: object) -> object:
-    """Take the spelling with hyphens, which others use, for ours."""
     return value.replace("-", "_") if isinstance(value, str) else value
 
 
@@ -48,9 +47,9 @@ class DistillConfig(BaseModel):
     """On-policy distillation: the teacher, and the weights of its advantage and of the rewards'.
 
     Attributes:
-        teacher: The name of a policy in ``rollout.frozen``: a model that is served for the run, or a running server.
+        teacher: Name of a policy in ``rollout.frozen``: a model served for the run, or a running server.
         coef: Weight of the advantage from the teacher's log-probabilities.
-        reward_coef: Weight of the advantage that the rewards give; 0 learns from the teacher alone.
+        reward_coef: Weight of the advantage from rewards; 0 learns from the teacher alone.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,27 +65,26 @@ class AlgorithmConfig(BaseModel):
     Attributes:
         advantage: Name of the estimator (``algorithms/advantages.py``), or a custom function as ``pkg.mod:function``.
         advantage_options: Options of that estimator by name.
-        credit: How the reward is credited to turns (``algorithms/credit.py``); by default all get the same.
+        credit: How rewards are credited to turns (``algorithms/credit.py``); by default all turns get the same.
         norm_by_std: Divide by the group's standard deviation (``grpo``, and credit that compares turns).
         std_eps: Added to that standard deviation.
-        drop_zero_variance: Leave groups out whose rewards are all equal: they have no gradient, and without them the
-            others are not diluted.
+        drop_zero_variance: Drop groups whose rewards are all equal: they have no gradient and dilute the others.
         loss: Name of the policy loss (``algorithms/losses``), or a custom function as ``pkg.mod:function``.
-        loss_options: Options of that loss by name; those left out keep the defaults of its function.
+        loss_options: Options of that loss by name; omitted ones keep the defaults of its function.
         clip_low: How far the probability ratio may fall below 1; None is the default of the loss.
         clip_high: How far it may rise above 1; None is the default of the loss.
         dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
         entropy_coef: Weight of the entropy bonus.
-        loss_aggregation: What a loss is averaged over (``algorithms/aggregation.py``); None is what the loss
-            was published with.
-        loss_scale: The constant that ``seq_mean_token_sum_norm`` divides by, such as the longest completion.
-        epochs: How often a batch is gone through.
+        loss_aggregation: What the loss is averaged over (``algorithms/aggregation.py``); None is the aggregation that
+            the loss was published with.
+        loss_scale: The divisor of ``seq_mean_token_sum_norm``, such as the longest completion.
+        epochs: Passes over a batch.
         minibatches: Optimizer steps per epoch.
-        old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
-            ``recompute`` (the trainer's own forward before the first update).
-        kl: A penalty for leaving a reference model (``algorithms/kl.py``); None is none.
-        correction: For the gap between trainer and rollout (``algorithms/correction.py``); None corrects nothing.
-        distill: Learn from a teacher's log-probability of each sampled token (``trainer/learn/distill.py``), or None.
+        old_logprobs: Denominator of the ratio: ``rollout`` (reported by the server at sampling time) or ``recompute``
+            (the trainer's own forward pass before the first update).
+        kl: Penalty for leaving a reference model (``algorithms/kl.py``), or None.
+        correction: Correction of the gap between trainer and rollout (``algorithms/correction.py``), or None.
+        distill: Learning from a teacher's log-probabilities (``trainer/learn/distill.py``), or None.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -205,19 +203,19 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def asks_critic(self) -> bool:
-        """Whether advantages come from a critic's values."""
+        """Whether advantages are computed from a critic's values."""
         return self.advantage in CRITIC_ADVANTAGES
 
     @property
     def aggregation(self) -> LossAggregation:
-        """What the loss is averaged over."""
+        """The configured aggregation, or that of the loss."""
         return self.loss_aggregation or find_loss(self.loss).aggregation
 
     def chosen_advantage(self) -> Chosen:
         """Return the estimator with its options.
 
         Raises:
-            RegistryError: There is no such estimator, or not with these options.
+            RegistryError: No such estimator, or a wrong option.
         """
         function = advantage_fn(self.advantage)
         taken = inspect.signature(function).parameters
@@ -246,7 +244,7 @@ class AlgorithmConfig(BaseModel):
         """Return the loss with its options.
 
         Raises:
-            RegistryError: There is no such loss, or not with these options.
+            RegistryError: No such loss, or a wrong option.
         """
         loss = find_loss(self.loss)
         chosen = bind(
@@ -265,10 +263,10 @@ class AlgorithmConfig(BaseModel):
         return chosen
 
     def chosen_selection(self) -> Chosen | None:
-        """Return how the loss selects tokens of a step, with its options; None where it does not.
+        """Return the token selection of the loss with its options; None where the loss has none.
 
         Raises:
-            RegistryError: Not with these options.
+            RegistryError: A wrong option.
         """
         select = find_loss(self.loss).select
         if select is None:
@@ -280,18 +278,18 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether each task is rolled out greedily, too: the estimator reads what that earns."""
+        """Whether the estimator reads the reward of a greedy rollout of each task."""
         return "baselines" in self.chosen_advantage().reads
 
     @property
     def compares_groups(self) -> bool:
-        """Whether a trajectory is held against the others of its group, so that a group of one teaches nothing."""
+        """Whether trajectories are compared within their group, so that a group of one has no gradient."""
         taught_alone = self.distill is not None and not self.distill.reward_coef
         return self.advantage in WITH_GROUPS and not taught_alone
 
     @property
     def leaves_out_dead(self) -> bool:
-        """Whether groups without differences are left out: a teacher has something to say of them, too."""
+        """Whether groups of equal rewards are dropped; with distillation they still carry the teacher's signal."""
         return self.drop_zero_variance and self.distill is None
 
     @property
@@ -301,7 +299,7 @@ class AlgorithmConfig(BaseModel):
         return find_loss(self.loss).idle_at_zero and not self.entropy_coef and not penalised
 
     def _options(self, *, in_selection: bool) -> dict[str, Any]:
-        """Return the options given, those of the selection or the others."""
+        """Return the options of the token selection, or the other loss options."""
         loss = find_loss(self.loss)
         taken = set(inspect.signature(loss.function).parameters)
         common = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}

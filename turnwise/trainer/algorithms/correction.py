@@ -21,15 +21,15 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class RejectionConfig(BaseModel):
-    """Tokens that are not trained because they lie too far off.
+    """Rejection of tokens whose log-probabilities differ too much.
 
     Attributes:
-        statistic: Of each token, with d its log-probability in the trainer less that in the server: ``k1``, d itself;
-            ``k2``, d^2 / 2; ``k3``, exp(d) - 1 - d.
-        level: What is rejected as a whole: ``token``, ``turn``, ``sequence`` (a row) or ``trajectory``.
-        reduction: How the statistic of a level is made of those of its tokens.
-        high: The largest that is kept; of ``k1`` the exponential is compared, a ratio.
-        low: The smallest ratio that is kept, for ``k1``; None is 1 / high.
+        statistic: Per token, with d = log p_trainer - log p_rollout: ``k1``, d; ``k2``, d^2 / 2; ``k3``,
+            exp(d) - 1 - d.
+        level: Unit of rejection: ``token``, ``turn``, ``sequence`` (a row) or ``trajectory``.
+        reduction: How token statistics are reduced over a unit.
+        high: Upper bound; for ``k1`` of the ratio exp(d).
+        low: Lower bound of the ratio, for ``k1``; None is 1 / high.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,17 +53,16 @@ class RejectionConfig(BaseModel):
 
 
 class CorrectionConfig(BaseModel):
-    """Correction for the gap between trainer and rollout. It costs a forward pass over the step's rows.
+    """Correction for the gap between trainer and rollout. Costs a forward pass over the step's rows.
 
     Attributes:
-        weights: What becomes of importance weights: ``truncate`` at ``high``, ``mask`` (0 outside of low to high,
-            IcePop), or ``none``.
-        level: What a weight is of: ``token``, ``turn``, ``sequence`` (a row) or ``trajectory``, of which it is the
-            product of ratios.
-        high: The largest weight.
-        low: The smallest, for ``mask``; None is 1 / high.
+        weights: Importance weights: ``truncate`` at ``high``, ``mask`` (0 outside of low to high, IcePop), or ``none``.
+        level: Unit over which ratios are multiplied into a weight: ``token``, ``turn``, ``sequence`` (a row) or
+            ``trajectory``.
+        high: Largest weight.
+        low: Smallest weight, for ``mask``; None is 1 / high.
         normalize: Divide weights by their mean over the step's trained tokens.
-        reject: What is not trained; each is checked on its own.
+        reject: Rejection rules, each applied independently.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -95,13 +94,7 @@ class CorrectionConfig(BaseModel):
 
 
 def reduced(values: Tensor, spans: Tensor, reduction: Reduction) -> Tensor:
-    """Return for each element the sum, mean or maximum over its span, shape [N].
-
-    Args:
-        values: Shape [N].
-        spans: int64 of shape [N], the number (from 0) of each element's span.
-        reduction: Which.
-    """
+    """Return for each element the sum, mean or maximum over its span, shape [N]; ``spans`` as in :func:`rejected`."""
     if not values.numel():
         return values
     count = int(spans.max()) + 1
@@ -114,19 +107,13 @@ def reduced(values: Tensor, spans: Tensor, reduction: Reduction) -> Tensor:
 def importance_weights(
     trainer: Tensor, rollout: Tensor, spans: Tensor, *, high: float, low: float | None = None
 ) -> Tensor:
-    """Return the weight of each token: how much likelier its span is to the trainer than to the server that sampled it.
+    """Return the importance weight of each token's span.
 
     ``w = exp(sum_span (log p_trainer - log p_rollout))``. Without ``low`` it is ``min(w, high)``: truncated importance
     sampling, Ionides 2008, for rollouts Yao et al. 2025 ("Your efficient RL framework secretly brings you off-policy RL
     training"); sequences by Liu et al. 2025 ("When speed kills stability"). With ``low`` it is w from low to high and 0
-    outside: IcePop, Ling Team 2025 (arXiv:2510.18855).
-
-    Args:
-        trainer: Shape [N].
-        rollout: Shape [N].
-        spans: int64 of shape [N]: each token its own number, or that of its turn, sequence or trajectory.
-        high: The largest weight.
-        low: The smallest that is kept.
+    outside: IcePop, Ling Team 2025 (arXiv:2510.18855). All tensors have shape [N]; ``spans`` numbers each token's span
+    (itself, its turn, sequence or trajectory) from 0.
     """
     weight = reduced(trainer - rollout, spans, "sum").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if low is None:
@@ -144,22 +131,13 @@ def rejected(
     high: float,
     low: float | None = None,
 ) -> Tensor:
-    """Return which tokens lie in a span that is too far off, bool of shape [N].
+    """Return the tokens of rejected spans, bool of shape [N].
 
     With ``d = log p_trainer - log p_rollout``: k1 keeps ``low <= exp(reduce d) <= high`` (low is 1 / high where None;
     the mean is the geometric mean of ratios), k2 keeps ``reduce d^2 / 2 <= high``, k3 keeps
-    ``reduce (exp(d) - 1 - d) <= high``.
+    ``reduce (exp(d) - 1 - d) <= high``. Spans are int64 of shape [N], each token's span, numbered from 0.
     The estimators are those of Schulman, "Approximating KL divergence", 2020; masking whole sequences by them is Trust
     Region Masking, Li et al. 2025 (arXiv:2512.23075).
-
-    Args:
-        trainer: Shape [N].
-        rollout: Shape [N].
-        spans: int64 of shape [N].
-        statistic: ``k1``, ``k2`` or ``k3``.
-        reduction: How a span's statistic is made of its tokens'.
-        high: The largest that is kept.
-        low: The smallest ratio that is kept, for k1.
     """
     d = (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if statistic == "k1":
@@ -169,16 +147,11 @@ def rejected(
 
 
 def gap_metrics(trainer: Tensor, rollout: Tensor, sequences: Tensor) -> dict[str, float]:
-    """Return how far trainer and rollout lie apart: KL, effective sample size and perplexities.
+    """Return KL, effective sample size and perplexity gap of n tokens; ``sequences`` is int64 of shape [n], their rows.
 
     ``kl`` is the mean of ``log p_rollout - log p_trainer``, ``kl_k3`` that of ``exp(d) - 1 - d``; ``ess`` is
     ``(sum w)^2 / (n sum w^2)`` with untruncated weights of tokens, 1 where all are equal (Kong 1992); ``ppl_gap`` is
     the mean over sequences of ``log PPL_trainer - log PPL_rollout``; ``chi2`` is ``mean w^2 - 1``.
-
-    Args:
-        trainer: Shape [N].
-        rollout: Shape [N].
-        sequences: int64 of shape [N].
     """
     if not trainer.numel():
         return {}
@@ -199,9 +172,9 @@ class Corrected:
     """The rows of a step after correction.
 
     Attributes:
-        rows: With importance, and without what was rejected in their masks.
-        kept: For each row which of its trained tokens are still trained.
-        metrics: Names as in ``metrics.py``.
+        rows: Rows with importance weights, their loss masks without the rejected tokens.
+        kept: Per row, bool over its trained tokens: whether they are still trained.
+        metrics: Metrics by name.
     """
 
     rows: list[TrainRow]
@@ -210,12 +183,9 @@ class Corrected:
 
 
 def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: CorrectionConfig) -> Corrected:
-    """Weigh and reject the trained tokens of a step.
+    """Weight and reject the trained tokens of a step.
 
-    Args:
-        rows: The rows of the step.
-        trainer: The trainer's log-probabilities of their trained tokens before the first update, by row.
-        config: What is done.
+    ``trainer`` has, by row, the trainer's log-probabilities of the trained tokens before the first update.
     """
     told = [row for row in rows if row.sample.trained_tokens]
     if not told:
@@ -258,7 +228,7 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
 
 
 def numbered(rows: Sequence[TrainRow], level: str) -> Tensor:
-    """Return the number (from 0) of each trained token's span of a level, int64 of shape [N]."""
+    """Return the span of each trained token at a level, numbered from 0; int64 of shape [N]."""
     if level == "token":
         return torch.arange(sum(row.sample.trained_tokens for row in rows))
     seen: dict[object, int] = {}

@@ -1,6 +1,6 @@
-"""Credit assignment: what of a trajectory's reward is compared, and how its turns share the advantage.
+"""Credit assignment: from rewards to returns of turns or tokens, and turns' shares of a trajectory's advantage.
 
-Turns are counted in commit order, over all branches of a trajectory, as in ``TrainSample.turn_ids``.
+Turns are numbered in commit order over all branches of a trajectory, as in ``TrainSample.turn_ids``.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ Values: TypeAlias = npt.NDArray[np.float64]
 
 
 class CreditConfig(BaseModel):
-    """How a trajectory's reward is credited to its turns. A text is its ``name``.
+    """How a trajectory's reward is credited to its turns. A string is its ``name``.
 
     Attributes:
-        name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
-            turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by its return,
-            the rewards noted on it and after it; ``tokens``, the same of each sampled token; ``gigpo``, the
-            trajectory's advantage and that of the turn among the group's turns from the same state; or
-            ``pkg.module:function``, which returns the return of each turn, or of a whole ``group`` the advantages of
-            its turns.
-        gamma: In (0, 1]. ``discounted`` needs one; ``turns``, ``tokens`` and ``gigpo`` discount later rewards by it, by
-            default not at all.
-        omega: ``gigpo``: how much the comparison of turns counts beside that of trajectories; None is 1.
-        state: ``gigpo``: which turns began in the same state: those with one ``named`` state (``info["state"]`` of the
-            environment), with all that the model had ``seen`` equal, or with what it was ``shown`` last; None is
-            ``named`` where the environment names it, else ``seen``.
+        name: ``same``: every turn gets the trajectory's advantage; ``last``: only the last turn does; ``discounted``:
+            the last turn gets all of it and each earlier one ``gamma`` times that of the next; ``turns``: each turn by
+            its return, the rewards on it and after it; ``tokens``: the same per sampled token; ``gigpo``: the
+            trajectory's advantage plus that of the turn among the group's turns from the same state; or
+            ``pkg.module:function``, which maps a trajectory to the returns of its turns, or a whole ``group`` to the
+            advantages of its turns.
+        gamma: In (0, 1]. Required by ``discounted``; the discount of ``turns``, ``tokens`` and ``gigpo``, default 1.
+        omega: ``gigpo``: weight of the turn-level advantage; None is 1.
+        state: ``gigpo``: what identifies the state before a turn: the ``named`` state (``info["state"]`` of the
+            environment), all tokens that the model has ``seen``, or the latest observation that it was ``shown``; None
+            is ``named`` where the environment names it, else ``seen``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -73,17 +72,17 @@ class CreditConfig(BaseModel):
 
     @property
     def custom(self) -> bool:
-        """Whether a custom function gives the returns, or the advantages, of turns."""
+        """Whether credit comes from a custom function."""
         return any(mark in self.name for mark in ":./")
 
     @property
     def compares(self) -> bool:
-        """Whether turns or tokens are compared, not whole trajectories alone."""
+        """Whether turns or tokens are compared, not only whole trajectories."""
         return self.custom or self.name in ("turns", "tokens", "gigpo")
 
     @property
     def discount(self) -> float:
-        """By how much what comes one turn later counts less."""
+        """The discount from one turn or token to the next."""
         return 1.0 if self.gamma is None else self.gamma
 
 
@@ -92,7 +91,7 @@ class TrajectoryCredit:
     """Trajectories are compared; their turns share the advantage.
 
     Attributes:
-        shares: For each trajectory the factor of each turn, shape [turns]; None gives every turn all of it.
+        shares: Per trajectory the factor of each turn, shape [turns]; None is 1 for all.
     """
 
     shares: list[Values] | None
@@ -100,11 +99,11 @@ class TrajectoryCredit:
 
 @dataclass(frozen=True, slots=True)
 class ReturnCredit:
-    """The returns of turns, or of tokens, are compared.
+    """Returns of turns or tokens are compared.
 
     Attributes:
-        returns: For each trajectory float64 of shape [turns] or [sampled tokens].
-        token_starts: Where each turn of a trajectory begins in returns of tokens; None where they are of turns.
+        returns: Per trajectory float64 of shape [turns] or [sampled tokens].
+        token_starts: Per trajectory the index of each turn's first token; None where returns are of turns.
     """
 
     returns: list[Values]
@@ -113,12 +112,12 @@ class ReturnCredit:
 
 @dataclass(frozen=True, slots=True)
 class StateCredit:
-    """Trajectories are compared, and the returns of turns that began in the same state.
+    """Trajectories are compared, and returns of turns from the same state.
 
     Attributes:
-        returns: For each trajectory float64 of shape [turns].
-        states: For each trajectory the state before each turn.
-        omega: Weight of the comparison of turns.
+        returns: Per trajectory float64 of shape [turns].
+        states: Per trajectory the state before each turn.
+        omega: Weight of the turn-level advantage.
     """
 
     returns: list[Values]
@@ -128,10 +127,10 @@ class StateCredit:
 
 @dataclass(frozen=True, slots=True)
 class CustomAdvantages:
-    """A custom function has compared the turns of each group.
+    """Advantages of turns from a custom function.
 
     Attributes:
-        advantages: For each trajectory float64 of shape [turns].
+        advantages: Per trajectory float64 of shape [turns].
     """
 
     advantages: list[Values]
@@ -141,16 +140,11 @@ Credit: TypeAlias = TrajectoryCredit | ReturnCredit | StateCredit | CustomAdvant
 
 
 def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, config: CreditConfig) -> Credit:
-    """Return what of the rewards of trajectories is compared, by the configured credit.
-
-    Args:
-        trajectories: Trajectories in which something was sampled; read by custom functions and for states.
-        rewards: Their rewards.
-        config: Name and options of the credit.
+    """Assign the rewards of trajectories to what is compared.
 
     Raises:
         ConfigError: The custom function cannot be loaded.
-        TrainError: The custom function failed, or a state must be named and is not.
+        TrainError: The custom function failed, or a state has no name where one is required.
     """
     custom = load_credit(config)
     if custom is not None and custom.of_group:
@@ -176,7 +170,7 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
 
 
 def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:
-    """Call a custom function with each group; a group of one has advantage 0."""
+    """Call a custom function per group; a group of one has advantage 0."""
     advantages: list[Values] = [np.zeros(_turns(each)) for each in trajectories]
     for group in sorted(set(groups)):
         numbers = [number for number, other in enumerate(groups) if other == group]
@@ -192,10 +186,9 @@ def _turns(trajectory: Trajectory) -> int:
 
 
 def turn_shares(name: str, turns: int, gamma: float) -> Values:
-    """Return by how much each turn's share of its trajectory's advantage is multiplied, shape [turns].
+    """Return the factor of each turn's share of its trajectory's advantage, shape [turns].
 
-    ``same``: 1. ``last``: 1 for the last turn, else 0. ``discounted``: ``gamma ** (turns - 1 - t)`` for turn t, so that
-    the last one has all of it.
+    ``same``: 1. ``last``: 1 for the last turn, else 0. ``discounted``: ``gamma ** (turns - 1 - t)`` for turn t.
     """
     if name == "last":
         return np.array([float(turn == turns - 1) for turn in range(turns)], np.float64)
@@ -217,14 +210,8 @@ def turn_returns(rewards: Sequence[float], gamma: float) -> Values:
 def token_returns(rewards: Sequence[float], tokens: Sequence[int], gamma: float) -> Values:
     """Return the discounted return of each sampled token, shape [sum of tokens]: ``G_t = r_t + gamma * G_(t+1)``.
 
-    The reward of a turn comes with its last token; the token after the last one of a turn is the first one of the next:
-    what was not sampled is no step. The return of REINFORCE (Williams 1992), discounted per token as in Hu et al. 2025,
-    REINFORCE++ (arXiv:2501.03262).
-
-    Args:
-        rewards: Of each turn.
-        tokens: How many tokens each turn sampled; the reward of one without any comes with the token before it.
-        gamma: Discount from one sampled token to the next.
+    A turn's reward is on its last token (of an empty turn, on the token before it); only sampled tokens are time steps.
+    The return of REINFORCE (Williams 1992), discounted per token as in Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
     """
     parts: list[Values] = []
     ahead = 0.0
@@ -239,16 +226,16 @@ def token_returns(rewards: Sequence[float], tokens: Sequence[int], gamma: float)
 
 
 def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Hashable]:
-    """Return the state before each turn, in commit order, for GiGPO: turns with equal ones are compared.
+    """Return the state before each turn, in commit order; GiGPO compares turns with equal states.
 
     Args:
         trajectory: The trajectory.
-        state: ``named``: the environment's name of the state after the turn before it in the same branch, or the one
-            that the session began in. ``seen``: all ids that the model saw. ``shown``: the ids that came since the turn
-            before it in the same branch. None: ``named`` where the environment named the state, else ``seen``.
+        state: ``named``: the environment's state name after the preceding turn of the branch, or the session's initial
+            one. ``seen``: all token ids so far. ``shown``: the token ids since the preceding turn of the branch. None:
+            ``named`` where the environment names states, else ``seen``.
 
     Raises:
-        TrainError: States must be named, and one is not.
+        TrainError: State names are required, and one is missing.
     """
     # Of the ids up to each segment's end, and of those since the turn before it: how they were cut says nothing.
     whole: list[blake2b] = []
@@ -285,8 +272,7 @@ class CustomCredit:
 
     Attributes:
         name: Its reference in the configuration.
-        function: Of one trajectory it returns the return of each turn; of a group, for each trajectory the advantage
-            of each turn.
+        function: Maps a trajectory to the returns of its turns, or a group to each trajectory's turn advantages.
         of_group: Whether it takes a group.
     """
 
@@ -295,7 +281,7 @@ class CustomCredit:
     of_group: bool
 
     def turn_returns(self, trajectory: Trajectory) -> Values:
-        """Return the return of each turn of a trajectory, in commit order.
+        """Return the returns of a trajectory's turns, in commit order.
 
         Raises:
             TrainError: The function raised, or returned something else.
@@ -303,7 +289,7 @@ class CustomCredit:
         return _numbers(self._call(trajectory, f"trajectory {trajectory.id}"), trajectory, self._what)
 
     def advantages(self, group: Sequence[Trajectory]) -> list[Values]:
-        """Return the advantages of the turns of each trajectory of a group, in commit order.
+        """Return the turn advantages of each trajectory of a group, in commit order.
 
         Raises:
             TrainError: The function raised, or returned something else.
@@ -330,9 +316,9 @@ class CustomCredit:
 
 
 def load_credit(config: CreditConfig) -> CustomCredit | None:
-    """Return the custom function, or None where a named credit is configured.
+    """Load the custom function, or return None for a built-in credit.
 
-    A function whose parameter is called ``group`` is one of a group, any other one of a trajectory.
+    A function whose parameter is called ``group`` takes a group, any other a trajectory.
 
     Raises:
         ConfigError: It cannot be loaded, or cannot be called with one argument.

@@ -1,4 +1,4 @@
-"""Generalised advantage estimates of the tokens or turns of a trajectory, from the values of a critic."""
+"""Generalised advantage estimation of a trajectory's tokens or turns, from the values of a critic."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ def gae(
     lam: float = 1.0,
     last_value: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation of one row, across what was not sampled.
+    """Generalised advantage estimation of one row, over its sampled tokens.
 
     ``delta_t = r_t + gamma V_(t+1) - V_t``, ``A_t = delta_t + gamma lam A_(t+1)``, returns ``A_t + V_t``: Schulman et
-    al. 2015 (arXiv:1506.02438), eq. 16. t+1 is the next sampled token: observations in between are no steps,
-    neither discounted nor asked for a value.
+    al. 2015 (arXiv:1506.02438), eq. 16. t+1 is the next sampled token: observations in between are no time steps.
 
     Args:
-        rewards: Shape [T]; 0 where nothing was sampled.
-        values: Shape [T]; read where something was sampled.
+        rewards: Shape [T]; 0 on tokens that were not sampled.
+        values: Shape [T]; read on sampled tokens.
         mask: bool of shape [T], true on sampled tokens; None takes all (turns, for instance).
-        gamma: Discount from one step to the next.
-        lam: How far estimates reach (0: one step, 1: to the end).
-        last_value: Value of what comes after the end: 0 where the episode ended, the critic's where it was cut off.
+        gamma: Discount per time step.
+        lam: GAE lambda (0: one step, 1: Monte Carlo).
+        last_value: Bootstrap value after the end: 0 where the episode terminated, the critic's where it was truncated.
 
     Returns:
-        Advantages and returns, each of shape [T], 0 where nothing was sampled.
+        Advantages and returns, each of shape [T], 0 on tokens that were not sampled.
 
     Raises:
-        TrainError: Shapes differ, or a reward stands where nothing was sampled.
+        TrainError: Shapes differ, or a reward is on a token that was not sampled.
     """
     kept = _steps(rewards, values, mask)
     # Lists, not tensors: reading an element of a tensor costs ten times the arithmetic.
@@ -58,17 +57,9 @@ def gae(
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
-    """What follows from each sampled token on: ``G_t = r_t + gamma G_(t+1)``, 0 where nothing was sampled.
+    """Return of each sampled token: ``G_t = r_t + gamma G_(t+1)``; arguments and errors as in :func:`gae`.
 
     The return of REINFORCE (Williams 1992), discounted per sampled token as in REINFORCE++ (arXiv:2501.03262).
-
-    Args:
-        rewards: Shape [T]; 0 where nothing was sampled.
-        mask: bool of shape [T], true on sampled tokens; None takes all.
-        gamma: Discount from one sampled token to the next.
-
-    Raises:
-        TrainError: Shapes differ, or a reward stands where nothing was sampled.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma)[1]
 
@@ -90,14 +81,8 @@ def _steps(rewards: Tensor, values: Tensor, mask: Tensor | None) -> list[int]:
 def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
     """Return ``(x - mean) / sqrt(var + eps)`` with the unbiased variance, ``sum (x - mean)^2 / (n - 1)``.
 
-    Statistics are those of the elements where ``mask`` is true; elsewhere the result is 0. A single element, and equal
-    ones, become 0 (with ``shift``): Bessel's correction is 1 there.
-
-    Args:
-        values: Any shape.
-        mask: bool of the same shape; None takes every element.
-        shift: Whether the mean is subtracted; without it it is only divided, the spread still taken around the mean.
-        eps: Added to the variance.
+    Statistics are over the elements where ``mask`` is true; elsewhere the result is 0. With ``shift``, a single element
+    and equal ones become 0; without, the mean is not subtracted, but the variance is still around it.
     """
     kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     count = kept.sum()
@@ -111,12 +96,12 @@ def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """What the sampled tokens of one trajectory are told, and what its critic is.
+    """Advantages and critic targets of one trajectory's n sampled tokens.
 
     Attributes:
         advantages: float32 of shape [n].
-        returns: float32 of shape [n], what the critic should have said; 0 where ``valued`` is false.
-        valued: bool of shape [n], the tokens before which the critic is asked.
+        returns: float32 of shape [n], targets of the critic; 0 where ``valued`` is false.
+        valued: bool of shape [n], tokens that the critic is trained on.
     """
 
     advantages: Tensor
@@ -145,18 +130,18 @@ def critic_gae(
     ``value_lam`` in place of ``lam`` where it is given: Yuan et al. 2025, VC-PPO (arXiv:2503.01491), decoupled GAE.
 
     Args:
-        rewards: For each trajectory float of shape [n], of its sampled tokens in the order of time.
-        values: For each shape [n], what the critic expected before each of these tokens.
-        turns: For each int64 of shape [n], the number of each token's turn; never falling.
-        last_values: For each what is to come after its end: 0 where the episode ended there.
-        gamma: Discount from one token (turn) to the next.
-        lam: How far advantages reach: 0 one step, 1 to the end.
-        value_lam: How far the critic's targets reach; None is ``lam``.
-        level: What a step in time is.
-        whiten: Whether advantages are moved to mean 0 and scaled to (unbiased) variance 1 over all tokens of the batch.
+        rewards: Per trajectory float of shape [n], of its sampled tokens in sampling order.
+        values: Per trajectory shape [n], the critic's values before these tokens.
+        turns: Per trajectory int64 of shape [n], the turn of each token; non-decreasing.
+        last_values: Per trajectory the bootstrap value: 0 where the episode terminated.
+        gamma: Discount per token (turn).
+        lam: Lambda of advantages: 0 one step, 1 Monte Carlo.
+        value_lam: Lambda of the critic's targets; None is ``lam``.
+        level: Unit of time.
+        whiten: Whether to normalise advantages to mean 0 and (unbiased) variance 1 over all tokens of the batch.
 
     Raises:
-        TrainError: Shapes differ, or turns fall.
+        TrainError: Shapes differ, or turns decrease.
     """
     found: list[TokenAdvantages] = []
     for reward, value, turn, last in zip(rewards, values, turns, last_values, strict=True):

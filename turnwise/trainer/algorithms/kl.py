@@ -1,4 +1,4 @@
-"""The KL penalty against a reference model: its section, its coefficient over a run, and what tokens pay in rewards."""
+"""The KL penalty against a reference model: configuration, adaptive coefficient, loss term and reward penalty."""
 
 from __future__ import annotations
 
@@ -55,15 +55,10 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "abs":
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return an estimate of KL(policy || reference) per sampled token, shape [N].
+    """Return an estimate of KL(policy || reference) per sampled token, shape [N]; a name of :data:`KL_ESTIMATORS`.
 
     ``NAME+`` is the straight-through form: ``k2 - sg[k2] + sg[NAME]`` (k1 and k3 estimate the value well, but only
     k2 has the gradient of the divergence: Tang and Munos 2025, arXiv:2506.09477).
-
-    Args:
-        name: One of :data:`KL_ESTIMATORS`, perhaps with ``+``.
-        logprobs: Shape [N], of the policy that sampled the tokens.
-        ref_logprobs: Shape [N], of the reference; constants.
 
     Raises:
         RegistryError: No such estimator.
@@ -80,32 +75,17 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, estimator: str, coef: float) -> LossSums:
-    """Return ``coef * sum(weights * KL)``, to be added to a loss, with the unweighted sum ``kl``.
-
-    Args:
-        logprobs: Shape [N]; gradients flow through it.
-        ref_logprobs: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        estimator: A name for :func:`kl_estimate`.
-        coef: Weight of the penalty.
-    """
+    """Return ``coef * sum(weights * KL)``, to be added to a loss, with the unweighted sum ``kl``."""
     value = kl_estimate(estimator, logprobs, ref_logprobs)
     return LossSums(coef * (weights * value).sum(), {"kl": value.detach().sum()})
 
 
 def adapted_coef(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """Return the coefficient for the next step, which keeps the KL divergence near a target.
+    """Return the next step's coefficient, adapted to keep the KL divergence near a target.
 
     ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon)``: Ziegler et al. 2019, Fine-Tuning Language
-    Models from Human Preferences (arXiv:1909.08593), section 2.2. More trajectories than the horizon count as so many:
-    the coefficient never falls below zero.
-
-    Args:
-        coef: The coefficient now.
-        kl: What was measured with it.
-        target: What is wanted.
-        horizon: Over how many trajectories the coefficient may grow or fall by about a fifth.
-        count: How many trajectories were measured.
+    Models from Human Preferences (arXiv:1909.08593), section 2.2. ``kl`` is the divergence measured over ``count``
+    trajectories, capped at ``horizon``, which keeps the coefficient above zero.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * min(count / horizon, 1.0))
@@ -116,22 +96,21 @@ HORIZON = 10_000
 
 
 class KLConfig(BaseModel):
-    """How far the policy may go from a reference model.
+    """Penalty for diverging from a reference model.
 
     Attributes:
-        coef: Weight of the penalty; where it is adapted, at the start.
+        coef: Weight of the penalty; the initial one where it is adapted.
         estimator: Of KL(policy || reference) on a sampled token: ``k1``, ``abs``, ``k2``, ``k3``, or one of these with
-            ``+`` behind it (its value, with the gradient of k2). As a loss ``k1`` is noise alone: its gradient is zero
+            ``+`` appended (its value, with the gradient of k2). As a loss ``k1`` is noise alone: its gradient is zero
             in expectation.
-        where: ``loss``, a term beside the policy loss that is differentiated; or ``reward``, taken from the rewards
-            before advantages are estimated.
-        target: The divergence per token that the coefficient is adapted to keep (``losses.kl.adapted_coef``); None
-            leaves it as it is.
-        horizon: Over how many trajectories it may grow or fall by about a fifth; read where there is a target.
+        where: ``loss``, a differentiated term beside the policy loss; or ``reward``, subtracted from the rewards before
+            advantages are estimated.
+        target: KL per token that the coefficient is adapted to (``losses.kl.adapted_coef``); None keeps it constant.
+        horizon: Trajectories over which the adaptive coefficient may change by about a fifth.
         reference: ``initial``, the model that the run began with (``policies.main.model.path``, also after a resume),
-            or the directory of another one with the same tokenizer.
-        offload: Keep the reference in main memory between steps. It costs two copies a step, and spares a GPU its
-            parameters.
+            or the directory of another model with the same tokenizer.
+        offload: Keep the reference in main memory between steps: two copies a step, in return for the memory of its
+            parameters on the GPU.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -161,10 +140,10 @@ class KLConfig(BaseModel):
 
 @dataclass(slots=True)
 class KLControl:
-    """The coefficient of a run's penalty.
+    """The KL coefficient over a run.
 
     Attributes:
-        config: What is asked for.
+        config: The penalty's section.
         coef: The coefficient of the next step.
     """
 
@@ -172,7 +151,7 @@ class KLControl:
     coef: float
 
     def adapt(self, kl: float, trajectories: int) -> None:
-        """Take the coefficient towards the target, after a step in which ``kl`` per token was measured."""
+        """Move the coefficient towards the target after a step with ``kl`` per token."""
         if self.config.target is not None:
             horizon = HORIZON if self.config.horizon is None else self.config.horizon
             self.coef = adapted_coef(self.coef, kl, target=self.config.target, horizon=horizon, count=trajectories)
@@ -195,12 +174,12 @@ class KLTerm:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The KL penalties that a step's sampled tokens pay in the reward.
+    """The KL penalties subtracted from a step's rewards.
 
     Attributes:
-        tokens: For each row what each of its trained tokens pays, shape [N].
-        kl: The estimate, mean over tokens; 0 where there are none.
-        mean: What a trajectory pays, mean over those that have rows.
+        tokens: By row, the penalty of each trained token, shape [N].
+        kl: KL estimate, mean over tokens; 0 where there are none.
+        mean: Penalty per trajectory, mean over those that have rows.
     """
 
     tokens: dict[RowKey, Tensor]

@@ -21,11 +21,11 @@ PPO_CLIP = Chosen("ppo_clip", ppo_clip_loss, {})
 
 
 class Objective(Protocol):
-    """What is minimised. ``entropy`` says whether it reads the entropy of the scores."""
+    """The function to minimise."""
 
     @property
     def entropy(self) -> bool:
-        """Whether ``TokenScores.entropy`` has to be there."""
+        """Whether ``TokenScores.entropy`` is read."""
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of a micro-batch."""
@@ -33,16 +33,16 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """A policy loss with an entropy bonus.
+    """A policy loss with an entropy bonus and an optional KL penalty.
 
-    Besides the sums of the loss it reports ``entropy`` and the gap between the trainer's and the rollout's
-    log-probabilities, which is that of equal weights as long as no update was made since the rollout.
+    Beside the sums of the loss it reports ``entropy`` and the gap between the trainer's and the rollout's
+    log-probabilities; the weights are equal until the first update after the rollout.
 
     Attributes:
         loss: The loss with its options.
         entropy_coef: Weight of the entropy bonus.
         kl: Estimator and weight of a KL penalty against the batch's ``ref_logprobs``, or None.
-        watch: Told of every token's log-probabilities, where somebody wants to know which of them differ.
+        watch: Optional callback with every token's log-probabilities.
     """
 
     loss: Chosen = PPO_CLIP
@@ -52,27 +52,23 @@ class PolicyObjective:
 
     @classmethod
     def of(cls, config: AlgorithmConfig, kl: KLTerm | None = None) -> Self:
-        """Make the objective that a configuration describes.
-
-        Args:
-            config: The loss and its options.
-            kl: A penalty beside the loss.
+        """Create the objective of a configuration, with an optional KL penalty.
 
         Raises:
-            RegistryError: There is no such loss, or not with these options.
+            RegistryError: No such loss, or a wrong option.
         """
         return cls(config.chosen_loss(), config.entropy_coef, None if kl is None else (kl.estimator, kl.coef))
 
     @property
     def entropy(self) -> bool:
-        """Always: entropy is reported even where it is not rewarded."""
+        """Always true: entropy is reported even without a bonus."""
         return True
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of a micro-batch.
 
         Raises:
-            TrainError: A loss of the user's returned something else than sums.
+            TrainError: A custom loss did not return :class:`LossSums`.
         """
         logprobs, entropy = scores.logprobs, scores.entropy
         device = logprobs.device
@@ -103,7 +99,6 @@ class PolicyObjective:
         return result
 
     def _check(self, result: LossSums, logprobs: Tensor) -> None:
-        """Refuse what a loss of the user's may get wrong."""
         if not isinstance(result, LossSums):
             raise TrainError(
                 f"algorithm.loss {self.loss.name!r} returned a {type(result).__name__}; it must return "
@@ -122,7 +117,7 @@ class CrossEntropyObjective:
 
     @property
     def entropy(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:

@@ -1,4 +1,4 @@
-"""Functions and classes by name: registered names, references, and options checked against the signature."""
+"""Functions by configuration name or reference, with options checked against their signature."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from turnwise.plugins import load_object
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A function as a configuration chose it.
+    """A configured function with its options.
 
     Attributes:
-        name: What the configuration calls it.
+        name: Its configuration name.
         function: The formula.
-        options: Its checked options, defaults left out.
-        reads: Which further data it asks for by name.
+        options: Its checked options, without defaults.
+        reads: The further data that it takes by name.
     """
 
     name: str
@@ -34,24 +34,21 @@ class Chosen:
     reads: frozenset[str] = frozenset()
 
     def __call__(self, *arguments: Any, **data: Any) -> Any:
-        """Call the function with its arguments, its options, and of ``data`` what it reads."""
+        """Call the function with its arguments, its options, and the part of ``data`` that it reads."""
         return self.with_data(**data)(*arguments)
 
     def with_data(self, **data: Any) -> Callable[..., Any]:
-        """Return the function with its options, and of ``data`` what it reads, filled in."""
+        """Bind the options, and the part of ``data`` that the function reads."""
         return partial(self.function, **{name: data[name] for name in self.reads}, **self.options)
 
 
 def find(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Return what a name stands for in a registry, or the function that a reference names.
+    """Look a name up in a registry, or load a reference (``pkg.mod:function``, ``path/file.py:function``).
 
-    Args:
-        name: A registered name, ``pkg.mod:function`` or ``path/file.py:function``.
-        known: The registry.
-        key: The configuration key that holds the name, for messages.
+    ``key`` is the configuration key of the name, for messages.
 
     Raises:
-        RegistryError: Neither; the message names the key, the value and the nearest name.
+        RegistryError: Neither; the message suggests the nearest name.
     """
     if name in known:
         return known[name]
@@ -71,7 +68,7 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to a name, whatever its case and underscores; None where none is close."""
+    """Return the closest known name, ignoring case and underscores; None where none is close."""
     plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in sorted(known)}
     meant = re.sub(r"[^a-z0-9]", "", name.lower())
     longer = [each for each in plain if len(meant) > 2 and each.startswith(meant)]
@@ -82,17 +79,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def enter(
     name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
 ) -> None:
-    """Give something a name in a registry. The same thing once more, from its module imported again, is no error.
+    """Add an entry to a registry. Adding the same definition again (a reimported module) is allowed.
 
-    Args:
-        name: The name; no ``:``, ``.`` or ``/``, which stand in references.
-        thing: What it stands for.
-        known: The registry.
-        kind: What the registry holds ("loss"), for messages.
-        of: Returns the function or class of an entry.
+    ``kind`` ("loss") is for messages; ``of`` returns the function or class of an entry.
 
     Raises:
-        RegistryError: The name is taken by something else, or is none.
+        RegistryError: The name contains ``:``, ``.`` or ``/``, or is taken by another definition.
     """
     own = _place(of(thing))
     if not name or any(mark in name for mark in ":./"):
@@ -103,7 +95,7 @@ def enter(
 
 
 def _place(thing: Any) -> str:
-    """Return where a function or class is defined; what has no name of its own is told apart by its identity."""
+    """Return the qualified name of a definition, with the ``id`` of lambdas and local functions."""
     place = f"{thing.__module__}:{thing.__qualname__}"
     return f"{place} at {id(thing):#x}" if "<" in place else place
 
@@ -119,20 +111,11 @@ def bind(
 ) -> Chosen:
     """Check options against a function's signature.
 
-    Whatever the function takes beyond ``arguments`` and that is no name of ``data`` is an option; its annotation says
-    what it may be.
-
-    Args:
-        name: What the configuration calls the function.
-        function: The formula.
-        given: Options by name.
-        key: The configuration key that holds the options (``algorithm.loss_options``), for messages.
-        arguments: What the function is called with, by position.
-        data: What it may ask for by name.
+    Parameters beyond the positional ``arguments`` that are not in ``data`` are options, validated by their annotations.
+    ``key`` is the configuration key of the options (``algorithm.loss_options``), for messages.
 
     Raises:
-        RegistryError: The function takes other arguments, or an option is unknown, missing or wrong; the message names
-            the option, its value and the remedy.
+        RegistryError: Other positional arguments, or an option is unknown, missing or invalid.
     """
     parameters = list(_signature(function, key, name).parameters.values())
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""The rewards of a step's trajectories as numbers: in total, by turn, by name, and of greedy rollouts."""
+"""The rewards of a step's trajectories: totals, by turn, by name, and of greedy rollouts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class StepRewards:
     """The rewards of n trajectories.
 
     Attributes:
-        totals: float64 of shape [n], the sum of each trajectory's rewards.
-        groups: For each trajectory the number (from 0) of the group that it is compared within.
-        turn_rewards: For each trajectory the reward of each turn, in commit order.
-        turn_lengths: For each trajectory the sampled tokens of each turn.
-        components: For each reward name float64 of shape [n].
-        baselines: float64 of shape [n], the reward of the greedy rollout of each group; NaN where there is none.
+        totals: Sum of each trajectory's rewards, float64 of shape [n].
+        groups: Group of each trajectory, numbered from 0.
+        turn_rewards: Per trajectory the reward of each turn, in commit order.
+        turn_lengths: Per trajectory the sampled tokens of each turn.
+        components: float64 of shape [n] by reward name.
+        baselines: Reward of the group's greedy rollout, float64 of shape [n]; NaN where there is none.
     """
 
     totals: Tensor
@@ -39,17 +39,12 @@ class StepRewards:
 
     @property
     def lengths(self) -> Tensor:
-        """The sampled tokens of each trajectory, int64 of shape [n]."""
+        """Sampled tokens of each trajectory, int64 of shape [n]."""
         return torch.tensor([sum(lengths) for lengths in self.turn_lengths], dtype=torch.int64)
 
 
 def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> StepRewards:
-    """Return the rewards of trajectories.
-
-    Args:
-        trajectories: Trajectories in which something was sampled.
-        baselines: The reward of the greedy rollout, by group id.
-    """
+    """Return the rewards of trajectories with sampled tokens; ``baselines`` are greedy rewards by group id."""
     numbers: dict[str, int] = {}
     names = sorted({name for each in trajectories for _, name, _ in each.rewards})
     components = {
@@ -67,7 +62,7 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
 
 
 def turn_rewards(trajectory: Trajectory) -> list[float]:
-    """Return the reward of each turn; those of the episode, and of turns that are not here, come with the last one."""
+    """Return the reward of each turn; rewards of the episode, and of missing turns, go to the last one."""
     numbers = {segment.turn_id: number for number, segment in enumerate(s for s in trajectory.segments if s.sampled)}
     last = len(numbers) - 1
     rewards = [0.0] * len(numbers)
@@ -81,15 +76,10 @@ def with_penalties(
     samples: Sequence[Sequence[TrainSample]],
     penalties: Mapping[RowKey, Tensor],
 ) -> list[Trajectory]:
-    """Return trajectories with the KL penalties of their turns among their rewards, as events named ``kl``.
+    """Return copies of trajectories with the KL penalties of their turns added as reward events named ``kl``.
 
-    The reward of a trajectory is then ``r - sum_t penalty_t`` over its sampled tokens, and that of a turn its own
-    rewards less the penalties of its own tokens. What no row holds (cut off, left out by an agent) has no penalty.
-
-    Args:
-        trajectories: They are not changed.
-        samples: For each its rows.
-        penalties: For each row the penalty of each of its trained tokens, shape [N]; empty where there are none.
+    The reward of a trajectory becomes ``r - sum_t penalty_t`` over its sampled tokens, and that of a turn its own
+    rewards less the penalties of its own tokens. Tokens in no row (cut off, dropped by an agent) have no penalty.
     """
     if not penalties:
         return list(trajectories)
@@ -110,14 +100,7 @@ def _with_penalty(
 
 
 def greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    """Return the reward of the greedy rollout, by the group (``Trajectory.group_id``) that it is a baseline for.
-
-    Where a role has several sessions in an episode it is the mean over them.
-
-    Args:
-        groups: Finished groups.
-        policy: Only trajectories of this policy count.
-    """
+    """Return the greedy rollout's reward of a policy by group id, averaged over a role's sessions."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (each for group in groups for each in group.baselines):
         if trajectory.policy == policy and trajectory.error is None:
@@ -126,7 +109,7 @@ def greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, 
 
 
 def without_baseline(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> set[int]:
-    """Return the numbers of trajectories whose group has no baseline: its greedy rollout failed, or had not their role.
+    """Return the indices of trajectories without a baseline: the greedy rollout failed or lacked their role.
 
     Raises:
         TrainError: No trajectory has one.

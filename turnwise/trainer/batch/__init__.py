@@ -1,1 +1,1 @@
-"""From finished groups to the training rows of a step."""
+"""From finished groups to the packed training rows of a step."""

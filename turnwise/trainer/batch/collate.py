@@ -1,4 +1,4 @@
-"""Rows as padded rectangles, for training loops of others."""
+"""Padded batches of rows, for third-party training loops."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from turnwise.trajectory import TrainSample
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """B rows, each padded to the longest: B x T tensors, and what the rows are.
+    """B rows padded to the longest, with their metadata.
 
     Attributes:
-        input_ids: int64 of shape [B, T]; ``pad_id`` where nothing is.
+        input_ids: int64 of shape [B, T]; ``pad_id`` on padding.
         attention_mask: int64 of shape [B, T], 1 on tokens, 0 on padding.
-        position_ids: int64 of shape [B, T], from 0 at a row's first token on; 0 on padding.
-        loss_mask: bool of shape [B, T], true where the policy sampled the token and it is trained.
+        position_ids: int64 of shape [B, T], from 0 at a row's first token; 0 on padding.
+        loss_mask: bool of shape [B, T], true on trained tokens.
         labels: int64 of shape [B, T]: the token where it is trained, else -100 (as transformers' losses read it).
-        rollout_logprobs: float32 of shape [B, T], what the server reported; 0 where nothing was sampled.
-        weight_versions: int64 of shape [B, T], which weights sampled the token; -1 where nothing was sampled.
-        turn_ids: int64 of shape [B, T], number of the turn; -1 where nothing was sampled.
-        advantages: float32 of shape [B, T], 0 where nothing is trained; None where none were given.
-        prompt_ids: int64 of shape [B, P]: what stands before the first trained token, padded on the left.
+        rollout_logprobs: float32 of shape [B, T], reported by the server; 0 on tokens that were not sampled.
+        weight_versions: int64 of shape [B, T], the weights that sampled the token; -1 where it was not sampled.
+        turn_ids: int64 of shape [B, T]; -1 on tokens that were not sampled.
+        advantages: float32 of shape [B, T], 0 on untrained tokens; None where none were given.
+        prompt_ids: int64 of shape [B, P]: the tokens before the first trained one, padded on the left.
         prompt_mask: int64 of shape [B, P].
-        completion_ids: int64 of shape [B, C]: from the first trained token on, tool answers included, padded on the
+        completion_ids: int64 of shape [B, C]: from the first trained token on, tool responses included, padded on the
             right.
         completion_mask: int64 of shape [B, C], 1 on tokens, 0 on padding.
-        completion_loss_mask: bool of shape [B, C]: ``loss_mask`` of these (false on what tools answered).
-        completion_logprobs: float32 of shape [B, C]: ``rollout_logprobs`` of these.
+        completion_loss_mask: bool of shape [B, C]: ``loss_mask`` of the completions.
+        completion_logprobs: float32 of shape [B, C]: ``rollout_logprobs`` of the completions.
         trajectory_ids: The trajectory of each row.
         group_ids: The group of each row.
     """
@@ -73,18 +73,18 @@ def collate_padded(
 ) -> PaddedBatch:
     """Pad rows to one length.
 
-    The whole rows are padded on ``side``. Beside them stand prompts (padded on the left) and completions (padded on the
-    right), so that concatenated along the second dimension they are rows whose completions begin in one column.
+    Whole rows are padded on ``side``; prompts on the left and completions on the right, so that concatenating the two
+    aligns the completions.
 
     Args:
-        samples: What ``to_samples`` returns.
-        side: Where whole rows are padded.
-        pad_id: What stands on padding; any id, for ``attention_mask`` hides it.
-        advantages: For each sample one number for all its trained tokens, or one for each of its tokens.
+        samples: The output of ``to_samples``.
+        side: Side on which whole rows are padded.
+        pad_id: Id of padding.
+        advantages: Per sample a scalar for all trained tokens, or one number per token.
         pad_to_multiple_of: The lengths T, P and C are rounded up to a multiple of this.
 
     Raises:
-        TrainError: There is no sample, an argument cannot be used, or a sample holds media.
+        TrainError: No sample, an invalid argument, or a sample with media.
     """
     _check(samples, side, pad_to_multiple_of)
     told = None if advantages is None else _advantages(samples, advantages)
@@ -137,7 +137,7 @@ def _check(samples: Sequence[TrainSample], side: str, multiple: int) -> None:
 
 
 def _padded(parts: Sequence[npt.NDArray[Any]], side: str, fill: float, dtype: torch.dtype, multiple: int) -> Tensor:
-    """Return parts of rows as a rectangle, filled up on a side to the longest, rounded up to a multiple."""
+    """Stack parts of rows, padded on a side to the longest and rounded up to a multiple."""
     width = -(-max(len(part) for part in parts) // multiple) * multiple
     out = torch.full((len(parts), width), fill, dtype=dtype)
     for number, part in enumerate(parts):

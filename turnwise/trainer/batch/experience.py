@@ -1,4 +1,4 @@
-"""From finished groups to the training rows of a step: what is trained, its advantages, and what was left out."""
+"""From finished groups to the training rows of a step, with advantages and metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_sam
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The trajectories of a step that one policy learns from, before they are compared.
+    """The trajectories of a step that a policy learns from, before advantages.
 
     Attributes:
-        trajectories: Those that no error ended and in which something was sampled.
-        samples: For each trajectory its rows, in the order of leaves; none without a trained token.
-        metrics: What went in (names in ``metrics.py``).
-        baselines: The reward of the greedy rollout by group id, where there was one.
-        penalties: By row, the KL penalty of each of its trained tokens in the reward, shape [N]; empty where there is
-            none.
+        trajectories: Those without an error and with sampled tokens.
+        samples: Per trajectory its rows, in the order of leaves; each has a trained token.
+        metrics: Input metrics by name.
+        baselines: Reward of the greedy rollout by group id, where there was one.
+        penalties: By row, the KL penalty of each trained token in the reward, shape [N]; may be empty.
     """
 
     trajectories: list[Trajectory]
@@ -39,7 +38,7 @@ class Collected:
     penalties: Mapping[RowKey, Tensor] = field(default_factory=dict)
 
     def with_baseline(self) -> Collected:
-        """Return it without trajectories whose group has no greedy rollout.
+        """Drop trajectories whose group has no greedy rollout.
 
         Raises:
             TrainError: No trajectory has one.
@@ -56,11 +55,11 @@ class Collected:
 
 @dataclass(slots=True)
 class Experience:
-    """What a train step learns from.
+    """The training data of a step.
 
     Attributes:
-        rows: In the order of groups, trajectories and leaves; none without a trained token.
-        metrics: What went in and what was left out (names in ``metrics.py``).
+        rows: In the order of groups, trajectories and leaves; each has a trained token.
+        metrics: Metrics of the input and of what was dropped.
     """
 
     rows: list[TrainRow]
@@ -70,15 +69,10 @@ class Experience:
 def collect(
     groups: Sequence[TrajectoryGroup], *, policy: str = "main", max_tokens_per_row: int | None = None
 ) -> Collected:
-    """Return the trajectories of groups that can be learned from, with their rows.
+    """Return the trainable trajectories of groups, with their rows, truncated to ``max_tokens_per_row``.
 
-    Left out are trajectories that an error ended (a failure is not a reward), those in which nothing was sampled (their
-    reward says nothing of the policy), and those of other policies.
-
-    Args:
-        groups: Finished groups.
-        policy: Only trajectories of this policy are trained.
-        max_tokens_per_row: Rows are cut after this many tokens.
+    Dropped are trajectories that ended with an error (an infrastructure failure is no reward), those without sampled
+    tokens, and those of other policies.
     """
     of_policy = [each for group in groups for each in group.trajectories if each.policy == policy]
     whole = [each for each in of_policy if each.error is None]
@@ -107,23 +101,17 @@ def build_experience(
 ) -> Experience:
     """Turn trajectories into rows with advantages: rewards, credit, advantages, rows.
 
-    The way of a reward, file by file; each part is a pure function of what the one before it returned:
+    The data flow by file; each step is a pure function of the one before it:
 
-    1. ``trajectory.py``: ``Trajectory.rewards``, events noted on turns or on the episode.
+    1. ``trajectory.py``: ``Trajectory.rewards``, events on turns or on the episode.
     2. ``trainer/batch/experience.py``: this function.
-    3. ``trainer/algorithms/rewards.py``: ``step_rewards``, the rewards as numbers, in total, by turn and by name.
-    4. ``trainer/algorithms/credit.py``: ``assign_credit``, what of them is compared.
-    5. ``trainer/algorithms/advantages.py``: ``estimate_advantages``, compared within groups or over the batch.
+    3. ``trainer/algorithms/rewards.py``: ``step_rewards``, rewards in total, by turn and by name.
+    4. ``trainer/algorithms/credit.py``: ``assign_credit``, the quantities to compare.
+    5. ``trainer/algorithms/advantages.py``: ``estimate_advantages``, comparison within groups or over the batch.
     6. ``trainer/batch/packing.py``: ``TrainRow``, a row with its advantage.
 
-    With a critic ``trainer/batch/value_targets.py`` stands in place of 4 and 5. A trajectory counts once in its group,
-    however many branches (rows) it has. ``Trajectory.group_id`` says which trajectories are compared.
-
-    Args:
-        collected: The trajectories and their rows.
-        config: Estimator and credit, and whether groups without a gradient are left out.
-        temperature: Of the rollouts.
-        values: The critic's values of each trajectory, where the estimator reads them; groups are then not compared.
+    With a critic, ``trainer/batch/value_targets.py`` replaces 4 and 5, and reads its ``values`` per trajectory. A
+    trajectory counts once in its group (``Trajectory.group_id``), whatever its number of branches (rows).
 
     Raises:
         RegistryError: No such estimator.
@@ -158,7 +146,6 @@ def build_experience(
 
 
 def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    """Return mean rewards by the source of the task, where tasks say which one they are from."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         if group.source is not None:
@@ -170,7 +157,7 @@ def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str,
 
 
 def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    """Return mean rewards and turns by role, where episodes have several; a frozen policy's name is appended."""
+    """Return mean rewards and turns by role, where there are several; a frozen policy's name is appended."""
     roles: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in (each for group in groups for each in group.trajectories if each.error is None):
         name = role_of(trajectory.agent)
@@ -184,7 +171,6 @@ def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, f
 
 
 def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return means over trajectories, every trajectory counting once."""
     count = max(1, len(trajectories))
     rewards = torch.tensor([each.reward for each in trajectories], dtype=torch.float64)
     named: defaultdict[str, float] = defaultdict(float)

@@ -32,9 +32,9 @@ class Laid:
     """Rows of a micro-batch as segments.
 
     Attributes:
-        segments: (start, length, parent) of each, in the order of a walk through the tree.
-        sources: For each segment (row, first, end): whose ids it holds, and which of them.
-        paths: For each row the segments that it consists of, from the root on.
+        segments: (start, length, parent) of each, in depth-first order.
+        sources: Per segment (row, first, end): the row and range that its ids are copied from.
+        paths: Per row its segments, from the root.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -44,12 +44,12 @@ class Laid:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Rows in the order of their ids.
+    """Rows sorted by their ids.
 
     Attributes:
-        order: The rows' indices.
-        lengths: Their lengths, in this order.
-        prefixes: How many tokens each shares with the one before it; 0 for the first.
+        order: Row indices.
+        lengths: Row lengths, in this order.
+        prefixes: Tokens shared with the previous row; 0 for the first.
     """
 
     order: tuple[int, ...]
@@ -58,12 +58,9 @@ class PrefixTree:
 
     @classmethod
     def of(cls, rows: Sequence[Ids], shortest: int | None = None) -> PrefixTree:
-        """Sort rows and find what neighbours share.
+        """Sort rows of token ids and find the common prefixes of neighbours.
 
-        Args:
-            rows: Ids, at least one in each.
-            shortest: Stretches of the tree with fewer tokens are repeated in what follows them; None is
-                :data:`SHORTEST_SHARED`.
+        Shared stretches below ``shortest`` tokens (default :data:`SHORTEST_SHARED`) are duplicated instead.
         """
         shortest = SHORTEST_SHARED if shortest is None else shortest
         # Bytes of big-endian unsigned numbers compare as the numbers do, in one memcmp.
@@ -78,14 +75,10 @@ class PrefixTree:
         return cls(tuple(order), tuple(len(rows[index]) for index in order), tuple(prefixes))
 
     def partition(self, budget: int) -> list[list[int]]:
-        """Deal the rows to micro-batches of at most ``budget`` tokens, those that stand there once counted once.
+        """Assign rows to micro-batches of at most ``budget`` tokens, shared ones counted once, as places in ``order``.
 
-        From the leaves to the root: what hangs on a fork stays together where it fits; else its parts are put together
-        best-fit, largest first, and the fork's own prefix is repeated in each. A row longer than the budget stands
-        alone.
-
-        Returns:
-            Places in ``order``, ascending in each micro-batch.
+        Bottom-up: the children of a fork stay together where they fit; else they are combined best-fit decreasing, and
+        the fork's prefix is repeated in each. A row above the budget stays alone. Places are ascending.
         """
         open_forks: list[tuple[int, list[_Piece]]] = [(0, [])]
         for place, length in enumerate(self.lengths):
@@ -101,11 +94,7 @@ class PrefixTree:
         return [sorted(places) for places, _ in _together(open_forks[0][1], 0, budget) if places]
 
     def lay(self, places: Sequence[int]) -> Laid:
-        """Lay rows as segments; ``Laid`` counts rows as ``places`` does.
-
-        Args:
-            places: Places in ``order``, ascending.
-        """
+        """Lay rows out as segments; ``places`` are ascending indices into ``order``, which ``Laid`` refers to."""
         ends, parents, rows, tails = [0], [-1], [-1], []
         path = [0]
         before = -1
@@ -139,7 +128,7 @@ def _common(one: Ids, other: Ids) -> int:
 
 
 def _without_short(prefixes: Sequence[int], shortest: int) -> list[int]:
-    """Lower each prefix to the fork above it where fewer than ``shortest`` tokens lie between them."""
+    """Lower a prefix to the fork above it where fewer than ``shortest`` tokens lie between them."""
     forks = [0]
     lowered = []
     for prefix in prefixes:
@@ -152,7 +141,7 @@ def _without_short(prefixes: Sequence[int], shortest: int) -> list[int]:
 
 
 def _together(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
-    """Put together what hangs on a fork, its prefix of ``depth`` tokens counted once in each result."""
+    """Combine the children of a fork, its ``depth`` prefix tokens counted once per result."""
     total = depth + sum(cost - depth for _, cost in pieces)
     if total <= budget:
         return [([place for places, _ in pieces for place in places], total)]
@@ -171,7 +160,7 @@ def _together(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
 
 
 def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> Laid:
-    """Number the nodes of a tree (0 is its root, of no tokens) in the order of a walk."""
+    """Number the nodes of a tree (0 is the empty root) in depth-first order."""
     # A node's row is the first that goes through it, so rows and then depth are the order of a walk.
     walk = sorted(range(1, len(ends)), key=lambda node: (rows[node], ends[node]))
     numbers = {node: number for number, node in enumerate(walk)} | {0: -1}
@@ -194,16 +183,16 @@ def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tail
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """A sample and what the step decided about it.
+    """A sample with its advantage and weights.
 
     Attributes:
-        sample: The ids, the mask and what the rollout recorded.
-        advantage: One number for all its trained tokens, or float32 of shape [tokens]. 0 where a loss reads none.
-        weight: Loss weight of each of its trained tokens (see ``aggregation.py``).
-        importance: What ``weight`` is multiplied by (``correction.py``): one number, or float32 of shape [tokens].
-        temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
-        values: float32 of shape [tokens], what the critic expected before each; None where there is none.
-        returns: float32 of shape [tokens], what the critic should have expected; NaN where it is not asked.
+        sample: The token ids, the loss mask and the rollout's records.
+        advantage: A scalar for all trained tokens, or float32 of shape [tokens]; 0 where the loss reads none.
+        weight: Loss weight of each trained token (``algorithms/aggregation.py``).
+        importance: Factor of ``weight`` (``algorithms/correction.py``): a scalar, or float32 of shape [tokens].
+        temperature: Of sampling; 0 (greedy) counts as 1.
+        values: float32 of shape [tokens], the critic's values; None without a critic.
+        returns: float32 of shape [tokens], the critic's targets; NaN on tokens that it is not trained on.
     """
 
     sample: TrainSample
@@ -217,30 +206,29 @@ class TrainRow:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows laid end to end or as trees, and their N trained tokens, in the order of ``rows`` and of a row's tokens.
+    """Rows laid out end to end or as trees, and their N trained tokens, in the order of ``rows`` and of a row's tokens.
 
-    What the forward pass sees has shape [1, T], what is known of a trained token shape [N].
+    Inputs of the forward pass have shape [1, T], data of trained tokens shape [N].
 
     Attributes:
         input_ids: int64 of shape [1, T].
-        position_ids: int64 of shape [1, T], starting at 0 in each segment without a parent, else going on from it.
-        segments: (start, length, parent) of each segment; parent is the segment whose ids come before, -1 for none.
-            They stand in the order of a walk through their trees.
-        rows: Indices of the rows in what was packed.
+        position_ids: int64 of shape [1, T], from 0 in each root segment, else continuing the parent's.
+        segments: (start, length, parent) of each segment in depth-first order; parent is the segment with the preceding
+            tokens, -1 for none.
+        rows: Indices of the rows among those packed.
         predictors: int64, the position in [0, T) whose state predicts the token.
         target_ids: int64, the token.
-        rollout_logprobs: float32, what the inference server reported of it.
+        rollout_logprobs: float32, reported by the inference server.
         advantages: float32.
-        weights: float32, its loss weight.
-        temperatures: float32, the divisor of the logits that predict it (never 0).
-        sequences: int64, the number (from 0) of the row that it belongs to: its place in ``rows``.
-        turns: int64, the number (from 0) of its turn; turns of different rows have different numbers.
-        old_logprobs: float32, log-probabilities that the ratio of a policy loss divides by; None means those of the
-            forward pass itself (the ratio is then exactly 1).
-        ref_logprobs: float32, log-probabilities of the reference policy, or None where nothing reads them.
-        selected: bool, what the loss chose of the whole step (``losses.Loss.select``), or None.
+        weights: float32, the loss weight.
+        temperatures: float32, the divisor of the logits (never 0).
+        sequences: int64, the token's row as an index into ``rows``.
+        turns: int64, the token's turn, numbered from 0 over all rows.
+        old_logprobs: float32, denominator of the policy ratio; None means those of the forward pass itself (ratio 1).
+        ref_logprobs: float32, of the reference policy, or None where nothing reads them.
+        selected: bool, selected by the loss over the whole step (``losses.Loss.select``), or None.
         old_values: float32, the critic's values before the first update of the step, or None without a critic.
-        returns: float32, what a critic learns to say; NaN where it is not asked.
+        returns: float32, the critic's targets; NaN on tokens that it is not trained on.
     """
 
     input_ids: Tensor
@@ -263,30 +251,29 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the forward pass sees."""
+        """Tokens of the forward pass, T."""
         return self.input_ids.shape[1]
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens are trained."""
+        """Trained tokens, N."""
         return self.predictors.shape[0]
 
 
 def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = False) -> list[MicroBatch]:
-    """Lay rows into micro-batches of at most ``max_tokens`` tokens.
+    """Pack rows into micro-batches of at most ``max_tokens`` tokens.
 
-    Rows without a trained token are left out: nothing would read them. A row longer than the budget gets a micro-batch
-    of its own. What is computed for a trained token depends on its row alone, not on how rows are packed.
+    Rows without a trained token are dropped; a row above the budget gets its own micro-batch. Results per token do not
+    depend on the packing.
 
     Args:
-        rows: What to pack.
-        max_tokens: Token budget of a micro-batch. Tokens that rows share in it count once.
-        share_prefixes: Lay what rows have in common at their beginning once (rows of a group, branches of a
-            trajectory), and leave out what stands behind the last trained token. Else rows are laid whole and end to
-            end, first-fit, longest first.
+        rows: The rows.
+        max_tokens: Token budget of a micro-batch; shared tokens count once.
+        share_prefixes: Store common prefixes once (rows of a group, branches of a trajectory), and drop the tokens
+            after the last trained one. Else rows are packed whole, first-fit decreasing.
 
     Raises:
-        TrainError: The budget is below 1, or a row cannot be trained (its message names the row and the field).
+        TrainError: The budget is below 1, or a row cannot be trained; the message names row and field.
     """
     if max_tokens < 1:
         raise TrainError(f"max_tokens_per_micro_batch is {max_tokens}; it must be at least 1")
@@ -309,7 +296,7 @@ def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[in
 
 
 def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Deal rows to micro-batches, longest first (equal lengths keep their order)."""
+    """Assign rows to micro-batches, longest first (stable)."""
     bins: list[list[int]] = []
     room: list[int] = []
     first_open = 0
@@ -395,7 +382,7 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroB
 
 
 def _predictors(laid: Laid, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
-    """Return for each row where the states stand that predict its trained tokens."""
+    """Return for each row the positions of the states that predict its trained tokens."""
     found = []
     for path, tokens in zip(laid.paths, trained, strict=True):
         # The token at position t is predicted by the state at t - 1, which may stand in an ancestor; no row trains its
@@ -414,7 +401,6 @@ def _all_or_none(values: Sequence[npt.NDArray[np.float32] | None]) -> list[npt.N
 
 
 def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
-    """Number the turns of the trained tokens of rows, in order."""
     found: list[npt.NDArray[np.int64]] = []
     count = 0
     for row in rows:

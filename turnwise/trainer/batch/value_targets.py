@@ -1,7 +1,7 @@
-"""Value targets: the critic's values of sampled tokens, and from rewards and values the advantages and returns of rows.
+"""Value targets: the critic's values of sampled tokens, and the advantages and returns computed from them.
 
-Time, for a critic, is the tokens that are trained, in the order in which their turns were sampled, over all branches
-of a trajectory: each once, valued in the row that owns it. Tokens that were not sampled take no time.
+For a critic, time is the trained tokens in the order in which their turns were sampled, over all branches of a
+trajectory; each is valued in the row that owns it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TrajectoryValues:
     """The critic's values of one trajectory.
 
     Attributes:
-        values: For each row of it float32 of shape [trained tokens].
-        last_value: The value after its end, where it was cut off; None where the episode ended there.
+        values: Per row float32 of shape [trained tokens].
+        last_value: Bootstrap value where it was truncated; None where the episode terminated.
     """
 
     values: list[Floats]
@@ -44,14 +44,7 @@ def critic_values(
     samples: Sequence[Sequence[TrainSample]],
     batch: BatchConfig,
 ) -> list[TrajectoryValues] | None:
-    """Return the critic's values of the rows of trajectories, before anything is updated; None without a critic.
-
-    Args:
-        critic: The critic.
-        trajectories: The trajectories.
-        samples: For each its rows.
-        batch: The token budget of a micro-batch, and whether rows share prefixes in it.
-    """
+    """Return the critic's values of the rows before any update; None without a critic."""
     if critic is None:
         return None
     ends = [
@@ -90,15 +83,9 @@ def value_rows(
     *,
     temperature: float,
 ) -> tuple[list[TrainRow], dict[str, float]]:
-    """Return the rows of trajectories with advantages, old values and returns, and metrics of the critic.
+    """Return rows with advantages, old values and returns, and metrics of the critic.
 
-    Args:
-        rewards: The rewards of the trajectories.
-        samples: For each trajectory its rows.
-        penalties: By row, the KL penalty of each of its trained tokens; empty where there is none.
-        values: For each trajectory the critic's values.
-        estimator: The estimator with its options.
-        temperature: Of the rollouts.
+    ``samples`` and ``values`` are per trajectory; ``penalties`` has, by row, the KL penalty of each trained token.
 
     Raises:
         TrainError: A number is not finite.
@@ -129,14 +116,9 @@ def value_rows(
 
 
 def token_rewards(rewards: Tensor, turns: Tensor) -> Tensor:
-    """Return the reward of each token: that of a turn stands on its last one. Shapes [turns], [n] -> [n].
+    """Place each turn's reward on its last token. Shapes [turns], [n] -> [n]; turns must be non-decreasing.
 
-    The reward of a turn of which no token is trained goes to the last token before it; where there is none before, no
-    trained token led to it, and it is left out.
-
-    Args:
-        rewards: Shape [turns].
-        turns: int64 of shape [n], the number of each token's turn; never falling.
+    The reward of a turn without a trained token goes to the last token before it, or is dropped where there is none.
     """
     laid = torch.zeros(len(turns), dtype=torch.float64)
     # How many tokens there are up to the end of each turn; the last of them is one before that.
@@ -147,11 +129,11 @@ def token_rewards(rewards: Tensor, turns: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _TokenOrder:
-    """Where the trained tokens of a trajectory's rows, laid end to end, stand in time.
+    """The temporal order of the trained tokens of a trajectory's rows.
 
     Attributes:
-        order: int64 of shape [n]: the k-th token in time is number order[k] of those.
-        turns: int64 of shape [n], in time.
+        order: int64 of shape [n]: index of the k-th token in time, among the rows' tokens end to end.
+        turns: int64 of shape [n], in temporal order.
     """
 
     order: npt.NDArray[np.int64]
@@ -165,11 +147,11 @@ class _TokenOrder:
         return cls(order, turns[order])
 
     def in_time(self, laid: Sequence[Floats]) -> Tensor:
-        """Return what is known of each row's trained tokens in the order of time, shape [n]."""
+        """Reorder data of each row's trained tokens by time, shape [n]."""
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *laid])[self.order])
 
     def to_rows(self, samples: Sequence[TrainSample], in_time: Tensor) -> list[Floats]:
-        """Return for each row float32 of shape [tokens] of what is known in time, 0 where nothing is trained."""
+        """Scatter data in temporal order to rows, float32 of shape [tokens], 0 on untrained tokens."""
         laid = np.empty(len(in_time), np.float32)
         laid[self.order] = in_time.numpy()
         rows: list[Floats] = []
@@ -182,7 +164,7 @@ class _TokenOrder:
 
 
 def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
-    """Return the row that the last turn stands in, or -1 where it was cut: what came after its end is then known."""
+    """Return the row of the last turn, or -1 where it was cut off."""
     last = sum(segment.sampled for segment in trajectory.segments) - 1
     for number, sample in enumerate(samples):
         whole = sum(len(segment.ids) for segment in trajectory.path(sample.leaf))
@@ -193,7 +175,7 @@ def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
 
 
 def _one_longer(sample: TrainSample) -> TrainSample:
-    """Return a row with one more token, whatever it is: its value is that of the state after the row."""
+    """Append a dummy token, whose value is that of the state after the row."""
     return replace(
         sample,
         input_ids=np.append(sample.input_ids, sample.input_ids[-1:]),
@@ -207,7 +189,7 @@ def _one_longer(sample: TrainSample) -> TrainSample:
 def _critic_metrics(
     old_values: Sequence[Tensor], advantages: Sequence[TokenAdvantages], values: Sequence[TrajectoryValues]
 ) -> dict[str, float]:
-    """Return mean value and return, and how much of the variance of returns the values explain."""
+    """Return mean value, mean return and explained variance."""
     valued = [each.valued for each in advantages]
     said = torch.cat([each[mask] for each, mask in zip(old_values, valued, strict=True)] or [torch.zeros(0)]).double()
     returns = torch.cat([each.returns[each.valued] for each in advantages] or [torch.zeros(0)]).double()

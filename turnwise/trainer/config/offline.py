@@ -1,4 +1,4 @@
-"""The configuration of what trains on data that is there: ``turnwise sft``, ``dpo`` and ``reward-model``."""
+"""The configuration of offline training: ``turnwise sft``, ``dpo`` and ``reward-model``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class OfflineConfig(BaseModel):
-    """What all of them have.
+    """Keys of all offline training commands.
 
     Attributes:
         name: Name of the run; its directory is ``runs/name``, its model ``runs/name/model``.
-        runs: Where run directories lie.
-        overwrite: Whether a model that is there already is replaced.
-        seed: Decides the order of the data.
+        runs: Parent of run directories.
+        overwrite: Whether an existing model is replaced.
+        seed: Seed of the data order.
         data: A jsonl file.
-        limit: Take at most this many of its rows.
-        epochs: How often the data is gone through, unless ``steps`` is given.
+        limit: Maximum number of its rows.
+        epochs: Passes over the data, unless ``steps`` is given.
         steps: Optimizer steps.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
-        max_tokens_per_row: Longer conversations are cut; what is cut off is counted. None cuts nothing.
-        model: The model to start from.
-        optim: How gradients become updates.
-        schedule: How the learning rate changes.
-        renderer: How messages become tokens.
-        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/metrics.md).
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
+        max_tokens_per_row: Truncate longer conversations, counting the cut tokens; None truncates nothing.
+        model: The initial model.
+        optim: The optimizer.
+        schedule: The learning-rate schedule.
+        renderer: The renderer of messages.
+        loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,16 +65,16 @@ class OfflineConfig(BaseModel):
 
     @property
     def policy(self) -> PolicyConfig:
-        """Model, optimizer and schedule as one."""
+        """Model, optimizer and schedule as one section."""
         return PolicyConfig(model=self.model, optim=self.optim, schedule=self.schedule)
 
     def steps_over(self, count: int, at_once: int) -> int:
-        """Return how many optimizer steps are taken over ``count`` things, ``at_once`` in each."""
+        """Return the optimizer steps over ``count`` items, ``at_once`` per step."""
         return self.steps or self.epochs * -(-count // at_once)
 
 
 class RecordedConfig(BaseModel):
-    """Trajectories that were recorded: those of an evaluation, of a training run, or of the gateway.
+    """Recorded trajectories of an evaluation, a training run, or the gateway.
 
     Attributes:
         path: The directory of a run or an evaluation, or a file of trajectories.
@@ -90,12 +90,12 @@ class RecordedConfig(BaseModel):
 
 
 class FilterConfig(RecordedConfig):
-    """Which of the recorded trajectories are good enough to learn from.
+    """A filter of recorded trajectories.
 
     Attributes:
-        min_reward: Only those whose reward is at least this.
-        best_per_task: Of each task at most so many, the best ones; of equal ones those with fewer sampled tokens.
-        dedupe: Whether a trajectory is left out whose tokens are those of another one of its task.
+        min_reward: Minimal reward.
+        best_per_task: Maximum per task, best first; ties prefer fewer sampled tokens.
+        dedupe: Drop trajectories with the same tokens as another one of the task.
     """
 
     min_reward: float | None = None
@@ -104,11 +104,11 @@ class FilterConfig(RecordedConfig):
 
 
 class PairingConfig(RecordedConfig):
-    """Which trajectories of a group make pairs: the best against the worst, the second best against the second worst...
+    """Preference pairs from the trajectories of a group: best with worst, second best with second worst, and so on.
 
     Attributes:
-        pairs_per_group: At most so many of each group.
-        min_gap: By how much the reward of the better one must be larger, at least; equal ones are never a pair.
+        pairs_per_group: Maximum pairs per group.
+        min_gap: Minimal difference of rewards; equal ones are never a pair.
     """
 
     pairs_per_group: PositiveInt = 1
@@ -119,13 +119,12 @@ class SFTConfig(OfflineConfig):
     """``turnwise sft``.
 
     Attributes:
-        trajectories: Instead of ``data``: recorded trajectories, of which the sampled tokens are trained as they are
-            (rejection sampling).
+        trajectories: Instead of ``data``: recorded trajectories, whose sampled tokens are trained (rejection sampling).
         conversations: Conversations per optimizer step.
         loss_aggregation: What the loss is averaged over.
-        loss_scale: What sums are divided by where ``loss_aggregation`` is ``seq_mean_token_sum_norm``.
-        share_prefixes: Compute once what the conversations of a micro-batch have in common at their beginning (a system
-            prompt with its tools, the prompt of a task). The result is the same up to rounding.
+        loss_scale: Divisor of ``loss_aggregation: seq_mean_token_sum_norm``.
+        share_prefixes: Compute common prefixes of a micro-batch's conversations once (system prompt and tools, the
+            prompt of a task). The result is the same up to rounding.
     """
 
     trajectories: FilterConfig | None = None
@@ -153,11 +152,11 @@ class DPOConfig(OfflineConfig):
         trajectories: Instead of ``data``: pairs of recorded trajectories of one group.
         pairs: Pairs per optimizer step.
         loss: ``sigmoid`` (DPO) or ``ipo``.
-        beta: How strongly the policy is held to the reference.
-        label_smoothing: Share of the preferences that is taken to be wrong (``sigmoid`` only).
-        length_normalised: Whether log-probabilities are means over the tokens of a completion, not sums.
-        nll_coef: Weight of the likelihood of what was chosen, beside the preference.
-        reference: Directory of the reference model; by default the model to start from, as it is then.
+        beta: Strength of the pull to the reference.
+        label_smoothing: Assumed share of wrong preferences (``sigmoid`` only).
+        length_normalised: Use mean instead of summed log-probabilities of a completion.
+        nll_coef: Weight of the chosen completion's likelihood.
+        reference: Directory of the reference model; by default the initial model.
     """
 
     trajectories: PairingConfig | None = None
@@ -182,10 +181,10 @@ class RewardModelConfig(OfflineConfig):
     """``turnwise reward-model``.
 
     Attributes:
-        trajectories: Instead of ``data``: pairs of recorded trajectories of one group, as the messages that they say.
+        trajectories: Instead of ``data``: pairs of recorded trajectories of one group, as messages.
         pairs: Pairs per optimizer step.
-        center_coef: Weight of the square of a pair's rewards added up: keeps rewards around 0.
-        held_out: A jsonl file of preferences that are not trained: how many of them the finished model gets right.
+        center_coef: Weight of the squared sum of a pair's rewards, which keeps rewards around 0.
+        held_out: A jsonl file of held-out preferences, on which the final model's accuracy is measured.
     """
 
     trajectories: PairingConfig | None = None

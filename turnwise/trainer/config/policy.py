@@ -23,16 +23,15 @@ class Section(BaseModel):
 
 
 class LoRAConfig(BaseModel):
-    """Low-rank adapters that are trained while the model itself stays as it is.
+    """Low-rank adapters on a frozen model.
 
     Attributes:
         rank: Columns of each factor; by default 16, or that of ``path``.
-        alpha: Divided by the rank it is what the product is multiplied by; by default twice the rank, or that of
-            ``path``.
-        targets: Ends of the names of the linear layers that get one (``[q_proj, v_proj]``); by default all of them but
-            the output matrix, or those of ``path``.
-        path: A folder with an adapter in peft's layout to go on from; by default they begin at zero.
-        seed: Decides the first factor of each, whose second begins at zero.
+        alpha: Alpha / rank scales the product; by default twice the rank, or that of ``path``.
+        targets: Name suffixes of the adapted linear layers (``[q_proj, v_proj]``); by default all but the output
+            matrix, or those of ``path``.
+        path: Directory of a peft adapter to continue from; by default adapters start at zero.
+        seed: Seed of each adapter's first factor; the second starts at zero.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,15 +44,15 @@ class LoRAConfig(BaseModel):
 
 
 class ModelConfig(Section):
-    """The model that is trained, and where.
+    """The trained model and its device.
 
     Attributes:
         path: Directory of a Hugging Face causal language model. Nothing is downloaded.
         device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
-        compute_dtype: What matrix products are computed in. Parameters and optimizer state are float32.
-        threads: CPU threads of the trainer process; by default torch decides.
+        compute_dtype: Type of matrix products. Parameters and optimizer state are float32.
+        threads: CPU threads of the trainer process; by default torch's choice.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
-        lora: Train low-rank adapters and leave the model as it is; None trains all of it.
+        lora: Train low-rank adapters on the frozen model; None trains all weights.
     """
 
     path: ConfigPath
@@ -65,7 +64,7 @@ class ModelConfig(Section):
 
     @property
     def continues_adapter(self) -> bool:
-        """Whether training begins with an adapter, so that the model in ``path`` is not what it begins with."""
+        """Whether training starts from a saved adapter, so that ``path`` is not the initial policy."""
         return self.lora is not None and self.lora.path is not None
 
 
@@ -74,7 +73,7 @@ class MuonConfig(Section):
 
     Attributes:
         lr: Its learning rate (that of AdamW is ``optim.lr``).
-        momentum: Share of the old momentum that stays in a step.
+        momentum: Momentum coefficient.
         weight_decay: Decoupled, for these matrices.
         adjust_lr: How the rate depends on a matrix's shape: ``original`` (rows over columns, Jordan 2024) or
             ``match_rms_adamw`` (updates as large as AdamW's, arXiv:2502.16982).
@@ -87,7 +86,7 @@ class MuonConfig(Section):
 
 
 class OptimConfig(Section):
-    """How gradients become updates.
+    """The optimizer.
 
     Attributes:
         name: ``adamw`` for all parameters, or ``muon`` for weight matrices and AdamW for the rest (embeddings, output
@@ -96,7 +95,7 @@ class OptimConfig(Section):
         betas: Decay rates of AdamW's first and second moment.
         eps: Added to AdamW's denominator.
         weight_decay: Decoupled; matrices only, norms and biases never decay.
-        max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
+        max_grad_norm: Global norm that gradients are clipped to; None does not clip.
         muon: Read where ``name`` is ``muon``.
     """
 
@@ -110,7 +109,7 @@ class OptimConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes over a run; all rates are multiplied by the same factor.
+    """The learning-rate schedule: a factor of all learning rates.
 
     Attributes:
         kind: After warm-up: ``constant``; ``linear`` or ``cosine`` down to ``min_ratio`` at the end; or ``wsd``
@@ -127,22 +126,20 @@ class ScheduleConfig(Section):
 
 
 class CriticConfig(Section):
-    """What ``algorithm.advantage: gae`` asks how well it goes from here (``trainer/model/critic.py``).
+    """The critic of ``algorithm.advantage: gae`` (``trainer/model/critic.py``).
 
     Attributes:
-        kind: ``own``, a model of its own; or ``shared``, a value head on the policy's model, whose loss is added to the
-            policy's and goes through the layers in the same backward pass.
-        path: ``own``: directory of the model that it starts from (same tokenizer), or of a critic that was saved; None
-            is the policy's.
-        optim: How its gradients become updates; of ``shared`` the head's (the layers are the policy's to update).
-        schedule: How its learning rate changes.
-        value_clip: How far a value may move with profit in a train step, in units of reward; None does not clip.
+        kind: ``own``, a separate model; or ``shared``, a value head on the policy's model, whose loss is added to the
+            policy's in the same backward pass.
+        path: ``own``: directory of the initial model (same tokenizer), or of a saved critic; None is the policy's.
+        optim: Its optimizer; of ``shared`` only the head's.
+        schedule: Its learning-rate schedule.
+        value_clip: Clip range of a value in a train step, in units of reward; None does not clip.
         coef: ``shared``: weight of its loss beside the policy's; None is 0.5.
-        warmup_steps: In so many first train steps the critic learns alone: the policy stays as it is, and so do the
-            layers that it shares.
-        bootstrap: Stop reasons after which something was still to come: the critic's value of the last state counts as
-            if it had been earned. After all others nothing is: an episode ended, or a limit that is part of its task
-            ended it.
+        warmup_steps: First train steps in which only the critic learns; the policy, and layers shared with it, are
+            frozen.
+        bootstrap: Stop reasons that truncate an episode: the critic's value of the last state is added to the return.
+            All others terminate it.
     """
 
     kind: Literal["own", "shared"] = "own"
@@ -170,11 +167,11 @@ class PolicyConfig(Section):
 
     Attributes:
         model: The model.
-        optim: How gradients become updates.
-        schedule: How the learning rate changes.
-        engine: What computes (``trainer/engines``): a registered name, or a class of your own as ``pkg.mod:Class``.
+        optim: The optimizer.
+        schedule: The learning-rate schedule.
+        engine: The learner (``trainer/learn/learner.py``): a registered name, or a custom class as ``pkg.mod:Class``.
         engine_options: Options of that engine by name.
-        critic: What ``algorithm.advantage: gae`` reads; it stands here because a critic judges one policy.
+        critic: The critic that ``algorithm.advantage: gae`` reads.
     """
 
     model: ModelConfig

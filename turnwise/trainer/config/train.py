@@ -1,4 +1,4 @@
-"""The configuration of training runs: ``turnwise train``, and what other ways of training share with it."""
+"""The configuration of ``turnwise train``, and the sections that offline training shares with it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class TrainEvalConfig(EvalPlan):
 
 
 class BestConfig(BaseModel):
-    """Which checkpoints are kept besides the newest: those with the best figure.
+    """Keeping the best checkpoints besides the newest.
 
     Attributes:
-        metric: A figure of an evaluation (``eval/sampled``, ``eval/greedy/reward`` ...) or a logged metric
+        metric: A metric of evaluations (``eval/sampled``, ``eval/greedy/reward`` ...) or a logged one
             (``reward/mean`` ...).
-        mode: Whether more of it is better, or less.
-        keep: How many remain.
+        mode: Whether higher or lower is better.
+        keep: How many to keep.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,12 +55,12 @@ class BestConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
-    """When checkpoints are written and how many remain.
+    """When checkpoints are written and how many are kept.
 
     Attributes:
         every: Steps between checkpoints; the last step always has one.
-        keep: How many of the newest remain; None keeps all.
-        best: Which others remain; None keeps none for its figures.
+        keep: How many of the newest are kept; None keeps all.
+        best: Which others are kept; None keeps none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,10 +70,10 @@ class CheckpointConfig(BaseModel):
     best: BestConfig | None = None
 
     def check_best(self, *, evaluates: bool) -> None:
-        """See that somebody finds the figure by which a checkpoint is the best.
+        """Check that the run measures the metric of ``best``.
 
         Raises:
-            ValueError: It is one of evaluations, and there are none.
+            ValueError: It is a metric of evaluations, and there are none.
         """
         if self.best is not None and self.best.metric.startswith("eval/") and not evaluates:
             raise ValueError(
@@ -86,8 +86,8 @@ class TailConfig(BaseModel):
     """How long a step waits for the last groups of its batch.
 
     Attributes:
-        seconds: So long after ``share`` of the groups is there it takes what is there.
-        share: Of the groups of the batch; at least so many are trained.
+        seconds: Wait after ``share`` of the groups have finished; then the step takes the finished ones.
+        share: Minimal share of the batch's groups.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -97,19 +97,19 @@ class TailConfig(BaseModel):
 
 
 class BatchConfig(BaseModel):
-    """What a train step is made of.
+    """The batch of a train step.
 
     Attributes:
         groups: Groups per step (``rollout.group_size`` trajectories each).
-        over_sample: ``sync``: so many times ``groups`` are started, and the first to finish are trained.
-        tail: How long a step waits for the last groups; None waits for all of them.
-        leftover: What becomes of groups that a step started and did not wait for: ``carry``, they are finished and
-            count for the next step; ``cancel``, their episodes end. By default they are carried where ``replay`` allows
-            groups of older weights. What would be too old in the next step is cancelled in either case.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
-        max_tokens_per_row: Longer rows are cut; what is cut off is counted. None cuts nothing.
-        share_prefixes: Compute once what rows of a micro-batch have in common at their beginning (the prompt of a
-            group, the history of branches). The result is the same.
+        over_sample: ``sync``: start this many times ``groups`` and train the first to finish.
+        tail: Wait for the last groups; None waits for all of them.
+        leftover: Groups that a step started and did not wait for: ``carry`` finishes them for the next step, ``cancel``
+            ends their episodes. By default they are carried where ``replay`` allows groups of older weights. Groups too
+            stale for the next step are cancelled in either case.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
+        max_tokens_per_row: Truncate longer rows, counting the cut tokens; None truncates nothing.
+        share_prefixes: Compute common prefixes of rows in a micro-batch once (the prompt of a group, the history of
+            branches). The result is the same.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -133,20 +133,20 @@ class BatchConfig(BaseModel):
 
     @property
     def started(self) -> int:
-        """How many groups a step of ``sync`` starts where all of its batch are fresh."""
+        """Groups that a ``sync`` step starts where none is carried over."""
         return self.starts(self.groups)
 
     def starts(self, fresh: int) -> int:
-        """Return how many groups a step of ``sync`` starts that takes so many fresh ones."""
+        """Return how many groups a ``sync`` step starts to get ``fresh`` ones."""
         # Rounded: 1.1 times 10 is 11.000000000000002, and 11 is meant.
         return math.ceil(round(fresh * self.over_sample, 6))
 
 
 def check_leftover(batch: BatchConfig, replay: ReplayConfig, *, sync: bool) -> None:
-    """Refuse what the mode or the replay strategy does not allow.
+    """Validate ``over_sample`` and ``leftover`` against the mode and the replay strategy.
 
     Raises:
-        ValueError: What is wrong, and what to do.
+        ValueError: A combination is not allowed.
     """
     if not sync and (batch.over_sample > 1 or batch.leftover == "cancel"):
         key = f"over_sample is {batch.over_sample:g}" if batch.over_sample > 1 else "leftover is cancel"
@@ -178,10 +178,10 @@ UNKNOWN_STEPS: Final = 10**9
 
 
 def read_duration(value: object) -> object:
-    """Return seconds for ``2h30m``, ``90s`` or ``1.5d``; anything else as it is.
+    """Parse a duration such as ``2h30m``, ``90s`` or ``1.5d`` into seconds; other types are returned unchanged.
 
     Raises:
-        ValueError: A text that is no duration.
+        ValueError: A malformed string.
     """
     if not isinstance(value, str):
         return value
@@ -195,10 +195,10 @@ def read_duration(value: object) -> object:
 
 
 def read_count(value: object) -> object:
-    """Return a number for ``500k``, ``2M`` or ``1.5B``; anything else as it is.
+    """Parse a count such as ``500k``, ``2M`` or ``1.5B``; other types are returned unchanged.
 
     Raises:
-        ValueError: A text that is no count.
+        ValueError: A malformed string.
     """
     if not isinstance(value, str):
         return value
@@ -215,13 +215,13 @@ Seconds: TypeAlias = Annotated[float, BeforeValidator(read_duration), Field(gt=0
 
 
 class BudgetConfig(BaseModel):
-    """What a run may spend besides ``steps``. It ends after the step in which the first of them is spent.
+    """Limits of a run besides ``steps``. It ends after the step in which the first of them is spent.
 
     Attributes:
-        trained_tokens: Sampled tokens that were trained, each counted once however many epochs a step has.
-        sampled_tokens: Tokens that the policy sampled for training; evaluation counts in none.
-        wall_time: Seconds, or a duration such as ``2h30m``, over all processes of the run: loading and evaluation
-            included. One that is killed counts up to its last checkpoint.
+        trained_tokens: Sampled tokens that were trained, each counted once per step whatever the number of epochs.
+        sampled_tokens: Tokens that the policy sampled for training, without evaluations.
+        wall_time: Seconds, or a duration such as ``2h30m``, over all processes of the run, including loading and
+            evaluation. A killed process counts up to its last checkpoint.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -232,7 +232,7 @@ class BudgetConfig(BaseModel):
 
     @property
     def limits(self) -> dict[str, float]:
-        """What may be spent, by name; what has no limit is left out."""
+        """The limits that are set, by name."""
         given = {
             "trained_tokens": self.trained_tokens,
             "sampled_tokens": self.sampled_tokens,
@@ -242,7 +242,7 @@ class BudgetConfig(BaseModel):
 
 
 def check_limits(steps: int | None, config: BudgetConfig) -> None:
-    """Refuse a run without an end.
+    """Reject a run without a limit.
 
     Raises:
         ValueError: Neither ``steps`` nor a budget is given.
@@ -258,13 +258,13 @@ Mode: TypeAlias = Literal["sync", "colocate_async", "separate_async"]
 
 
 class OverlapConfig(BaseModel):
-    """What goes on while the trainer updates, in the two asynchronous modes.
+    """Overlap of rollouts and updates in the asynchronous modes.
 
     Attributes:
-        sampling: ``colocate_async``: whether servers ``continue`` to sample during an update, or ``pause`` because both
-            do not fit the device. Tools and environments go on in either case.
-        stream: ``separate_async``: in how many parts a batch is trained, each by one optimizer step as soon as its
-            groups are there.
+        sampling: ``colocate_async``: whether servers ``continue`` to sample during an update, or ``pause`` where both
+            do not fit the device. Tools and environments continue in either case.
+        stream: ``separate_async``: number of parts of a batch, each trained by one optimizer step as soon as its groups
+            have finished.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -274,16 +274,10 @@ class OverlapConfig(BaseModel):
 
 
 def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) -> None:
-    """Refuse keys of ``overlap`` that the mode does not read.
-
-    Args:
-        mode: Which loop trains.
-        overlap: What goes on at the same time.
-        groups: Groups of a batch.
-        passes: Optimizer steps of a batch that comes whole: epochs times minibatches.
+    """Reject keys of ``overlap`` that the mode does not read; ``passes`` is epochs times minibatches.
 
     Raises:
-        ValueError: What is wrong, and what to do.
+        ValueError: A key does not apply to the mode.
     """
     if mode == "sync" and overlap != OverlapConfig():
         raise ValueError(
@@ -325,33 +319,33 @@ class TrainConfig(Section):
 
     Attributes:
         name: Name of the run; its directory is ``runs/name``.
-        runs: Where run directories lie.
-        seed: Decides reset seeds, sampling seeds and the order of tasks.
+        runs: Parent of run directories.
+        seed: Seed of resets, sampling and the order of tasks.
         steps: Train steps; None where only a budget limits the run.
-        budget: Tokens and wall time after which the run ends, too.
-        tasks: Where the tasks come from (``tasks.load_tasks``): a source, a section with its keys, or a list of
-            either, which is a mix; by default those that the environment names.
-        task_limit: Take at most this many (of a mix each source has its own ``limit``).
-        max_prompt_tokens: Leave tasks out whose prompt has more tokens; their number is printed and logged. Counted are
-            the task's own prompt and the environment's tools, not what the environment adds when it resets.
-        shuffle: Whether tasks are shuffled, anew in each epoch; else they keep their order.
-        curriculum: Which difficulty of tasks is preferred (``tasks/order.py``); None takes all equally often.
+        budget: Limits of tokens and wall time.
+        tasks: The tasks (``tasks.load_tasks``): a source, a section with its keys, or a list of either, which is a mix;
+            by default those that the environment names.
+        task_limit: Maximum number of tasks (in a mix each source has its own ``limit``).
+        max_prompt_tokens: Drop tasks with longer prompts; their number is printed and logged. Counted are the task's
+            own prompt and the environment's tools, not what the environment adds when it resets.
+        shuffle: Whether tasks are reshuffled in each epoch.
+        curriculum: Preferred difficulty of tasks (``tasks/order.py``); None takes all equally often.
         policies: The trained policies by name. One for now, ``main``.
         rollout: How episodes are rolled out.
-        replay: Which finished groups a step learns from, and how they wait.
-        renderer: How messages become tokens.
-        inference: The server that samples.
+        replay: The replay buffer: which finished groups a step trains.
+        renderer: The renderer of messages.
+        inference: The inference servers.
         algorithm: From rewards to a loss.
-        batch: What a step is made of.
-        mode: What goes on at the same time (docs/training.md): ``sync`` rolls out, then trains; ``colocate_async`` does
-            both on one device, ``separate_async`` on devices of their own.
-        overlap: What the asynchronous modes do at the same time.
+        batch: The batch of a step.
+        mode: Training mode (docs/training.md): ``sync`` alternates rollouts and updates; ``colocate_async`` overlaps
+            them on one device, ``separate_async`` on separate devices.
+        overlap: Options of the asynchronous modes.
         eval: Evaluation on held-out tasks; None evaluates nothing.
         checkpoint: When checkpoints are written.
-        hooks: Classes whose methods run at named moments (``trainer/run/hooks.py``): ``path/to/file.py:Class``; one, or
-            several in the order in which they are called.
-        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/metrics.md).
-        custom: Handed to the extension as it is; nothing here reads it.
+        hooks: Classes with callbacks (``trainer/run/hooks.py``) as ``path/to/file.py:Class``; one, or several in
+            calling order.
+        loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
+        custom: Passed to extensions unread.
     """
 
     name: RunName
@@ -381,7 +375,7 @@ class TrainConfig(Section):
 
     @property
     def replay_facts(self) -> RunFacts:
-        """What the replay buffer may depend on besides its own section."""
+        """The facts outside its section that the replay buffer depends on."""
         members = MemberRule(self.rollout.min_members, whole=self.rollout.failed_members == "drop")
         tail = None if self.batch.tail is None else StragglerDeadline(self.batch.tail.seconds, self.batch.tail.share)
         return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
@@ -470,20 +464,20 @@ class TrainConfig(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run, at most: what the learning-rate schedule counts."""
+        """Maximum optimizer steps of the run, for the learning-rate schedule."""
         return (self.steps - self.critic_alone if self.steps else UNKNOWN_STEPS) * self.updates_per_step
 
     @property
     def critic_alone(self) -> int:
-        """Train steps in which the critic alone learns."""
+        """Train steps in which only the critic learns."""
         return self.policy.critic.warmup_steps if self.policy.critic else 0
 
     @property
     def critic_steps(self) -> int:
-        """Optimizer steps of the critic: those of its warm-up count."""
+        """Maximum optimizer steps of the critic, warm-up included."""
         return (self.steps or UNKNOWN_STEPS) * self.updates_per_step
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a train step, at most."""
+        """Maximum optimizer steps of a train step."""
         return self.algorithm.epochs * self.algorithm.minibatches * self.overlap.stream

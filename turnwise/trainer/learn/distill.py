@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy samples, a teacher says of each sampled token how likely it finds it."""
+"""On-policy distillation: advantages from a teacher's log-probabilities of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ Scores = npt.NDArray[np.float32]
 
 
 def reverse_kl(student: Scores, teacher: Scores) -> Scores:
-    """Return the advantage of sampled tokens, ``log p_teacher - log p_student``, bounded to +-20, shape [N].
+    """Return the advantage of sampled tokens, ``log p_teacher - log p_student``, clamped to +-20, shape [N].
 
     Its expectation under the student is -KL(student || teacher) of the next token: that reverse divergence is what Gu
     et al. 2023, MiniLLM (arXiv:2306.08543), eq. 2, and Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1,
-    minimise on the student's own samples. What later tokens bring does not count for earlier ones (a discount of 0, as
-    in Lu and Thinking Machines Lab 2025, "On-Policy Distillation").
-
-    Args:
-        student: Shape [N], log-probabilities when the tokens were sampled.
-        teacher: Shape [N], the teacher's of the same tokens.
+    minimise on the student's own samples. Later tokens are discounted by 0, as in Lu and Thinking Machines Lab 2025,
+    "On-Policy Distillation".
     """
     bounded: Scores = np.clip(teacher - student, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bounded
@@ -42,11 +38,11 @@ def reverse_kl(student: Scores, teacher: Scores) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """Who is asked.
+    """The teacher of a run.
 
     Attributes:
         policy: The frozen policy.
-        recover: Waits until its server runs, after a request failed.
+        recover: Waits for its server after a failed request.
     """
 
     policy: FrozenPolicy
@@ -54,11 +50,11 @@ class Teacher:
 
     @classmethod
     def of(cls, config: DistillConfig | None, frozen: FrozenPolicies) -> Self | None:
-        """Return the teacher of a run, or None where there is none."""
+        """Return the teacher of a run, or None without distillation."""
         return None if config is None else cls(frozen.policies[config.teacher], frozen.recover)
 
     async def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
-        """Return log-probabilities of the tokens of rows, each of shape [tokens]; NaN beyond the teacher's context.
+        """Return log-probabilities of rows, each of shape [tokens]; NaN beyond the teacher's context.
 
         Raises:
             InferenceError: The teacher's server failed twice.
@@ -87,13 +83,7 @@ class Teacher:
 
 
 def distilled(experience: Experience, scores: Sequence[Scores], config: DistillConfig) -> Experience:
-    """Return an experience whose advantages say what the teacher says, and beside it what the rewards say.
-
-    Args:
-        experience: Rows with the advantages of rewards.
-        scores: For each row what :meth:`Teacher.score` returned.
-        config: The weights of both.
-    """
+    """Combine the advantages of the rewards with those of the teacher, by row from :meth:`Teacher.score`."""
     rows = []
     gaps: list[Scores] = []
     for row, teacher in zip(experience.rows, scores, strict=True):
@@ -112,12 +102,7 @@ def distilled(experience: Experience, scores: Sequence[Scores], config: DistillC
 
 
 def check_teacher(config: DistillConfig | None, frozen: Mapping[str, FrozenConfig], student: Path) -> None:
-    """See that teacher and student mean the same by the same ids, before anything is served.
-
-    Args:
-        config: Who teaches, if anybody.
-        frozen: The frozen policies of the run.
-        student: The model that the run begins with.
+    """Check that teacher and student have the same tokenizer, before anything is served.
 
     Raises:
         ConfigError: Their tokenizers differ, or one cannot be read.

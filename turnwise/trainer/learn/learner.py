@@ -1,4 +1,4 @@
-"""The contract of learners: gradients from micro-batches, updates from gradients."""
+"""The learner contract, and the registry of engines that implement it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from turnwise.trainer.config.policy import PolicyConfig
 
 @dataclass(slots=True)
 class Stats:
-    """What the forward and backward passes of an update found.
+    """Statistics of the forward and backward passes of an update.
 
     Attributes:
         loss: The loss, divided by the normaliser.
-        tokens: How many tokens were trained.
+        tokens: Number of trained tokens.
         means: Sums of the objective divided by the number of trained tokens.
-        maxima: Largest values over the micro-batches.
+        maxima: Maxima over the micro-batches.
     """
 
     loss: float = 0.0
@@ -39,17 +39,17 @@ class Stats:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return everything as one dictionary, names after ``prefix``."""
+        """Return all statistics in one dictionary, names after ``prefix``."""
         named = {"loss": self.loss, "tokens": float(self.tokens), **self.means, **self.maxima}
         return {prefix + name: value for name, value in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     Attributes:
-        grad_norm: Global norm of the gradients before clipping; 0 where there were none.
+        grad_norm: Global gradient norm before clipping; 0 without gradients.
         learning_rates: Of each optimizer (``adamw``, ``muon``) in this step.
         skipped: Why nothing was updated (``no_gradient``, ``non_finite``), or None.
     """
@@ -62,18 +62,15 @@ class StepResult:
 class Learner(ABC):
     """Trains one policy.
 
-    Gradients add up over calls of :meth:`forward_backward` until :meth:`optim_step` uses and forgets them; neither how
-    rows lie in micro-batches nor over how many calls they are spread changes a result beyond rounding. Micro-batches
-    come from ``packing.pack``: a sequence of T tokens in segments, of which N are trained; their tensors may live on
-    another device than the model.
-
-    What is not abstract here is what an engine may lack.
+    Gradients accumulate over calls of :meth:`forward_backward` until :meth:`optim_step`; up to rounding, results depend
+    neither on the micro-batches nor on the number of calls. Micro-batches come from ``packing.pack``; their tensors may
+    be on another device than the model. Methods that are not abstract are optional for an engine.
 
     Attributes:
         steps: Optimizer steps taken so far, skipped ones included.
-        skipped: How many of them updated nothing, by reason.
-        total_steps: Optimizer steps of the whole run, for the schedule. A loop corrects it between steps where the run
-            ends by something else than a number of steps.
+        skipped: Number of skipped steps by reason.
+        total_steps: Optimizer steps of the whole run, for the schedule. A loop adjusts it between steps where another
+            budget ends the run.
     """
 
     steps: int
@@ -83,15 +80,14 @@ class Learner(ABC):
     @classmethod
     @abstractmethod
     def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
-        """Load the model that a configuration names, and make its learner.
+        """Load the configured model and create its learner.
 
-        An engine may take options of its own, by keyword: what ``engine_options`` of the configuration says is checked
-        against their annotations before work starts, and handed over.
+        A subclass may take keyword options; ``engine_options`` is validated against their annotations beforehand.
 
         Args:
             config: Model, optimizer and schedule.
             total_steps: Optimizer steps of the whole run, for the schedule; at least 1.
-            model_path: Load the model from here instead (a checkpoint, which :meth:`load` is called with afterwards).
+            model_path: Load the model from here instead (a checkpoint; :meth:`load` is called afterwards).
 
         Raises:
             TrainError: The model cannot be loaded or trained.
@@ -99,18 +95,17 @@ class Learner(ABC):
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
-        """Add the gradient of ``sum of losses / normalizer`` to what is accumulated.
+        """Accumulate the gradient of ``sum of losses / normalizer``.
 
-        Neither weights nor the optimizer's state change, also where it raises: a run whose loss raised saves them as
-        those of the step before.
+        Neither weights nor optimizer state change, even where it raises: the run then saves those of the previous step.
 
         Args:
-            batches: The micro-batches; how rows are split over them does not change the result. None are no gradient.
+            batches: The micro-batches; may be empty.
             objective: The loss.
-            normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
+            normalizer: The divisor of the whole optimizer step (``algorithms/aggregation.py``).
 
         Returns:
-            What this call found, its loss already divided; of a step of several calls the losses add up.
+            Statistics of this call; losses of several calls add up.
 
         Raises:
             TrainError: The normaliser is not above 0, or a batch does not fit the model.
@@ -118,95 +113,80 @@ class Learner(ABC):
 
     @abstractmethod
     def optim_step(self) -> StepResult:
-        """Clip the accumulated gradients, update the parameters, and forget the gradients.
+        """Clip the accumulated gradients, update the parameters, and zero the gradients.
 
-        An update whose gradient norm is not finite is left out, counted and logged as an error. Without any gradient
-        nothing changes, but the step counts.
+        An update with a non-finite gradient norm is skipped, counted and logged as an error. A step without gradients
+        changes nothing but is counted.
 
         Raises:
-            TrainError: Too many updates in a row had no finite gradient.
+            TrainError: Too many consecutive updates had a non-finite gradient.
         """
 
     @abstractmethod
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, in nats and without gradients.
+        """Return the log-probabilities of the trained tokens under the present weights, without gradients.
 
-        They are those of the logits divided by each token's temperature, under the weights as they are now.
+        Logits are divided by each token's temperature.
 
         Returns:
-            float32 of shape [N] per micro-batch, in the order of its targets, on whatever device.
+            Per micro-batch float32 of shape [N], in nats and in the order of its targets, on any device.
 
         Raises:
             TrainError: A batch does not fit the model.
         """
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what states are worth before each trained token, float32 of shape [N] per micro-batch.
+        """Return the state values before each trained token, float32 of shape [N] per micro-batch.
 
         Raises:
-            TrainError: This learner has no value head, as here.
+            TrainError: The learner has no value head (the default).
         """
         raise TrainError(f"{type(self).__name__} has no value head: it says nothing of {len(batches)} micro-batches")
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
-        """Return a context in which :meth:`logprobs` are those of the model before training.
+        """Return a context in which :meth:`logprobs` uses the initial weights, or None (the default).
 
-        None, as here, where that model is not at hand: whoever needs it loads it a second time. Nothing is trained,
-        exported or saved within.
+        With None, callers load the initial model separately. The context does not train, export or save.
         """
         return None
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """What :meth:`export_weights` yields where that is an adapter's factors; None, as here: all weights."""
+        """The adapter whose factors :meth:`export_weights` yields; None (the default) for full weights."""
         return None
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what servers need for these weights. The tensors are live: copy to keep.
+        """Yield (name, tensor) of the weights that servers need. The tensors are live: copy to keep.
 
-        That is every weight by its name in the Hugging Face state dict, tied ones once; or, where :attr:`adapter` says
-        so, what changed of the model that they were launched with.
+        All weights by their Hugging Face state-dict names, tied ones once; or the factors of :attr:`adapter`.
         """
 
     @abstractmethod
     def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the whole model in Hugging Face format, with the tokenizer files that it came with.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory at the end, to add files.
-        """
+        """Write the whole model in Hugging Face format, with its tokenizer files; ``extra`` adds files at the end."""
 
     @abstractmethod
     def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write a checkpoint: what was trained, in a form that can be named as a model, and the optimizer's state.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory, to add files.
-        """
+        """Write a checkpoint: the trained weights, loadable, and the optimizer's state; ``extra`` adds files."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote: parameters, optimizer state and counts, bit for bit.
+        """Restore parameters, optimizer state and counters of :meth:`save`, bit for bit.
 
         Raises:
-            CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
+            CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
         """
 
     def offload(self) -> int:
-        """Move weights, gradients and the optimizer's state to the memory of the CPU, until :meth:`onload`.
+        """Move weights, gradients and optimizer state to CPU memory, until :meth:`onload`; return the bytes moved.
 
-        In between only :meth:`export_weights`, :meth:`save` and :meth:`save_model` may be called.
-
-        Returns:
-            Bytes moved: 0, as here, where nothing lives elsewhere.
+        Until then only :meth:`export_weights`, :meth:`save` and :meth:`save_model` may be called.
         """
         return 0
 
     def onload(self) -> int:
-        """Move what was offloaded back. Returns the bytes moved; 0 where nothing was offloaded."""
+        """Move offloaded tensors back. Returns the bytes moved."""
         return 0
 
 
@@ -221,14 +201,10 @@ def register_engine(name: str) -> Callable[[L], L]: ...
 @overload
 def register_engine(name: str, engine: L) -> L: ...
 def register_engine(name: str, engine: Any = None) -> Any:
-    """Give a learner a name that ``policies.main.engine`` takes; without a class, as the decorator of one.
-
-    Args:
-        name: The name.
-        engine: A class that derives from :class:`~turnwise.trainer.learn.learner.Learner`.
+    """Register a :class:`Learner` for ``policies.main.engine``; without a class, return a decorator.
 
     Raises:
-        RegistryError: The name is taken by another engine, or the class is none.
+        RegistryError: The name is taken by another engine, or the class is no learner.
     """
 
     def register(cls: Any) -> Any:
@@ -240,10 +216,10 @@ def register_engine(name: str, engine: Any = None) -> Any:
 
 
 def find_engine(name: str) -> type[Learner]:
-    """Return a learner's class by its name, or a user's own by a reference (``pkg.mod:Class``).
+    """Return a learner's class by its name or by reference (``pkg.mod:Class``).
 
     Raises:
-        RegistryError: No such learner, or what the reference names is none.
+        RegistryError: No such learner, or the reference is none.
     """
     found = _loaded(find(name, ENGINES, "engine"))
     _check(name, found)
@@ -252,10 +228,10 @@ def find_engine(name: str) -> type[Learner]:
 
 
 def chosen_engine(config: PolicyConfig) -> Chosen:
-    """Return the engine's ``create`` with the options that a configuration gives it, checked.
+    """Return the engine's ``create`` with its validated options.
 
     Raises:
-        RegistryError: There is no such engine, or it does not take these options.
+        RegistryError: No such engine, or a wrong option.
     """
     engine = find_engine(config.engine)
     return bind(
@@ -269,10 +245,10 @@ def chosen_engine(config: PolicyConfig) -> Chosen:
 
 
 def open_learner(config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Learner:
-    """Make the learner that a configuration names; see :meth:`~turnwise.trainer.learn.learner.Learner.create`.
+    """Create the configured learner; see :meth:`~turnwise.trainer.learn.learner.Learner.create`.
 
     Raises:
-        RegistryError: There is no such engine, or it does not take its options.
+        RegistryError: No such engine, or a wrong option.
         TrainError: The model cannot be loaded or trained.
     """
     learner: Learner = chosen_engine(config)(config, total_steps, model_path=model_path)

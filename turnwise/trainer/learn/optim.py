@@ -13,16 +13,12 @@ from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
 
 def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Return what all learning rates are multiplied by in a step.
+    """Return the learning-rate factor of a step, given the steps taken before it.
 
     With w warm-up steps: ``(step + 1) / w`` for step < w. After that, with ``p = (step - w) / (total - w)``:
     ``linear`` is ``1 - (1 - min) p``, ``cosine`` is ``min + (1 - min) (1 + cos(pi p)) / 2``. ``wsd`` stays at 1 until
-    ``decay_fraction`` of all steps are left and then falls linearly (arXiv:2404.06395, section 4).
-
-    Args:
-        step: Steps taken before this one.
-        total_steps: Steps of the whole run; steps past it have the factor of the last one.
-        config: The schedule.
+    ``decay_fraction`` of all steps are left and then falls linearly (arXiv:2404.06395, section 4). Steps past the total
+    have the factor of the last one.
     """
     step = min(step, max(0, total_steps - 1))
     if step < config.warmup_steps:
@@ -38,13 +34,10 @@ def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> floa
 
 
 def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return (weight matrices, embeddings and output matrix, all else) by name; tied parameters once, frozen not.
+    """Return (weight matrices, embeddings and output matrix, all else) by name; tied parameters once, frozen ones not.
 
-    Matrices are what Muon is made for: two-dimensional and neither looked up by id nor producing logits. A matrix of
-    one row (the head of a reward model) is a vector.
-
-    Args:
-        model: A Hugging Face causal language model.
+    Weight matrices are those for Muon: two-dimensional, without embeddings and output matrix. A matrix of one row (the
+    head of a reward model) counts as a vector.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if (output := model.get_output_embeddings()) is not None:
@@ -65,10 +58,10 @@ def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
 
 class OptimizerSet:
-    """One or two torch optimizers over disjoint parameters, stepped and saved as one."""
+    """One or two torch optimizers over disjoint parameters, used as one."""
 
     def __init__(self, model: Any, config: OptimConfig) -> None:
-        """Make the optimizers.
+        """Create the optimizers.
 
         Raises:
             TrainError: The model has no trainable parameter.
@@ -105,7 +98,7 @@ class OptimizerSet:
         self._peaks = [[float(group["lr"]) for group in each.param_groups] for each in self.optimizers]
 
     def step(self, factor: float) -> None:
-        """Update all parameters with their learning rates multiplied by ``factor``, and forget the gradients."""
+        """Update all parameters with learning rates scaled by ``factor``, and zero the gradients."""
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -113,12 +106,12 @@ class OptimizerSet:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def move(self, device: torch.device) -> int:
-        """Move the state to a device. Returns its bytes."""
+        """Move the state to a device; return its bytes."""
         moved = 0
         for state in (each for optimizer in self.optimizers for each in optimizer.state.values()):
             for key, value in state.items():
@@ -128,20 +121,18 @@ class OptimizerSet:
         return moved
 
     def learning_rates(self, factor: float) -> dict[str, float]:
-        """Return the learning rate of each optimizer by its name, in lower case."""
+        """Return the learning rate of each optimizer by its lower-case name."""
         return {
             type(optimizer).__name__.lower(): peaks[0] * factor
             for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all optimizers, and which parameter each entry belongs to."""
+        """Return the state of all optimizers, with parameter names."""
         return {"names": self.names, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Learning rates and the other settings stay those of the configuration.
+        """Restore :meth:`state_dict`; learning rates and other settings stay as configured.
 
         Raises:
             CheckpointError: The state belongs to other parameters or another optimizer.

@@ -1,4 +1,4 @@
-"""One policy and its optimizer in this process, on one device."""
+"""The built-in learner: one policy and its optimizer in this process, on one device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,11 @@ _DECIDED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep freed blocks of up to 1 GiB for the next ones, for the whole process.
+    """Have the C library reuse freed blocks of up to 1 GiB, for the whole process; return whether it was done.
 
-    By default blocks of more than 32 MiB, and often smaller ones, go back to the system when they are freed, and every
-    page of the next one is cleared again. A train step on a CPU allocates the same tensors as the one before, and may
-    spend a tenth of its time on that. The peak of resident memory stays; what comes after it does not fall as far.
-
-    Returns:
-        Whether it was done: not where an environment variable has set these limits, nor without glibc.
+    By default glibc returns blocks above 32 MiB to the system, and every page of the next one is zeroed again. A CPU
+    train step reallocates the same tensors and may spend a tenth of its time on that. Peak memory stays the same. Not
+    done where an environment variable sets these limits, nor without glibc.
     """
     if any(name in os.environ for name in _DECIDED):
         return False
@@ -63,21 +60,10 @@ _log = logging.getLogger(__name__)
 
 
 class TorchLearner(Learner):
-    """Trains one policy in this process, on one device.
-
-    Attributes:
-        policy: The model.
-        steps: Optimizer steps taken so far, skipped ones included.
-        skipped: How many of them updated nothing, by reason.
-    """
+    """Trains one policy in this process, on one device."""
 
     def __init__(self, policy: Policy, config: PolicyConfig, total_steps: int) -> None:
-        """Make the optimizer of a policy; on a CPU, this process keeps freed memory from now on (``allocator.py``).
-
-        Args:
-            policy: The model.
-            config: Optimizer and schedule; its model section was read by whoever loaded the policy.
-            total_steps: Optimizer steps of the whole run, for the schedule.
+        """Create the optimizer of a policy; on a CPU, call :func:`keep_freed_memory`.
 
         Raises:
             TrainError: ``total_steps`` is below 1, or the model has nothing to train.
@@ -99,18 +85,9 @@ class TorchLearner(Learner):
 
     @classmethod
     def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
-        """Load the model that a configuration names, and make its learner.
+        """Load the configured model and create its learner; sets torch's threads from ``model.threads``.
 
-        Sets the number of torch threads of this process where ``model.threads`` says one.
-
-        Args:
-            config: Model, optimizer and schedule.
-            total_steps: Optimizer steps of the whole run.
-            model_path: Load the model from here instead (a checkpoint). With adapters the model is always that of the
-                configuration: a checkpoint holds theirs alone.
-
-        Raises:
-            TrainError: The model cannot be loaded or trained.
+        ``model_path`` is ignored with adapters, whose checkpoints do not contain the model.
         """
         model = config.model
         if model.threads is not None:
@@ -125,16 +102,7 @@ class TorchLearner(Learner):
         return cls(policy, config, total_steps)
 
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
-        """Add the gradient of ``sum of losses / normalizer`` to what is accumulated.
-
-        Args:
-            batches: The micro-batches; how rows are split over them does not change the result.
-            objective: The loss.
-            normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
-
-        Raises:
-            TrainError: The normaliser is not above 0, or a batch does not fit the model.
-        """
+        """Accumulate the gradient of ``sum of losses / normalizer``."""
         self._check_here("forward_backward")
         if not normalizer > 0:
             raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
@@ -159,13 +127,7 @@ class TorchLearner(Learner):
         )
 
     def optim_step(self) -> StepResult:
-        """Clip the accumulated gradients, update the parameters, and forget the gradients.
-
-        An update whose gradient norm is not finite is left out, counted and logged as an error.
-
-        Raises:
-            TrainError: Too many updates in a row had no finite gradient.
-        """
+        """Clip the accumulated gradients, update the parameters, and zero the gradients."""
         self._check_here("optim_step")
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
@@ -190,11 +152,7 @@ class TorchLearner(Learner):
             return [self.policy.forward(batch).logprobs for batch in batches]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what states are worth before each trained token, where a critic shares this model (``critic.py``).
-
-        Raises:
-            TrainError: There is no value head.
-        """
+        """Return the state values before each trained token, where a critic shares this model (``model/critic.py``)."""
         if self.policy.value_head is None:
             return super().values(batches)
         with torch.no_grad():
@@ -206,30 +164,20 @@ class TorchLearner(Learner):
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """What is exported where the policy has adapters."""
+        """The adapter settings, where the policy has adapters."""
         return None if self.policy.lora is None else self.policy.lora.info
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
-        """Return a context without the adapters, where they began at zero; else None."""
+        """Return a context with adapters disabled, where they started at zero; else None."""
         lora = self.policy.lora
         return None if lora is None or lora.continued else lora.off()
 
     def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, adapters added to it, with the tokenizer files that it came with.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory at the end, to add files.
-        """
+        """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""
         self.policy.save_hf(directory, extra=extra)
 
     def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, or its adapters in peft's, and the state of the optimizer beside it.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory, to add files.
-        """
+        """Write the model in Hugging Face format, or its adapters in peft's, and the optimizer state."""
         self.policy.save_trained(directory, extra=extra)
         state = {
             "steps": self.steps,
@@ -240,11 +188,7 @@ class TorchLearner(Learner):
         torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote: parameters, optimizer state and counts, bit for bit.
-
-        Raises:
-            CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
-        """
+        """Restore parameters, optimizer state and counters, bit for bit."""
         file = directory / OPTIMIZER_FILE
         if not file.is_file():
             raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
@@ -259,14 +203,14 @@ class TorchLearner(Learner):
         self._bad_steps = int(state["bad_steps"])
 
     def offload(self) -> int:
-        """Move parameters, gradients and the optimizer's state to the CPU; 0 bytes where they are there already."""
+        """Move parameters, gradients and optimizer state to the CPU; 0 bytes where they are there already."""
         if self._away or self._home.type == "cpu":
             return 0
         self._away = True
         return self._move(torch.device("cpu"))
 
     def onload(self) -> int:
-        """Move what was offloaded back; returns the bytes."""
+        """Move offloaded tensors back; return the bytes."""
         if not self._away:
             return 0
         self._away = False
@@ -302,10 +246,10 @@ class TorchLearner(Learner):
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the torch device that a configuration names.
+    """Return the configured torch device.
 
     Raises:
-        TrainError: There is no such device.
+        TrainError: No such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,22 +40,14 @@ def update_policy(
     watch: GapWatch | None = None,
     changing: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
+    """Train on the rows of a step: ``epochs`` passes of ``minibatches`` optimizer steps each.
 
-    Args:
-        learner: Whose weights change.
-        rows: What is trained. May be empty: every group taught nothing, and nothing changes.
-        algorithm: The loss, epochs and minibatches.
-        batch: The token budget of a micro-batch, and whether rows share prefixes in it.
-        seed: Decides how rows are dealt to minibatches.
-        kl: A penalty beside the loss.
-        critic: Who made the advantages, and learns in the same steps.
-        critic_alone: Whether the policy stays as it is.
-        watch: Told of the tokens of the first update, whose weights are those that sampled.
-        changing: Called before each optimizer step: until then nothing has changed that a checkpoint holds.
+    Rows may be empty, where no group has a gradient. A critic learns in the same steps, or alone with ``critic_alone``.
+    ``watch`` records the tokens of the first update, whose weights are those that sampled; ``changing`` is called
+    before each optimizer step; ``seed`` decides the split into minibatches.
 
     Returns:
-        Metrics as ``metrics.update_metrics`` names them.
+        Metrics of :func:`turnwise.trainer.observe.metrics.update_metrics`.
     """
     objective = PolicyObjective.of(algorithm, kl)
     select = algorithm.chosen_selection()
@@ -90,7 +82,6 @@ def update_policy(
 
 
 def _watching(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
-    """Return the objective that tells what watches the first update."""
     if watch is None or watch.noted:
         return objective
     watch.packed(rows)
@@ -104,7 +95,7 @@ def _fill(
     reference: Mapping[RowKey, Tensor] | None,
     selected: Mapping[RowKey, Tensor],
 ) -> None:
-    """Give a micro-batch what is known of its rows besides themselves."""
+    """Add the tensors that are known by row to a micro-batch."""
     keys = [_key(rows[index]) for index in micro.rows]
     if old is not None:
         micro.old_logprobs = torch.cat([old[key] for key in keys])
@@ -116,8 +107,9 @@ def _fill(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is known before the first update: rows, what the ratio is taken against (by row), what was measured, and
-    which trained tokens of each row a correction left (empty where there is none).
+    """The state before the first update.
+
+    ``old`` has log-probabilities and ``kept`` the tokens that a correction left, by row (empty without one).
     """
 
     rows: Sequence[TrainRow]
@@ -126,14 +118,13 @@ class _Prepared:
     kept: Mapping[RowKey, Tensor]
 
     def left(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
-        """Return the values of the tokens that are left."""
         return {key: each[self.kept[key]] for key, each in values.items()} if self.kept else values
 
 
 def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig) -> _Prepared:
-    """Correct the rows, and find the old policy's log-probabilities.
+    """Correct the rows, and compute the old policy's log-probabilities.
 
-    They are None where they are those of the forward pass of the one update itself: the ratio is then 1.
+    They are None where a single update makes them those of its own forward pass (ratio 1).
     """
     several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
     own: Mapping[RowKey, Tensor] | None = None
@@ -154,14 +145,7 @@ def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmCon
 def select_tokens(
     rows: Sequence[TrainRow], old: Mapping[RowKey, Tensor], select: Chosen, *, seed: int
 ) -> dict[RowKey, Tensor]:
-    """Return which trained tokens a loss selects of the rows of an optimizer step, by row.
-
-    Args:
-        rows: All rows of the step, whose tokens are compared with each other.
-        old: The old policy's log-probabilities of their trained tokens, by row.
-        select: How the loss selects.
-        seed: Decides what is drawn at random.
-    """
+    """Return by row the trained tokens that a loss selects among all rows of an optimizer step."""
     trained = [row for row in rows if row.sample.trained_tokens]
     if not trained:
         return {}
@@ -176,18 +160,10 @@ def select_tokens(
 
 
 def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:
-    """Split the rows of a step into ``count`` parts for as many optimizer steps.
+    """Split the rows of a step into ``count`` minibatches, at most one per trajectory.
 
-    Rows of one trajectory stay together. Trajectories are shuffled by ``seed`` and dealt out one after the other;
-    with ``count`` 1 the rows come back in their order.
-
-    Args:
-        rows: The rows of a step.
-        count: How many parts; never more than there are trajectories.
-        seed: Decides which trajectories meet.
-
-    Returns:
-        The parts, none of them empty unless ``rows`` is.
+    Rows of a trajectory stay together; trajectories are shuffled by ``seed`` and dealt round-robin. With ``count`` 1
+    the order is unchanged. No part is empty unless ``rows`` is.
 
     Raises:
         TrainError: ``count`` is below 1.
@@ -208,14 +184,14 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
 
 
 class Scorer(Protocol):
-    """Who has weights: a learner, or a reference."""
+    """A learner or a reference."""
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
 
 
 def recompute_logprobs(learner: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
-    """Return the log-probabilities of each row's trained tokens under the weights as they are now, by row."""
+    """Return by row the log-probabilities of its trained tokens under the present weights."""
     batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
     found: dict[RowKey, Tensor] = {}
     for micro, scores in zip(batches, learner.logprobs(batches), strict=True):

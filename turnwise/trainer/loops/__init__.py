@@ -1,1 +1,1 @@
-"""Training loops: one file for each way in which rollouts and updates share time."""
+"""Training loops: the parts of a train step, and one loop per mode."""

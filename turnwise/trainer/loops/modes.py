@@ -1,13 +1,18 @@
-"""The loop that the configuration names.
+"""The training loops: synchronous, colocated asynchronous and separate asynchronous.
 
-rollouts  ====================|  |====================|  |=====     groups, replay.ahead batches of them
-trainer        [update step 1]          [update step 2]             each as soon as a batch of groups is there
-weights                        v1                      v2           what is being sampled is answered as it is,
-and gone on with under the new weights
+Colocated: each update starts as soon as a batch of groups has finished, up to ``replay.ahead`` batches ahead; new
+weights abort running requests, which are resumed under them::
 
-rollouts  ====================================================     servers change weights between two tokens
-trainer     [1: part a][part b]  [2: part a]   [part b]            each part as soon as its groups are there
-weights                        v1                     v2           a completion may have tokens of several
+    rollouts  ====================|  |====================|  |=====
+    trainer        [update step 1]          [update step 2]
+    weights                        v1                      v2
+
+Separate: each part of a batch is trained as soon as its groups have finished; servers change weights between two
+tokens, so that a completion may mix versions::
+
+    rollouts  ====================================================
+    trainer     [1: part a][part b]  [2: part a]   [part b]
+    weights                        v1                     v2
 """
 
 from __future__ import annotations
@@ -36,9 +41,7 @@ from turnwise.trainer.run.run import TrainRun
 
 
 async def train_sync(run: TrainRun) -> None:
-    """Train until the budget is spent: its steps, tokens or time, whichever is first.
-
-    Tasks -> groups of trajectories -> advantages and rows -> packed micro-batches -> loss -> new weights -> server.
+    """Alternate rollouts and updates until the budget (steps, tokens or time) is spent.
 
     Raises:
         TrainError: Every episode of a step failed.
@@ -51,14 +54,10 @@ async def train_sync(run: TrainRun) -> None:
 
 
 async def train_colocate_async(run: TrainRun) -> None:
-    """Train until the budget is spent, while further groups are on their way.
+    """Train until the budget is spent, overlapping updates with further rollouts on one device.
 
-    A batch is what the replay strategy takes of the groups that have finished. With ``overlap.sampling: pause`` the
-    servers stand still during an update; tools and environments of the episodes go on.
-
-    Raises:
-        TrainError: Every episode of a step failed.
-        InferenceError: A server died more often than ``inference.max_restarts``.
+    The replay strategy forms batches from finished groups. With ``overlap.sampling: pause`` the servers pause during an
+    update; tools and environments continue. Raises as :func:`train_sync`.
     """
     pauses = run.config.overlap.sampling == "pause"
     with TrainThread() as train_thread:
@@ -78,13 +77,13 @@ async def train_colocate_async(run: TrainRun) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How far the step that is made is trained.
+    """How much of the current step is trained.
 
     Attributes:
         step: The step.
-        groups: How many groups of those that it was given.
-        records: How many records of what this process trained stand in ``batches.jsonl``.
-        sampled_tokens: What the run had spent of them.
+        groups: Number of its groups that are trained.
+        records: Number of records of this process in ``batches.jsonl``.
+        sampled_tokens: Tokens that the run had sampled.
     """
 
     step: int
@@ -94,18 +93,14 @@ class Trained:
 
     @classmethod
     def now(cls, run: TrainRun) -> Self:
-        """Return how far it is where everything that it was given is trained."""
+        """Return the state in which all received groups are trained."""
         step = run.state.step + 1
         groups = len(run.journal.given) if run.journal.given_to == step else 0
         return cls(step, groups, run.batches.records, run.budget.spent.get("sampled_tokens", 0.0))
 
 
 def requeue_untrained(run: TrainRun, trained: Trained) -> None:
-    """Give back what a step was given and did not train, as if it had not been asked for yet.
-
-    Args:
-        run: The run; its weights are those of the parts that are trained.
-        trained: How far they reach.
+    """Return the groups that a step received and did not train to the queue.
 
     Raises:
         DiskError: The disk refuses; nothing may be saved then.
@@ -122,12 +117,8 @@ def requeue_untrained(run: TrainRun, trained: Trained) -> None:
 async def train_separate_async(run: TrainRun) -> None:
     """Train until the budget is spent, while servers sample without a pause.
 
-    A batch comes in ``overlap.stream`` parts, each trained by one optimizer step as soon as the replay strategy has
-    groups for it. The servers get the weights after the last part.
-
-    Raises:
-        TrainError: Every episode of a step failed.
-        InferenceError: A server died more often than ``inference.max_restarts``.
+    A batch has ``overlap.stream`` parts, each trained by one optimizer step as soon as the replay strategy has its
+    groups. The servers get the weights after the last part. Raises as :func:`train_sync`.
     """
     with TrainThread() as train_thread:
         while not run.ended:
@@ -138,11 +129,10 @@ async def train_separate_async(run: TrainRun) -> None:
 
 
 async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
-    """Train a batch, part by part as it arrives.
+    """Train a batch part by part.
 
-    An interrupt between two parts, or an error before the next one changed any weights, ends the step with the parts
-    that are trained: it is a short one, and nothing that was learned is lost. What the next part was given is there
-    again for the process that goes on. A step whose weights an error left half changed is not kept.
+    An interrupt between two parts, or an error before the next one changed any weights, ends the step early with the
+    trained parts; the untrained groups are requeued. A step whose weights an error left half updated is discarded.
     """
     step, learned, taken = run.state.step + 1, list[Learned](), 0
     trained = Trained.now(run)
@@ -166,7 +156,7 @@ async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
 
 
 def _end_here(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
-    """Count a step that ends with the parts that are trained; where the disk refuses, it is not kept."""
+    """Count a step that ends with its trained parts; on a disk error it is discarded."""
     try:
         requeue_untrained(run, trained)
         run.advance()
@@ -177,7 +167,6 @@ def _end_here(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
 
 
 def _any(learned: list[Learned]) -> bool:
-    """Return whether a part had a trajectory to learn from."""
     return any(each.metrics["batch/trajectories"] for each in learned)
 
 
@@ -189,10 +178,5 @@ LOOPS: Final[Mapping[Mode, Callable[[TrainRun], Awaitable[None]]]] = {
 
 
 async def train_as_configured(run: TrainRun) -> None:
-    """Train by the loop of ``mode`` until the budget is spent.
-
-    Raises:
-        TrainError: Every episode of a step failed.
-        InferenceError: A server died more often than ``inference.max_restarts``.
-    """
+    """Run the loop of ``mode`` until the budget is spent. Raises as :func:`train_sync`."""
     await LOOPS[run.config.mode](run)

@@ -1,4 +1,4 @@
-"""What a train step is made of, in any mode: wait for groups, learn from them, publish the weights, finish."""
+"""The parts of a train step in any mode: wait for groups, learn from them, publish the weights, finish."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ Result = TypeVar("Result")
 
 
 class Runner(Protocol):
-    """Runs a function that blocks."""
+    """Runs a blocking function."""
 
     async def __call__(self, function: Callable[[], Result]) -> Result:
-        """Return what the function returns, or raise what it raises."""
+        """Return the function's result, or raise its error."""
 
 
 async def inline(function: Callable[[], Result]) -> Result:
-    """Run a function here: nothing else runs meanwhile."""
+    """Run a function in the event loop's thread."""
     return function()
 
 
 class TrainThread:
     """One thread for all train steps of a run; a context manager.
 
-    It is one and the same: a pool of OpenMP threads belongs to the thread that first needed it, and each new one would
-    make another. While it computes, torch holds no lock of the interpreter, and the event loop goes on.
+    OpenMP creates a pool per calling thread, so the thread is kept. torch releases the interpreter lock meanwhile.
     """
 
     def __init__(self) -> None:
@@ -64,14 +63,14 @@ class TrainThread:
         self._executor.shutdown(wait=True)
 
     async def __call__(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread. Who is cancelled meanwhile gets its result first (:func:`uninterrupted`)."""
+        """Run a function in the thread, uninterrupted by cancellation (:func:`uninterrupted`)."""
         return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._executor, function))
 
 
 async def uninterrupted(work: Awaitable[Result]) -> Result:
-    """Await something to its end though this task is cancelled; the cancellation comes at its next ``await``.
+    """Await to the end despite a cancellation, which is raised at the next ``await``.
 
-    So an interrupt never leaves half an update, nor loses one that was made.
+    An interrupt thus neither leaves a partial update nor loses a finished one.
     """
     future = asyncio.ensure_future(work)
     cancelled = False
@@ -95,16 +94,16 @@ _SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused",
 async def sample_groups(
     run: TrainRun, wanted: int, *, refill: bool = True, settles: bool = True
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """Wait for the groups of the next train step; what the strategy or hooks left out is replaced.
+    """Wait for the groups of the next train step, replacing those that the strategy or hooks drop.
 
     Args:
         run: The run.
-        wanted: How many groups.
-        refill: Whether groups that hooks drop are replaced by those of the next tasks.
-        settles: Whether the step waits for no further groups: what it left is carried or cancelled then.
+        wanted: Number of groups.
+        refill: Whether groups dropped by hooks are replaced by those of the next tasks.
+        settles: Whether the step needs no further groups, so that leftovers are carried or cancelled.
 
     Returns:
-        The groups, and what was measured while they were waited for.
+        The groups, and metrics of the wait.
 
     Raises:
         TrainError: Hooks left nothing, or one of them raised.
@@ -173,20 +172,16 @@ _OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
 
 
 def split_evenly(groups: int, parts: int) -> list[int]:
-    """Return how many groups each part of a batch has: as equal as can be, the larger ones first."""
+    """Return the number of groups of each part of a batch, larger parts first."""
     whole, over = divmod(groups, parts)
     return [whole + (number < over) for number in range(parts)]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its parts.
+    """Return the metrics of a step from those of its parts, in training order.
 
-    Counts are added, the largest of maxima counts, the last of rates and of what is left, the first of gaps. All else
-    are means: what concerns tokens weighted by the trained tokens of the parts that have it, the rest by their
-    trajectories.
-
-    Args:
-        parts: In the order in which they were trained; one alone is the step's.
+    Counts are summed, maxima maximised; of rates and remainders the last counts, of gaps the first. All others are
+    means, weighted by trained tokens where they concern tokens, else by trajectories.
     """
     if len(parts) == 1:
         return dict(parts[0])
@@ -213,12 +208,7 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def staleness_metrics(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
-    """Return by how many versions the weights that are trained are ahead of those that sampled: mean and largest.
-
-    Args:
-        rows: What is trained.
-        step: The train step; it begins with the weights of version ``step - 1``.
-    """
+    """Return mean and maximum staleness of the rows, in weight versions; a step starts at version ``step - 1``."""
     versions = [row.sample.weight_versions[row.sample.loss_mask] for row in rows]
     if not any(len(each) for each in versions):
         return {}
@@ -232,9 +222,9 @@ class Batch:
 
     Attributes:
         groups: The groups.
-        metrics: What was measured while they were waited for.
-        started: When their rollout began, or waiting for them, by ``time.monotonic``.
-        sampled: When it ended.
+        metrics: Metrics of the rollout.
+        started: Start of the rollout or of the wait, by ``time.monotonic``.
+        sampled: End of it.
     """
 
     groups: Sequence[TrajectoryGroup]
@@ -245,14 +235,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A batch, or a part of one, that was trained.
+    """A trained batch, or part of one.
 
     Attributes:
-        batch: What was rolled out.
-        metrics: What was measured.
-        gaps: Where trainer and server differ.
-        updated: When its update ended, by ``time.monotonic``.
-        overlap: Seconds of the update in which groups were on their way.
+        batch: The batch.
+        metrics: Metrics of the update.
+        gaps: Differences between trainer and server.
+        updated: End of the update, by ``time.monotonic``.
+        overlap: Seconds of the update with groups in flight.
     """
 
     batch: Batch
@@ -263,13 +253,7 @@ class Learned:
 
 
 def ask_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
-    """Ask for as many groups as may be on their way, so that none is too old when it is trained.
-
-    Args:
-        run: The run.
-        step: The step whose batch is waited for next.
-        taken: Groups of that batch that are there.
-    """
+    """Request as many groups as the staleness bound allows; ``taken`` ones of the batch of ``step`` have finished."""
     admission = make_admission(run.config.replay, run.config.replay_facts)
     outstanding = len(run.feed.outstanding)
     room = admission.room(outstanding=outstanding, version=run.state.weight_version, step=step, taken=taken)
@@ -279,16 +263,12 @@ def ask_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
 async def roll_out(
     run: TrainRun, requests: Sequence[RolloutRequest] | None = None, *, group_size: int | None = None
 ) -> Batch:
-    """Have groups rolled out and wait for them.
+    """Roll out ``requests``, or by default as many of the next tasks as ``batch`` says, and wait for their groups.
 
-    Args:
-        run: The run.
-        requests: What to roll out, where the caller chose the tasks: a group that is dropped is then not replaced by
-            another one. By default the next tasks, as many as ``batch`` says.
-        group_size: Members of a group of the next tasks; by default ``rollout.group_size``.
+    Dropped groups of ``requests`` are not replaced. ``group_size`` overrides ``rollout.group_size`` for the next tasks.
 
     Raises:
-        TrainError: All groups of the caller's tasks were dropped.
+        TrainError: All groups of ``requests`` were dropped.
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
     await run.hooks.step_begin()
@@ -300,13 +280,7 @@ async def roll_out(
 
 
 async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: bool = True) -> Batch:
-    """Wait until the buffer hands out a batch of groups.
-
-    Args:
-        run: The run.
-        groups: How many.
-        refill: Whether groups that hooks drop are replaced by those of the next tasks.
-        settles: Whether the step waits for no further groups.
+    """Wait until the buffer returns a batch of groups; arguments as in :func:`sample_groups`.
 
     Raises:
         InferenceError: A server died more often than ``inference.max_restarts``.
@@ -322,13 +296,9 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
 
 
 async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bool = False) -> Learned:
-    """Train on a batch: advantages and rows, then updates. The weights change, the run stands where it stood.
+    """Train on a batch: advantages and rows, then updates. The run's step counter does not advance.
 
-    Args:
-        run: The run.
-        batch: What was rolled out.
-        place: Where the blocking half runs.
-        part: Whether other parts of the step may have what this one lacks.
+    ``place`` runs the blocking half; one ``part`` of a step's batch may have nothing to train.
 
     Raises:
         TrainError: Every episode failed.
@@ -357,7 +327,6 @@ async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bo
 
 
 def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
-    """Return what a batch holds, and its rows with advantages."""
     config = run.config
     collected = collect(batch.groups, max_tokens_per_row=config.batch.max_tokens_per_row)
     if not collected.metrics["batch/trajectories"]:
@@ -371,7 +340,6 @@ def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
 
 
 def _update(run: TrainRun, experience: Experience, watch: GapWatch, changing: Callable[[], object]) -> dict[str, float]:
-    """Write down what is trained, and train it."""
     config, step = run.config, run.state.step + 1
     for epoch in range(config.algorithm.epochs):
         run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
@@ -394,13 +362,9 @@ def _update(run: TrainRun, experience: Experience, watch: GapWatch, changing: Ca
 
 
 async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = False) -> dict[str, float]:
-    """Bring the weights of the step that the run stands at to the servers, and log what was measured in it.
+    """Send the weights of the current step to the servers, and log its metrics.
 
-    Args:
-        run: The run.
-        parts: What the step trained, in order.
-        still: Whether the servers answer what they are sampling with what there is, and wait for the weights; whoever
-            asked goes on under the new ones.
+    With ``still``, the servers abort running requests and wait for the weights; clients resume under the new ones.
 
     Raises:
         InferenceError: A server died more often than ``inference.max_restarts``.
@@ -425,12 +389,9 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
 
 
 def measured(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str, float]:
-    """Return what was measured in the parts of a step, of which one at least has a trajectory.
+    """Return the metrics of a step that ended at ``until`` (``time.monotonic``).
 
-    Args:
-        run: The run.
-        parts: What the step trained, in order.
-        until: When the step ended, by ``time.monotonic``.
+    At least one of its parts has a trajectory.
     """
     metrics = merge_metrics([each.metrics for each in parts]) | run.tasks.metrics()
     return metrics | _times(run.config.mode, parts, until, metrics)
@@ -448,7 +409,7 @@ def _times(mode: Mode, parts: Sequence[Learned], synced: float, metrics: Mapping
 
 
 async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
-    """Take one whole train step on a batch; return its metrics, which are in the log.
+    """Take one whole train step on a batch; return its logged metrics.
 
     Raises:
         TrainError: Every episode failed.
@@ -460,7 +421,7 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
 
 
 async def finish_step(run: TrainRun) -> None:
-    """Evaluate and write a checkpoint where the configuration says so, and a checkpoint after the last step."""
+    """Evaluate and write a checkpoint where they are due, and a checkpoint after the last step."""
     config, step, ended = run.config, run.state.step, run.ended
     if config.eval and config.eval.every and step % config.eval.every == 0 and not ended:
         await run.evaluate(f"step-{step}")

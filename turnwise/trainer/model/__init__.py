@@ -1,1 +1,1 @@
-"""The models of a trainer: policy, critic, reference, adapters, and their packed attention."""
+"""Models of the trainer: policy, critic, reference, adapters, and their packed attention."""

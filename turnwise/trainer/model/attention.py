@@ -1,4 +1,4 @@
-"""Causal attention over packed segments, for any Hugging Face model."""
+"""Causal attention over packed segments for Hugging Face models: FlexAttention, shared-prefix and gathered kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flex_tree_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend to one's own segment up to oneself, and to its ancestors.
+    """Attend causally to the own segment and its ancestors, by FlexAttention.
 
     Args:
         query: Shape [1, H, T, D].
@@ -36,9 +36,9 @@ def flex_tree_attention(
         value: Shape [1, K, T, V].
         layout: The segments.
         scaling: Factor of the scores; None is ``D ** -0.5``.
-        window: A token sees this many tokens of its path, itself included; None is all before it.
+        window: Sliding window in tokens of the path, the query included; None is unbounded.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        sinks: Shape [H], a score per head that takes part in the softmax and has no value.
+        sinks: Attention sinks of shape [H]: a score per head in the softmax without a value.
 
     Returns:
         Shape [1, T, H, V].
@@ -73,17 +73,12 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention is a fused kernel only when it is compiled; lengths differ from call to call."""
+    """Compile FlexAttention, which is a fused kernel only then; lengths are dynamic."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
-    """Return which blocks of queries see which blocks of keys, made from intervals, [T / block] squared.
-
-    Args:
-        layout: The segments.
-        window: See :func:`flex_tree_attention`.
-    """
+    """Return the block mask of a layout, computed from intervals; ``window`` as in :func:`flex_tree_attention`."""
     made = layout.block_masks
     if window not in made:
         made[window] = _block_mask(layout, window)
@@ -116,7 +111,7 @@ def _block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block has, and their numbers first: [1, 1, n] and [1, 1, n, n]."""
+    """Return the number of key blocks per query block, [1, 1, n], and the key blocks, seen ones first, [1, 1, n, n]."""
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.sort(blocks.int(), dim=1, descending=True, stable=True).indices.to(torch.int32)
     return counts[None, None], indices[None, None]
@@ -130,17 +125,9 @@ _NO_WEIGHT = 1e30
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    """Attend to one's own segment up to oneself, and to its ancestors.
+    """Attend causally to the own segment and its ancestors, by one dense kernel call per group of segments.
 
-    Args:
-        query: Shape [1, H, T, D].
-        key: Shape [1, K, T, D], H a multiple of K.
-        value: Shape [1, K, T, D].
-        layout: The segments.
-        scaling: Factor of the scores; None is ``D ** -0.5``.
-
-    Returns:
-        Shape [1, T, H, D].
+    Shapes as in :func:`flex_tree_attention`.
     """
     return _apply(query, key, value, layout, scaling)
 
@@ -149,7 +136,7 @@ class _SharedAttention(torch.autograd.Function):
     """Softmax over several blocks of keys.
 
     With the denominator over all blocks, weights and gradients of each block are those of plain attention restricted to
-    it: dS = P * (dP - sum(dO * O)) needs O and the denominator as a whole and nothing else of the other blocks.
+    it: dS = P * (dP - sum(dO * O)) needs only O and the denominator of the other blocks.
     """
 
     @staticmethod
@@ -203,12 +190,12 @@ _apply: Callable[..., Tensor] = _SharedAttention.apply
 
 
 def _flat(dense: Tensor) -> Tensor:
-    """Return [n, H, L, ...] as a view [n * L, H, ...]; it was made by :func:`_dense`."""
+    """View the result of :func:`_dense`, [n, H, L, ...], as [n * L, H, ...]."""
     return dense.transpose(1, 2).flatten(0, 1)
 
 
 def _dense(values: Tensor, bucket: OwnBucket) -> Tensor:
-    """[1, H, T, ...] to [n, H, L, ...]; of one segment a view."""
+    """Gather [1, H, T, ...] to [n, H, L, ...]; a view for one segment."""
     count, length = bucket.shape
     if bucket.start >= 0:
         return values[:, :, bucket.start : bucket.start + length]
@@ -217,7 +204,7 @@ def _dense(values: Tensor, bucket: OwnBucket) -> Tensor:
 
 
 def _put(packed: Tensor, dense: Tensor, bucket: OwnBucket) -> None:
-    """Write [n, L, H, ...] where it belongs in [1, T, H, ...]; padding is left out."""
+    """Scatter [n, L, H, ...] to [1, T, H, ...], without padding."""
     if bucket.start >= 0:
         packed[:, bucket.start : bucket.start + bucket.shape[1]] = dense
         return
@@ -226,7 +213,7 @@ def _put(packed: Tensor, dense: Tensor, bucket: OwnBucket) -> None:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, denominator: Tensor) -> None:
-    """Add a block's attention, in place: out [1, t, H, D] and lse [1, t, H] then cover its keys, too."""
+    """Merge a block's attention in place; out is [1, t, H, D], lse [1, t, H]."""
     both = torch.logaddexp(lse, denominator)
     out.mul_(torch.exp(lse - both)[..., None]).addcmul_(part.to(out.dtype), torch.exp(denominator - both)[..., None])
     lse.copy_(both)
@@ -269,26 +256,26 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment and to its ancestors, causally. The signature is the one that ``transformers`` calls.
+    """Attend causally within each segment and to its ancestors; an attention function for ``transformers``.
 
     Args:
         module: The attention layer (not read).
         query: Shape [1, H, T, D].
         key: Shape [1, K, T, D], H a multiple of K.
         value: Shape [1, K, T, V].
-        attention_mask: None: the layout says everything.
+        attention_mask: Must be None.
         dropout: Not applied: rollout and training must compute the same function.
         scaling: Factor of the scores; None is ``D ** -0.5``.
-        sliding_window: A token sees this many tokens of its path, itself included; None is all before it.
+        sliding_window: In tokens of the path, the query included; None is unbounded.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        s_aux: Shape [H], a score per head that takes part in the softmax and has no value (attention sinks).
-        **kwargs: Holds the layout.
+        s_aux: Attention sinks of shape [H]: a score per head in the softmax without a value.
+        **kwargs: Contains the layout.
 
     Returns:
         Shape [1, T, H, V], and None for the weights.
 
     Raises:
-        TrainError: No layout arrived, a mask or position bias did, or the batch is not one packed row.
+        TrainError: No layout, a mask or position bias, or the batch is not one packed row.
     """
     del module, dropout
     layout = _layout_of(query, attention_mask, kwargs)
@@ -305,7 +292,7 @@ def packed_attention(
 
 
 def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:
-    """Return the layout among the keyword arguments of an attention call, if nothing else says who sees whom."""
+    """Return the layout among the keyword arguments of an attention call; masks and position biases are rejected."""
     layout = given.get(LAYOUT_ARGUMENT)
     if not isinstance(layout, PackedLayout):
         raise TrainError(
@@ -329,9 +316,9 @@ def _by_paths(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention by segments of similar shape, each over the keys of its whole path: computes everything, on any device.
+    """Attend by groups of similar segments, each over the keys of its whole path; any device and option.
 
-    The keys of a shared ancestor are copied to each of its segments; their gradients add up in the backward pass.
+    Keys of a shared ancestor are copied to each of its segments; their gradients add up in the backward pass.
     """
     # [1, H, T, D] -> [T, H, D]: heads stay together, so that one gather moves whole tokens.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -354,7 +341,7 @@ def _by_paths(
 
 
 def _path_mask(bucket: Bucket, window: int | None) -> Tensor | None:
-    """Return who sees whom, [n, 1, L, S]; None where that is plainly causal."""
+    """Return the attention mask [n, 1, L, S]; None where it is plainly causal."""
     if bucket.square and window is None:
         return None
     depth = torch.arange(bucket.keys.shape[0] // bucket.shape[0], device=bucket.keys.device)
@@ -373,7 +360,7 @@ def _explicit_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention written out, for what the fused kernels lack. Shapes as in ``scaled_dot_product_attention``."""
+    """Attention without a fused kernel. Shapes as in ``scaled_dot_product_attention``."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

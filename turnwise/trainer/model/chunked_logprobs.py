@@ -1,10 +1,9 @@
-"""Log-probabilities and entropies of chosen ids from last hidden states, without ever holding all logits.
+"""Log-probabilities and entropies of chosen ids from last hidden states, in tiles of the vocabulary.
 
-The vocabulary is cut into tiles. Forward, each tile adds to a running maximum, sum and mean of the logits (the online
-softmax of arXiv:1805.02867, section 3, with the expectation that entropy needs beside it); kept are the hidden states,
-the ids and one normaliser per token. Backward, each tile's logits are computed again and become their own gradient, so
-the gradient of a part of the output matrix is one product over all tokens and is written once. What fits into one tile
-keeps its log-probabilities instead of computing them twice.
+The full logits are never in memory. Forward is an online softmax (arXiv:1805.02867, section 3), extended by the
+expectation that entropy needs; hidden states, ids and one normaliser per token are saved. Backward recomputes each
+tile's logits, so that the gradient of a part of the output matrix is one product over all tokens. A vocabulary that
+fits one tile keeps its log-probabilities instead.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ _TILE_BYTES_ELSEWHERE = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What follows the output matrix: ``factor * softcap * tanh(logits / softcap) / divisor``; None leaves a part out.
+    """Logit post-processing: ``factor * softcap * tanh(logits / softcap) / divisor``; None omits a part.
 
-    Attributes:
-        softcap: ``final_logit_softcapping`` of a configuration.
-        divisor: ``logits_scaling``.
-        factor: ``logit_scale``.
+    The keys of model configurations are ``logit_scale``, ``final_logit_softcapping`` and ``logits_scaling``.
     """
 
     softcap: float | None = None
@@ -42,7 +38,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Return what the configuration of a model asks for."""
+        """Return the transform of a model configuration."""
         return cls(config.get("final_logit_softcapping"), config.get("logits_scaling"), config.get("logit_scale"))
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -56,12 +52,7 @@ class LogitTransform:
         return logits
 
     def backward_(self, grad: Tensor, raw: Tensor) -> Tensor:
-        """Turn the gradient of the transformed logits into that of the raw ones, in place.
-
-        Args:
-            grad: Changed and returned.
-            raw: What :meth:`__call__` was given.
-        """
+        """Turn the gradient of the transformed logits into that of the ``raw`` ones, in place."""
         if self.factor is not None:
             grad.mul_(self.factor)
         if self.divisor is not None:
@@ -84,23 +75,22 @@ def score_states(
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
     With z the transformed logits divided by the temperature: ``logprob = z[id] - log(sum(exp(z)))`` and
-    ``entropy = log(sum(exp(z))) - sum(softmax(z) * z)``. Both can be differentiated, to the states and to whatever
-    parameter of the head requires a gradient; the passes that only an entropy's gradient needs are made only for one.
-    Under autocast, products are computed in its type and everything behind them in float32.
+    ``entropy = log(sum(exp(z))) - sum(softmax(z) * z)``. Both are differentiable in the states and the head's
+    parameters. Under autocast, products are computed in its type and everything after them in float32.
 
     Args:
-        head: The output layer. A plain ``nn.Linear`` is computed in tiles of the vocabulary; anything else (an adapter
-            around it, one with hooks) is called as it is, for so many states at a time as a tile has room for.
+        head: The output layer. A plain ``nn.Linear`` is computed in tiles of the vocabulary; any other module (an
+            adapter, one with hooks) is called on tiles of states.
         states: Shape [N, hidden].
         ids: int64 of shape [N].
-        temperatures: Shape [N], above 0, on any device; no gradient flows to them.
-        transform: What stands behind the head.
+        temperatures: Shape [N], above 0, on any device; constants.
+        transform: Logit post-processing.
         entropy: Whether entropies are returned.
-        tile_bytes: Most bytes of logits, in float32, that a tile has; the passes hold two to three of these. By default
-            all where that is little (:data:`HELD_BYTES`), else what suits the device.
+        tile_bytes: Maximum bytes of a tile's float32 logits; two to three of these are allocated. By default
+            :data:`HELD_BYTES` if all logits fit, else a size for the device.
 
     Returns:
-        Two tensors of shape [N], in float32 (float64 where the states are); the second one None where not asked for.
+        Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
     """
     divide = None if bool((temperatures == 1).all()) else temperatures.to(states.device)[:, None]
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
@@ -115,7 +105,7 @@ def score_states(
 
 
 def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
-    """Return how many ids a tile of the vocabulary holds: tiles are equal in size, and no more of them than needed."""
+    """Return the ids per tile of the vocabulary: as few and as equal tiles as possible."""
     most = max(1, tile_bytes // (4 * max(1, tokens)))
     tiles = -(-vocabulary // most)
     return -(-vocabulary // tiles)
@@ -123,7 +113,7 @@ def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """How the vocabulary is gone through: what follows the matrix, whether entropy is wanted, ids per tile."""
+    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile."""
 
     transform: LogitTransform
     entropy: bool
@@ -142,7 +132,7 @@ def _call_head(
     entropy: bool,
     tile_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Score by calling the head for some states at a time; where there are several parts, backward calls it again."""
+    """Score by calling the head on tiles of states, checkpointed where there are several."""
     # An adapter shows the matrix of what it stands around.
     assert isinstance(head.weight, Tensor)
     rows = max(1, tile_bytes // (4 * head.weight.shape[0]))
@@ -176,7 +166,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 class _Scores(torch.autograd.Function):
     """(states, weight, bias) to (log-probabilities, entropies).
 
-    Saved are the inputs and one normaliser and entropy per token; with a single tile its log-probabilities besides.
+    Saves the inputs and one normaliser and entropy per token; with a single tile also its log-probabilities.
     """
 
     @staticmethod
@@ -231,7 +221,7 @@ class _Scores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """States and the output matrix, multiplied in type ``compute``, for a part of the vocabulary at a time."""
+    """States and output matrix, multiplied in type ``compute`` for a slice of the vocabulary."""
 
     states: Tensor
     weight: Tensor
@@ -249,9 +239,9 @@ class _Matrix:
 def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probabilities, entropies, normalisers), reading the vocabulary tile by tile.
 
-    Per token, over the logits z seen so far: their largest m, ``total = sum(exp(z - m))`` and
+    Per token, over the logits z seen so far: their maximum m, ``total = sum(exp(z - m))`` and
     ``mean = sum(exp(z - m) * (z - m))``. A new maximum m + d turns them into ``total * exp(-d)`` and
-    ``exp(-d) * (mean - d * total)``. At the end ``log(sum(exp(z))) = m + log(total)`` and the entropy is
+    ``exp(-d) * (mean - d * total)``. Finally ``log(sum(exp(z))) = m + log(total)`` and the entropy is
     ``log(total) - mean / total``.
     """
     kind = torch.float64 if matrix.states.dtype == torch.float64 else torch.float32
@@ -280,18 +270,11 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
 def _logit_gradient(
     logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor, *, whole: bool
 ) -> Tensor:
-    """Return the gradient of the scaled logits of a tile, new memory.
+    """Return the gradient of a tile's scaled logits, as new memory.
 
-    With p the probabilities, H the entropy and e the indicator of the chosen id: ``grad * (e - p) - grad_entropy * p *
-    (log p + H)``.
-
-    Args:
-        logs: log p, shape [N, columns].
-        local: The chosen ids counted from the tile's first; those outside of it have no e.
-        grad: Of the log-probabilities, shape [N], or None for 0.
-        grad_entropy: Of the entropies, likewise.
-        entropies: H, shape [N].
-        whole: Whether the tile is the whole vocabulary: torch's own kernel then does it in one pass.
+    With p the probabilities, H the entropy (shape [N]) and e the indicator of the chosen id: ``grad * (e - p) -
+    grad_entropy * p * (log p + H)``. ``logs`` is log p of shape [N, columns]; ``local`` are the ids relative to the
+    tile, e being 0 outside of it. For the ``whole`` vocabulary torch's own kernel does it in one pass.
     """
     if grad_entropy is None and whole and grad is not None:
         chosen = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
@@ -310,7 +293,7 @@ def _logit_gradient(
 
 
 class _GradientSums:
-    """Gradients of states, weight and bias, summed in float32 over tiles; only those that somebody wants."""
+    """Required gradients of states, weight and bias, summed in float32 over tiles."""
 
     def __init__(self, matrix: _Matrix, wanted: Sequence[bool]) -> None:
         def room(like: Tensor | None, want: bool) -> Tensor | None:
@@ -323,7 +306,7 @@ class _GradientSums:
         self._weight, self._bias = room(matrix.weight, wanted[1]), room(matrix.bias, wanted[2])
 
     def add(self, start: int, end: int, change: Tensor) -> None:
-        """Add what a tile contributes, given the gradient of its logits."""
+        """Add a tile's contribution, given the gradient of its logits."""
         low = change.to(self._matrix.compute)
         if self._want_states:
             part = self._matrix.part(start, end)
@@ -343,7 +326,7 @@ class _GradientSums:
             self._bias[start:end] = change.sum(0)
 
     def result(self, kind: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of states, weight and bias; None where nobody wants one."""
+        """Return the gradients of states, weight and bias, None where not required."""
         return None if self._states is None else self._states.to(kind), self._weight, self._bias
 
 

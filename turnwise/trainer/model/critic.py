@@ -1,4 +1,4 @@
-"""The critic: what is to be expected from the state before a sampled token on."""
+"""The critic: a value head on its own or the policy's model, its loss, optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class ValueHead(nn.Module):
-    """States of shape [N, hidden] to values of shape [N], in float32. It starts at zero: nothing is expected yet."""
+    """States of shape [N, hidden] to values of shape [N], in float32. Initialised to zero."""
 
     def __init__(self, hidden: int) -> None:
-        """Make a head for a model with hidden states of this size."""
         super().__init__()
         # Not drawn before it is set to zero: nothing random in a run may depend on whether it has a critic.
         self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
@@ -53,12 +52,12 @@ class ValueHead(nn.Module):
         return values
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return what an optimizer treats as the output matrix of a model."""
+        """Return the layer that an optimizer treats as the output matrix."""
         return self.linear
 
 
 class _Whole(nn.Module):
-    """A model and its head, for one optimizer. What makes logits is no part of it."""
+    """A model and its value head as one module, without the language-model head."""
 
     def __init__(self, model: Any, head: ValueHead) -> None:
         super().__init__()
@@ -77,11 +76,11 @@ class ValueObjective:
     """The loss of a critic, alone or added to that of the policy.
 
     Attributes:
-        clip: How far a value may move with profit.
-        rate: Trained tokens for each token before which the critic is asked. Asked once per turn, that token stands
-            for as many as a turn has on average, and sums over it become means over what is asked.
+        clip: Clip range of a value.
+        rate: Trained tokens per valued token: with one value per turn, the mean length of a turn, which makes sums over
+            trained tokens means over values.
         coef: Weight beside the policy's loss.
-        policy: The objective of the policy that it is added to.
+        policy: The policy's objective to add to, if any.
     """
 
     clip: float | None
@@ -91,7 +90,7 @@ class ValueObjective:
 
     @property
     def entropy(self) -> bool:
-        """Where the objective of the policy reads it."""
+        """Whether the policy's objective reads it."""
         return self.policy is not None and self.policy.entropy
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
@@ -115,24 +114,18 @@ class ValueObjective:
 
 
 class Critic:
-    """A value head on a model: one of its own, or the policy's.
+    """A value head on its own or the policy's model.
 
     Attributes:
         policy: The model under the head.
         head: The head.
-        shared: Whether the model is the policy's, whose passes then train the head too.
+        shared: Whether the model is the policy's, whose backward passes then train the head too.
         steps: Optimizer steps taken so far, skipped ones included.
-        total_steps: Those of the whole run, for the schedule, as far as they are known.
+        total_steps: Expected optimizer steps of the whole run, for the schedule.
     """
 
     def __init__(self, policy: Policy, config: CriticConfig, total_steps: int) -> None:
-        """Put a head on a model.
-
-        Args:
-            policy: The model; the policy's own where the critic is a shared one.
-            config: Kind, optimizer and schedule.
-            total_steps: Optimizer steps of the whole run, for the schedule.
-        """
+        """Put a head on a model, the policy's own for a shared critic."""
         self.policy = policy
         self.shared = config.kind == "shared"
         self.head = ValueHead(policy.model.get_output_embeddings().weight.shape[1]).to(policy.device)
@@ -151,18 +144,12 @@ class Critic:
     def create(
         cls, config: PolicyConfig, learner: Learner, total_steps: int, *, directory: Path | None = None
     ) -> Self | None:
-        """Make the critic that a policy's configuration names, or None where it names none.
-
-        Args:
-            config: The policy's.
-            learner: The policy's.
-            total_steps: Optimizer steps of the critic in the whole run.
-            directory: A saved critic to go on with.
+        """Create the configured critic for ``total_steps`` optimizer steps, or load a saved one; None without a critic.
 
         Raises:
-            ConfigError: It would start from a model with another tokenizer.
+            ConfigError: Its initial model has another tokenizer.
             TrainError: Its model cannot be loaded or trained, or the policy's cannot be shared.
-            CheckpointError: What was saved cannot be read.
+            CheckpointError: The saved critic cannot be read.
         """
         critic = config.critic
         if critic is None:
@@ -193,15 +180,15 @@ class Critic:
 
     @property
     def bootstrap(self) -> tuple[StopReason, ...]:
-        """The stop reasons after which something was still to come."""
+        """Stop reasons that truncate an episode."""
         return self._config.bootstrap
 
     def learns_alone(self, step: int) -> bool:
-        """Whether the policy stays as it is in a train step (from 1), for the critic to learn first."""
+        """Whether the policy is frozen in a train step (from 1)."""
         return step <= self._config.warmup_steps
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what is expected before each trained token, one [N] tensor per micro-batch, without gradients."""
+        """Return the values before each trained token, one [N] tensor per micro-batch, without gradients."""
         with torch.no_grad():
             return [self.head(self.policy.states(batch)) for batch in batches]
 
@@ -215,21 +202,15 @@ class Critic:
         alone: bool,
         changing: Callable[[], object] = lambda: None,
     ) -> tuple[Stats, StepResult] | None:
-        """Make one optimizer step of the critic, and of the policy with it.
+        """Take one optimizer step of the critic, and of the policy unless ``alone``.
 
-        Args:
-            learner: The policy's.
-            batches: The micro-batches of the step, with old values and returns.
-            objective: The policy's.
-            normalizer: What sums are divided by.
-            alone: Whether the policy stays as it is.
-            changing: Called when the gradients are there, before any weights change.
+        ``batches`` have old values and returns; ``changing`` is called after the gradients, before any weights change.
 
         Returns:
-            What the policy's step found and did, or None where it stays as it is.
+            Statistics and result of the policy's step, or None where it is frozen.
 
         Raises:
-            TrainError: Too many updates in a row had no finite gradient.
+            TrainError: Too many consecutive updates had a non-finite gradient.
         """
         tokens = sum(batch.trained_tokens for batch in batches)
         asked = sum(int((~batch.returns.isnan()).sum()) for batch in batches if batch.returns is not None)
@@ -250,7 +231,7 @@ class Critic:
         return done
 
     def metrics(self) -> dict[str, float]:
-        """Return what the updates since the last call found, means weighted by tokens, and forget it."""
+        """Return and reset the token-weighted metrics of the updates since the last call."""
         tokens = sum(stats.tokens for stats, _ in self._updates) or 1
         found = {
             name: sum(stats.means.get(name, 0.0) * stats.tokens for stats, _ in self._updates) / tokens
@@ -264,7 +245,7 @@ class Critic:
         return found
 
     def save(self, directory: Path) -> None:
-        """Write head and optimizer state, and the model where it is the critic's own."""
+        """Write head and optimizer state, and the model unless it is shared."""
         directory.mkdir(parents=True, exist_ok=True)
         if not self.shared:
             self.policy.save_hf(directory)
@@ -277,10 +258,10 @@ class Critic:
         torch.save(state, directory / HEAD_FILE)
 
     def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote, bit for bit.
+        """Restore :meth:`save`, bit for bit.
 
         Raises:
-            CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
+            CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
         """
         state = read_head(directory)
         if not self.shared:
@@ -291,7 +272,7 @@ class Critic:
         self._bad_steps = int(state["bad_steps"])
 
     def _forward_backward(self, batches: Sequence[MicroBatch], objective: ValueObjective, normalizer: float) -> Stats:
-        """Add the critic's gradient; the layers of a shared model get none."""
+        """Accumulate the critic's gradient; shared layers get none."""
         sums = dict.fromkeys(VALUE_SUMS, 0.0)
         for batch in batches:
             with torch.set_grad_enabled(not self.shared):
@@ -304,7 +285,7 @@ class Critic:
         return Stats(tokens=tokens, means={name: value / max(1, tokens) for name, value in sums.items()})
 
     def _optim_step(self) -> float:
-        """Clip, update and forget the gradients of what is the critic's own; return their norm before clipping."""
+        """Clip, update and zero the critic's own gradients; return their norm before clipping."""
         factor = schedule_factor(self.steps, self.total_steps, self._config.schedule)
         self.steps += 1
         limit = self._config.optim.max_grad_norm
@@ -326,10 +307,10 @@ class Critic:
 
 
 def read_head(directory: Path) -> dict[str, Any]:
-    """Return what a saved critic holds beside its model.
+    """Read the file of a saved critic beside its model.
 
     Raises:
-        CheckpointError: The file is missing or cannot be read.
+        CheckpointError: The file is missing or unreadable.
     """
     file = directory / HEAD_FILE
     if not file.is_file():

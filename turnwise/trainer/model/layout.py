@@ -1,4 +1,4 @@
-"""How packed segments are spread over dense tensors, for attention."""
+"""The layout of packed segments: their forest, and the dense buckets over which attention runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """n segments of similar shape, as dense [n, L] queries and [n, S] keys; shorter ones are padded behind.
+    """n segments of similar shape, as dense [n, L] queries and [n, S] keys, padded at the end.
 
     Attributes:
         shape: (n, L).
-        queries: int64 of shape [n * L]: the packed positions of the queries (of the first one, where it is padding).
-        keys: int64 of shape [n * S]: those of the segments' paths, from the root on (of the first one for padding).
+        queries: int64 of shape [n * L]: packed positions of the queries (padding: of the first one).
+        keys: int64 of shape [n * S]: packed positions of the segments' paths from the root (padding: of the first one).
         depths: int64 of shape [n * L]: positions of the queries within their paths.
         square: Whether no segment has an ancestor; queries and keys are then the same.
     """
@@ -46,15 +46,15 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class OwnBucket:
-    """n segments of similar length: their own tokens, as dense [n, L].
+    """The own tokens of n segments of similar length, as dense [n, L].
 
     Attributes:
         shape: (n, L).
-        start: Where the one segment starts; -1 where there are several.
-        gather: int64 of shape [n * L]: packed positions (of the first token, where it is padding).
-        valid: int64: the dense positions that are no padding, and ``None`` where all are.
-        pads: int64: the dense positions that are padding.
-        packed: int64: the packed positions of the valid ones.
+        start: Start of a single segment; -1 for several.
+        gather: int64 of shape [n * L]: packed positions (padding: of the first token).
+        valid: int64: dense positions without padding, or ``None`` where all are valid.
+        pads: int64: dense positions of padding.
+        packed: int64: packed positions of the valid ones.
     """
 
     shape: tuple[int, int]
@@ -67,15 +67,14 @@ class OwnBucket:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The segments of a packed row as a forest, in the order of a walk: an ancestor right before its descendants.
+    """The segments of a packed row as a forest in depth-first order.
 
     Attributes:
         segments: (start, length, parent) of each; they cover [0, T) in order.
-        device: Where the tensors of the layout live.
-        ends: For each segment the end of its last descendant: its descendants' tokens are those from its own end to
-            there.
-        depths: How many tokens stand before each segment on its path.
-        block_masks: What ``flex_attention.py`` made of it, by window: all layers of a pass share them.
+        device: Device of the layout's tensors.
+        ends: Per segment the end of its last descendant; descendants are between its own end and there.
+        depths: Per segment the tokens before it on its path.
+        block_masks: Cache of :func:`turnwise.trainer.model.attention.block_mask` by window, shared by all layers.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -86,10 +85,10 @@ class PackedLayout:
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device) -> PackedLayout:
-        """Make the layout of (start, length, parent) segments.
+        """Create the layout of (start, length, parent) segments.
 
         Raises:
-            TrainError: They do not cover the row in order, or a segment does not follow its parent's descendants.
+            TrainError: They do not cover the row in order, or are not in depth-first order.
         """
         ends = [start + length for start, length, _ in segments]
         depths: list[int] = []
@@ -116,7 +115,7 @@ class PackedLayout:
 
     @property
     def tokens(self) -> int:
-        """T, how many tokens there are."""
+        """Number of tokens, T."""
         start, length, _ = self.segments[-1]
         return start + length
 
@@ -127,12 +126,12 @@ class PackedLayout:
 
     @cached_property
     def longest_path(self) -> int:
-        """Most tokens from a root to a token, itself included."""
+        """Maximum tokens from a root to a token, inclusive."""
         return max(depth + length for depth, (_, length, _) in zip(self.depths, self.segments, strict=True))
 
     @cached_property
     def shared(self) -> tuple[tuple[int, int, int], ...]:
-        """(start, end, last) of each segment with descendants, whose tokens are those from ``end`` to ``last``."""
+        """(start, end, last) of each segment with descendants, whose tokens are [``end``, ``last``)."""
         found = []
         for (start, length, _), last in zip(self.segments, self.ends, strict=True):
             if last > start + length:
@@ -141,19 +140,19 @@ class PackedLayout:
 
     @cached_property
     def until(self) -> Tensor:
-        """int64 of shape [T]: a token is seen by itself and the later ones before here (no other one)."""
+        """int64 of shape [T]: exclusive end of the later tokens that see each token."""
         lengths = [length for _, length, _ in self.segments]
         return torch.from_numpy(np.repeat(np.asarray(self.ends, np.int64), lengths)).to(self.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 of shape [T]: how many tokens stand before each on its path."""
+        """int64 of shape [T]: tokens before each on its path."""
         parts = [np.arange(d, d + n) for d, (_, n, _) in zip(self.depths, self.segments, strict=True)]
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
     @cached_property
     def own_buckets(self) -> tuple[OwnBucket, ...]:
-        """The segments by length, each over its own tokens."""
+        """The segments bucketed by length, each over its own tokens."""
         starts = np.asarray([start for start, _, _ in self.segments])
         lengths = np.asarray([length for _, length, _ in self.segments])
         buckets = []
@@ -178,7 +177,7 @@ class PackedLayout:
 
     @cached_property
     def path_buckets(self) -> tuple[Bucket, ...]:
-        """The segments by shape, each over its whole path."""
+        """The segments bucketed by shape, each over its whole path."""
         shapes = [(length, depth) for depth, (_, length, _) in zip(self.depths, self.segments, strict=True)]
         buckets = []
         for members in _similar(shapes):
@@ -194,7 +193,7 @@ class PackedLayout:
 
     @cached_property
     def dense_queries(self) -> Tensor:
-        """int64 of shape [P]: packed position of each dense query of all ``path_buckets``, one after the other."""
+        """int64 of shape [P]: packed positions of the dense queries of all ``path_buckets``, concatenated."""
         return torch.cat([bucket.queries for bucket in self.path_buckets])
 
     @cached_property
@@ -208,12 +207,12 @@ class PackedLayout:
 
     @cached_property
     def pads(self) -> Tensor:
-        """int64: the dense positions of ``path_buckets`` that are padding."""
+        """int64: dense positions of padding in ``path_buckets``."""
         return torch.nonzero(~self._valid).flatten()
 
     @cached_property
     def scatter(self) -> Tensor:
-        """int64 of shape [T]: for each packed position its dense position in ``path_buckets``."""
+        """int64 of shape [T]: dense position of each packed position in ``path_buckets``."""
         dense = torch.nonzero(self._valid).flatten()
         places = torch.empty(self.tokens, dtype=torch.int64, device=self.device)
         places[self.dense_queries[dense]] = dense
@@ -239,7 +238,7 @@ def _padded(values: _Ints, length: int) -> _Ints:
 
 
 def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Group (length, tokens before) so that padding stays small; none joins those without ancestors to the others."""
+    """Group (length, tokens before) with little padding; roots are grouped separately."""
     groups: list[list[int]] = []
     for number in sorted(range(len(shapes)), key=lambda n: (shapes[n][1] > 0, -shapes[n][0], -shapes[n][1])):
         length, before = shapes[number]
@@ -255,7 +254,7 @@ def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _alone_if_long(groups: Sequence[list[int]], lengths: _Ints) -> list[list[int]]:
-    """Take the long segments out of their groups."""
+    """Split long segments off their groups."""
     found: list[list[int]] = []
     for members in groups:
         found += [[number] for number in members if lengths[number] >= _LONG_ALONE]

@@ -1,4 +1,4 @@
-"""Training low-rank adapters in the place of all weights (LoRA, arXiv:2106.09685), by peft."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by peft: configuration, attaching, saving and loading."""
 
 from __future__ import annotations
 
@@ -26,18 +26,11 @@ class LoRA:
 
     Attributes:
         info: Rank, scale and targets.
-        continued: Whether they began as saved ones, so that the model without them is not what training began with.
+        continued: Whether they started from saved ones, so that the bare model is not the initial policy.
     """
 
     def __init__(self, wrapped: Any, rank: int, alpha: float, *, continued: bool = False) -> None:
-        """Take over what :func:`attach` made.
-
-        Args:
-            wrapped: peft's model around the model.
-            rank: Of the adapters.
-            alpha: Of the adapters, scale times rank.
-            continued: Whether they were saved before.
-        """
+        """Wrap the result of :func:`attach`."""
         self.continued = continued
         self._wrapped = wrapped
         model = wrapped.base_model.model
@@ -46,17 +39,13 @@ class LoRA:
         self.info = AdapterInfo(rank, alpha, tuple(layers))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield both factors of each target, named as :class:`AdapterInfo` says; detached and not copied."""
+        """Yield both factors of each target, named as in :class:`AdapterInfo`; detached and not copied."""
         for name, layer in self._layers.items():
             yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
             yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
 
     def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict that the model would have without adapters, and with their products added.
-
-        Args:
-            state: That of the model with adapters.
-        """
+        """Return the state dict of the bare model with the adapters merged, given that of the model with adapters."""
         found: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if ".lora_" in name:
@@ -72,12 +61,12 @@ class LoRA:
         return found
 
     def off(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes what it did without adapters."""
+        """Return a context in which adapters are disabled."""
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
 
     def save(self, directory: Path) -> None:
-        """Write them in peft's layout: ``PeftModel.from_pretrained`` reads the folder."""
+        """Write them in peft's format: ``PeftModel.from_pretrained`` reads the directory."""
         settings = self._wrapped.peft_config[_NAME]
         settings.inference_mode = True
         settings.save_pretrained(str(directory))
@@ -110,18 +99,14 @@ class LoRA:
 
 
 def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
-    """Put adapters on a model in place, and freeze all else.
+    """Put adapters on a model in place, and freeze all other parameters.
 
-    The model stays the object it was, so that its packed forward can be proven with them (``policy.check_packable``).
-    They are drawn on the device that the model is on; load it on the CPU first, and a seed gives the same everywhere.
-
-    Args:
-        model: A Hugging Face causal language model.
-        config: Which, and how large.
-        base: The model's folder, as saved adapters name it.
+    The model object stays the same, so that its packed forward can be checked with them (``policy.check_packable``).
+    Factors are drawn on the model's device; load it on the CPU first for the same draw everywhere. ``base`` is the
+    model's directory, recorded in saved adapters.
 
     Raises:
-        TrainError: No layer has such a name, one cannot be a target, or ``path`` holds no adapter that fits.
+        TrainError: No layer matches a target, one cannot be adapted, or ``path`` holds no matching adapter.
         MissingExtraError: peft is not installed.
     """
     peft = _peft()
@@ -156,7 +141,7 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
 
 
 def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None:
-    """Refuse what could not be served: other layers than plain linear ones, and matrices that are tables of ids too."""
+    """Reject adapters that servers cannot load: on other than plain linear layers, or on tied embeddings."""
     adapted = {name for name, module in model.named_modules() if _is_tuned(module)}
     matrices = {name: layer.base_layer.weight for name, layer in lora._layers.items()}
     tables = sorted(name for name, matrix in matrices.items() if id(matrix) in frozen)

@@ -1,4 +1,4 @@
-"""A causal language model that scores packed rows."""
+"""A causal language model that scores packed rows: loading, checking, forward passes and saving."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ AttentionInterface.register(ATTENTION, packed_attention)
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a forward pass says of the trained tokens.
+    """Scores of the trained tokens from a forward pass.
 
     Attributes:
-        logprobs: float32 of shape [N]: log-probability of each token under the logits divided by its temperature.
-        entropy: float32 of shape [N], of that distribution in nats, or None where it was not asked for.
-        values: float32 of shape [N]: what is to be expected from before each token on, or None without a value head.
+        logprobs: float32 of shape [N], of the logits divided by each token's temperature.
+        entropy: float32 of shape [N], of that distribution in nats, or None if not requested.
+        values: float32 of shape [N], state values before each token, or None without a value head.
     """
 
     logprobs: Tensor
@@ -76,21 +76,17 @@ class Policy:
 
     Attributes:
         model: The model.
-        source: The directory that it came from.
-        value_head: Turns states of shape [N, hidden] into values of shape [N], where a critic shares this model
-            (``critic.py``, which trains and saves it). It is no part of the model's own weights.
+        source: The directory that it was loaded from.
+        value_head: Maps states of shape [N, hidden] to values of shape [N], where a critic shares this model
+            (``model/critic.py`` trains and saves it). Not part of the model's weights.
     """
 
     def __init__(
         self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
     ) -> None:
-        """Wrap a model whose packed forward was proven (:func:`load_model` does both).
+        """Wrap a float32 model whose packed forward was checked (:func:`load_model` does both).
 
-        Args:
-            model: The model, its parameters in float32.
-            source: Directory that it came from; tokenizer files are copied from there when saving.
-            compute_dtype: What matrix products are computed in. Parameters stay float32.
-            lora: The adapters on the model, where it has any.
+        Tokenizer files are copied from ``source`` when saving.
         """
         self.lora = lora
         self.model = model
@@ -102,21 +98,17 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         device: torch.device = self.model.get_output_embeddings().weight.device
         return device
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
-        """Score the trained tokens of a micro-batch.
+        """Score the trained tokens of a micro-batch, which may be on another device.
 
-        Logits are computed for the trained tokens only, and for a bounded part of them at once (``vocabulary.py``).
-
-        Args:
-            batch: What to score; tensors may live on another device.
-            entropy: Whether the entropy is returned too.
+        Logits are computed for the trained tokens only, in tiles (``model/chunked_logprobs.py``).
 
         Raises:
-            TrainError: An id that the vocabulary does not have, or segments out of order.
+            TrainError: An id outside of the vocabulary, or segments out of order.
         """
         states = self.states(batch)
         with self._autocast():
@@ -127,11 +119,8 @@ class Policy:
     def states(self, batch: MicroBatch) -> Tensor:
         """Return the last hidden states that predict the trained tokens, shape [N, hidden].
 
-        Args:
-            batch: What to run the model on; tensors may live on another device.
-
         Raises:
-            TrainError: An id that the vocabulary does not have, or segments out of order.
+            TrainError: An id outside of the vocabulary, or segments out of order.
         """
         # The last token of a row may be trained and not be read.
         ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
@@ -151,8 +140,7 @@ class Policy:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
 
-        Names are those of the Hugging Face model's own state dict; adapters are added to their matrices, which are then
-        copies.
+        Names are those of the Hugging Face state dict; adapters are merged into copies of their matrices.
         """
         seen: set[int] = set()
         state: dict[str, Tensor] = self.model.state_dict()
@@ -165,13 +153,9 @@ class Policy:
             yield name, tensor.detach()
 
     def save_hf(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, with the tokenizer files and chat template it came with.
+        """Write the model in Hugging Face format, adapters merged, with its tokenizer files and chat template.
 
-        Adapters are added to their matrices.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory at the end, to add files (``turnwise_format.json``).
+        ``extra`` is called with the directory at the end, to add files (``turnwise_format.json``).
         """
         directory.mkdir(parents=True, exist_ok=True)
         whole = None if self.lora is None else self.lora.whole(self.model.state_dict())
@@ -182,12 +166,7 @@ class Policy:
             extra(directory)
 
     def save_trained(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write what training changes: the model, or its adapters alone, so that the folder can be named as a model.
-
-        Args:
-            directory: Where to; made if missing.
-            extra: Called with the directory at the end, to add files.
-        """
+        """Write the model, or only its adapters, as a loadable model directory; arguments as in :meth:`save_hf`."""
         if self.lora is None:
             self.save_hf(directory, extra=extra)
             return
@@ -216,8 +195,7 @@ class Policy:
 def final_logits(model: Any, states: Tensor) -> Tensor:
     """Return the logits of last hidden states, shape [..., hidden] -> [..., vocabulary].
 
-    What some families do after the output matrix is decided by their configuration's keys and proven by
-    :func:`load_model`.
+    Post-processing follows the model's configuration and is checked by :func:`load_model`.
     """
     logits: Tensor = model.get_output_embeddings()(states)
     return LogitTransform.of(model.config.get_text_config().to_dict())(logits)
@@ -231,17 +209,17 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> Policy:
-    """Load a Hugging Face causal language model and prove that its packed forward equals its plain one.
+    """Load a Hugging Face causal language model and check that its packed forward equals its plain one.
 
     Args:
-        path: Its directory, or that of an adapter, which is added to its model. Nothing is downloaded.
-        device: Where to put it.
-        compute_dtype: What matrix products are computed in; parameters are float32.
+        path: Its directory, or that of an adapter, which is put on its model. Nothing is downloaded.
+        device: Target device.
+        compute_dtype: Type of matrix products; parameters are float32.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
-        lora: Adapters to put on it; all else is then frozen.
+        lora: Adapters to put on it; all other parameters are then frozen.
 
     Raises:
-        TrainError: No model can be loaded from there, or it cannot be trained packed.
+        TrainError: The model cannot be loaded, or cannot be trained packed.
     """
     if not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise TrainError(f"model.path is {str(path)!r}, which is no directory of a Hugging Face model (no config.json)")
@@ -270,11 +248,7 @@ def load_model(
 
 
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
-    """Return what adapters a model would get, without loading its weights.
-
-    Args:
-        path: The model's directory, or an adapter's.
-        lora: Which.
+    """Return the adapters that a model would get, without loading its weights.
 
     Raises:
         TrainError: They cannot be put on it, or the model's settings cannot be read.
@@ -294,7 +268,6 @@ def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars out of the run's own display."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -305,11 +278,10 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def check_packable(model: Any) -> None:
-    """Switch a model to packed attention and prove it: sequences packed give the logits of each alone.
+    """Switch a model to packed attention and check that packed sequences give the logits of each alone.
 
-    Packed are two with a common beginning, which stands there once, and one of its own. The reference is the
-    model's own forward, one sequence at a time, with its own attention. Layers that carry state from token to token
-    (state-space, linear attention) fail here.
+    Packed are two sequences with a shared prefix and a separate one; the reference is the model's own attention, one
+    sequence at a time. Layers with recurrent state (state-space, linear attention) fail here.
 
     Raises:
         TrainError: The model cannot be switched, or the logits differ.
@@ -346,7 +318,7 @@ def check_packable(model: Any) -> None:
 
 
 def copy_companions(source: Path, directory: Path) -> None:
-    """Copy tokenizer files and chat template from one model directory to another, where they exist."""
+    """Copy existing tokenizer files and chat template from one model directory to another."""
     for name in _COMPANIONS:
         found = source / name
         if found.is_file() and found.resolve() != (directory / name).resolve():
@@ -355,7 +327,7 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
-    """Overwrite a policy's parameters with those of a saved one; of a policy with adapters, theirs.
+    """Overwrite a policy's parameters, or its adapters, with saved ones.
 
     Raises:
         CheckpointError: There is no model, or it is another one.

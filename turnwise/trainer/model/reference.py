@@ -1,4 +1,4 @@
-"""The reference that a KL penalty holds the policy to: weights that score and never change."""
+"""The reference model of the KL penalty, and the penalty of a run step by step."""
 
 from __future__ import annotations
 
@@ -28,19 +28,14 @@ KEY = "algorithm.kl.reference"
 
 
 class Reference(Protocol):
-    """Scores rows as a learner does, with weights that stay what they are."""
+    """Scores rows with constant weights."""
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
 
 
 class FrozenReference:
-    """A second model in memory: no gradients, no optimizer.
-
-    Args:
-        policy: The model.
-        offload: Whether it lies in main memory except while it scores.
-    """
+    """A second model in memory, without gradients or optimizer; ``offload`` moves it off the device between uses."""
 
     def __init__(self, policy: Policy, *, offload: bool = False) -> None:
         self._policy = policy
@@ -64,7 +59,7 @@ class FrozenReference:
 
 
 class InitialWeights:
-    """The model before training inside of the learner that trains it, where its engine still has it (adapters off)."""
+    """The initial model inside of its learner, where the engine can provide it (adapters off)."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -76,7 +71,7 @@ class InitialWeights:
 
 
 def reference_path(config: KLConfig, model: ModelConfig) -> Path:
-    """Return the directory of the reference: the model that the run began with, or the one that is named.
+    """Return the directory of the reference: the initial model, or the configured one.
 
     Raises:
         ConfigError: There is no such model, or it has another tokenizer than the trained one.
@@ -92,12 +87,7 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
 
 
 def open_reference(config: KLConfig, model: ModelConfig, learner: Learner) -> Reference:
-    """Return the reference of a run; also of a resumed one it is what the configuration names, never a checkpoint.
-
-    Args:
-        config: Which one.
-        model: The trained model's section: device and precision are those of the policy.
-        learner: Who trains it; asked whether it still has the initial weights.
+    """Return the reference of a run, with the device and precision of the trained model; resuming does not change it.
 
     Raises:
         ConfigError: There is no such model, or it has another tokenizer.
@@ -121,11 +111,11 @@ class KLGuard:
 
     Attributes:
         control: The coefficient.
-        reference: Who is asked.
-        batch: How rows are packed.
-        temperature: What the rollouts were sampled with.
-        recompute: Whether the policy's own log-probabilities are those of the trainer before the first update; else
-            those that the server reported.
+        reference: The reference.
+        batch: Token budget and prefix sharing.
+        temperature: Of the rollouts.
+        recompute: Whether the policy's log-probabilities are recomputed before the first update; else those that the
+            server reported are used.
     """
 
     control: KLControl
@@ -136,12 +126,7 @@ class KLGuard:
 
     @classmethod
     def open(cls, config: TrainConfig, learner: Learner, saved: float | None) -> Self | None:
-        """Make the guard of a run; None where ``algorithm.kl`` is not there.
-
-        Args:
-            config: The run's.
-            learner: Who trains.
-            saved: The coefficient of a checkpoint.
+        """Create the guard of a run from ``algorithm.kl``, if any; ``saved`` is the coefficient of a checkpoint.
 
         Raises:
             ConfigError: There is no such reference.
@@ -159,7 +144,7 @@ class KLGuard:
         )
 
     def charge(self, collected: Collected, learner: Learner) -> Collected:
-        """Return what is collected with what its tokens pay, where the penalty stands in the reward."""
+        """Add the reward penalties of the tokens, where the penalty is in the reward."""
         config = self.control.config
         if config.where != "reward":
             return collected
@@ -176,14 +161,14 @@ class KLGuard:
         return replace(collected, penalties=found.tokens, metrics=collected.metrics | paid)
 
     def term(self, rows: Sequence[TrainRow]) -> KLTerm | None:
-        """Return the penalty of a step's rows as a term of their loss, where it stands there."""
+        """Return the loss term of a step's rows, where the penalty is in the loss."""
         config = self.control.config
         if config.where != "loss":
             return None
         return KLTerm(config.estimator, self.control.coef, self._score(rows))
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the coefficient to what a step measured; return what the step was done with."""
+        """Adapt the coefficient to a step's measurement; return the metrics of the step."""
         used = {"kl/coef": self.control.coef}
         if "kl/value" in metrics:
             self.control.adapt(metrics["kl/value"], int(metrics["batch/trajectories"]))

@@ -1,4 +1,4 @@
-"""``turnwise audit``: what the files prove, and the log-probabilities computed once more."""
+"""``turnwise audit``: consistency of a run's files, and recomputation of its log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Where the weights of a version lie, and whether they were served in float32."""
+    """Directory of a weight version, and whether it was served in float32."""
 
     directory: Path
     exact: bool
@@ -43,7 +43,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Ids of one version within a turn, and everything before them."""
+    """Ids of one weight version within a turn, and their full prefix."""
 
     trajectory: str
     segment: int
@@ -52,19 +52,16 @@ class _Turn:
 
 
 def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
-    """Audit a run directory and print what was found.
+    """Audit a run directory and print the findings.
 
     Args:
-        run: A directory that training or an evaluation wrote.
-        recompute: Whether log-probabilities are computed again, where the files are sound (needs torch).
-        at_most: Turns per weight version that are; chosen at random, always the same ones.
+        run: The directory of a training run or an evaluation.
+        recompute: Whether log-probabilities are recomputed, if the files are consistent (needs torch).
+        at_most: Turns to recompute per weight version, sampled with a fixed seed.
         console: Where to print; by default the terminal.
 
-    Returns:
-        What was found.
-
     Raises:
-        AuditError: The directory lacks what is needed to prove anything.
+        AuditError: The directory lacks required files.
     """
     console = console or Console()
     report = audit_files(run)
@@ -76,11 +73,11 @@ def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console:
 
 
 def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) -> None:
-    """Compute log-probabilities again for every weight version whose weights are on disk; add to the report.
+    """Recompute log-probabilities of every weight version on disk; add to the report.
 
     Raises:
         AuditError: The run's configuration cannot be read.
-        CheckpointError: A checkpoint is not whole.
+        CheckpointError: A checkpoint is incomplete.
     """
     config = _read_config(run)
     weights = _weights_on_disk(run, config)
@@ -105,7 +102,7 @@ def _read_config(run: Path) -> dict[str, Any]:
 
 
 def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
-    """Return the directories of weight versions: the model that the run began with, and its checkpoints."""
+    """Return the weight versions on disk: the initial model and the checkpoints."""
     from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 
     dtype = config.get("inference", {}).get("dtype", "auto")
@@ -130,7 +127,7 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
 
 
 def _first_model(model: dict[str, Any]) -> str | None:
-    """Return the folder of the weights that a run begins with; None where an adapter in it names another model."""
+    """Return the directory of the initial weights; None where an adapter in it names another model."""
     from turnwise.engine.lora import read_settings
 
     adapter = (model.get("lora") or {}).get("path")
@@ -144,11 +141,7 @@ def _first_model(model: dict[str, Any]) -> str | None:
 
 
 def is_float32(directory: Path, dtype: str) -> bool:
-    """Return whether a server that is launched with a model's folder computes in float32.
-
-    Args:
-        directory: The folder; of an adapter its model decides.
-        dtype: ``inference.dtype``.
+    """Return whether a server launched with a model directory computes in float32; ``dtype`` is ``inference.dtype``.
 
     Raises:
         CheckpointError: Its settings cannot be read.
@@ -168,7 +161,7 @@ def is_float32(directory: Path, dtype: str) -> bool:
 def _turns(
     run: Path, weights: dict[int, _Weights], temperature: float, at_most: int
 ) -> tuple[dict[int, list[_Turn]], int]:
-    """Choose turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
+    """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
     chosen: dict[int, list[_Turn]] = {}
     seen: dict[int, int] = {}
     unchecked = 0
@@ -196,7 +189,7 @@ def _turns(
 
 
 def _temperature(trajectory: Trajectory, configured: float) -> float | None:
-    """Return what the logits were divided by, or None where that is not known."""
+    """Return the sampling temperature, or None where it is unknown."""
     if trajectory.metrics.get("temperatures", 1.0) > 1:
         # An agent behind a gateway chose them, request by request.
         return None
@@ -207,10 +200,9 @@ def _temperature(trajectory: Trajectory, configured: float) -> float | None:
 
 
 def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> float:
-    """Return the last version of this trajectory's process whose weights any checkpoint can hold.
+    """Return the last version of this trajectory's process whose weights a checkpoint can hold.
 
-    A process that was killed had versions beyond its last checkpoint; the one that went on from there made versions
-    of the same numbers, and saved those.
+    A killed process had versions beyond its last checkpoint; its successor reused their numbers.
     """
     number = trajectory.id.partition("-")[0]
     if not number.isdigit():

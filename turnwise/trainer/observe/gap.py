@@ -1,4 +1,4 @@
-"""The gap between the trainer's log-probabilities and the inference server's, by turn and by token."""
+"""The gap between the trainer's and the inference server's log-probabilities, by turn and by token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SHOWN_BEFORE = 12
 
 @dataclass(frozen=True, slots=True)
 class TurnGap:
-    """The gap in turns of one number, over all trajectories.
+    """The gap of turns of one number, over all trajectories.
 
     Attributes:
-        turn: The number of the turn in its trajectory, in commit order from 0.
-        tokens: How many tokens were compared.
-        mean: Their mean |trainer - rollout|, in nats.
-        max: The largest of them.
+        turn: Turn number in the trajectory, in commit order from 0.
+        tokens: Number of compared tokens.
+        mean: Mean |trainer - rollout|, in nats.
+        max: The maximum.
     """
 
     turn: int
@@ -40,13 +40,13 @@ class TokenGap:
     """One token on which trainer and server disagree.
 
     Attributes:
-        trajectory: Its trajectory.
-        leaf: The leaf of the row that trains it.
-        turn: The number of its turn, in commit order from 0.
-        place: Its place among the ids of its turn, from 0.
-        token: Its id.
-        rollout: What the server reported.
-        trainer: What the trainer computed.
+        trajectory: Trajectory id.
+        leaf: Leaf of the row that trains it.
+        turn: Turn number, in commit order from 0.
+        place: Index among the ids of its turn, from 0.
+        token: Token id.
+        rollout: The server's log-probability.
+        trainer: The trainer's log-probability.
     """
 
     trajectory: str
@@ -59,24 +59,24 @@ class TokenGap:
 
     @property
     def gap(self) -> float:
-        """The distance of the two, in nats."""
+        """|trainer - rollout|, in nats."""
         return abs(self.trainer - self.rollout)
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """What was found in a step.
+    """The gaps of a step.
 
     Attributes:
-        turns: By the number of the turn, ascending.
-        largest: The tokens that differ most, the worst first.
+        turns: By turn number, ascending.
+        largest: The tokens that differ most, in descending order.
     """
 
     turns: list[TurnGap] = field(default_factory=list)
     largest: list[TokenGap] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``gap/worst_turn``: the largest mean gap among the turns of one number; nothing without tokens."""
+        """Return ``gap/worst_turn``, the largest mean gap over turn numbers; empty without tokens."""
         return {"gap/worst_turn": max(each.mean for each in self.turns)} if self.turns else {}
 
 
@@ -91,35 +91,31 @@ class _Part:
 
 
 class GapWatch:
-    """Is told of the tokens of an update while its loss is computed, and says afterwards where they differ."""
+    """Collects the tokens of an update while its loss is computed, and reports the gaps afterwards."""
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
         self._rows: Sequence[TrainRow] = ()
 
     def note(self, rows: Sequence[int], sequences: Tensor, trainer: Tensor, rollout: Tensor) -> None:
-        """Take the trained tokens of a micro-batch, in the order of its rows and within a row in that of its ids.
+        """Record the trained tokens of a micro-batch, in the order of its rows and of a row's ids.
 
-        Args:
-            rows: Index of each of its rows in what was packed.
-            sequences: Shape [N], the place in ``rows`` of the row that each token belongs to.
-            trainer: Shape [N], the trainer's log-probabilities.
-            rollout: Shape [N], the server's.
+        ``rows`` has the index of each row among those packed, ``sequences`` each token's row as an index into ``rows``.
         """
         arrays = (each.detach().float().cpu().numpy() for each in (trainer, rollout))
         self._parts.append(_Part(tuple(rows), sequences.cpu().numpy(), *arrays))
 
     @property
     def noted(self) -> bool:
-        """Whether anything was."""
+        """Whether any tokens were recorded."""
         return bool(self._parts)
 
     def packed(self, rows: Sequence[TrainRow]) -> None:
-        """Say which rows the indices of :meth:`note` mean."""
+        """Set the rows that the indices of :meth:`note` refer to."""
         self._rows = rows
 
     def found(self, most: int = 5) -> Gaps:
-        """Return the gap by turn, and the ``most`` tokens that differ most; what was noted is forgotten."""
+        """Return the gap by turn, and the ``most`` tokens that differ most; clears the records."""
         parts, rows = self._parts, self._rows
         self._parts, self._rows = [], ()
         if not parts:
@@ -146,7 +142,6 @@ class GapWatch:
 
 
 def _in_order(part: _Part) -> list[int]:
-    """Return the rows of a part that have tokens, in the order in which their tokens stand."""
     return [part.rows[place] for place in dict.fromkeys(part.sequences.tolist())]
 
 
@@ -169,13 +164,7 @@ def _token(row: TrainRow, place: int, rollout: float, trainer: float) -> TokenGa
 
 
 def gap_record(gaps: Gaps, trajectories: Mapping[str, Trajectory], renderer: Renderer) -> dict[str, Any]:
-    """Return what was found as JSON values, the worst tokens with their texts.
-
-    Args:
-        gaps: What was found.
-        trajectories: By id; a token of another one is named by its numbers only.
-        renderer: Reads ids.
-    """
+    """Return the gaps as JSON values, the worst tokens with their texts where their trajectory is given."""
     return {
         "turns": [asdict(each) for each in gaps.turns],
         "largest": [
@@ -186,7 +175,7 @@ def gap_record(gaps: Gaps, trajectories: Mapping[str, Trajectory], renderer: Ren
 
 
 def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> dict[str, Any]:
-    """Return which message a token is of, and what it and those before it say."""
+    """Return the message of a token, and the text of it and its context."""
     if trajectory is None:
         return {}
     segment = [each for each in trajectory.segments if each.sampled][gap.turn]
@@ -202,7 +191,7 @@ def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> 
 
 
 def gap_words(record: Mapping[str, Any]) -> str:
-    """Return in words which token of a :func:`gap_record` differs most; the empty text where none does."""
+    """Describe the worst token of a :func:`gap_record`; empty without one."""
     if not record["largest"]:
         return ""
     worst = record["largest"][0]

@@ -31,14 +31,14 @@ LOGGERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a logger is told of the run that it logs.
+    """The run that a logger logs.
 
     Attributes:
-        name: The run's.
-        id: Tells it apart from others of its name; the processes of a resumed run have one.
-        directory: Where the run writes.
+        name: Its name.
+        id: Unique id, shared by the processes of a resumed run.
+        directory: Its directory.
         config: Its configuration, as JSON values.
-        step: The step that this process goes on after. What was logged of later ones is logged again.
+        step: The step that this process resumes after; later steps are logged again.
     """
 
     name: str
@@ -48,21 +48,20 @@ class LoggedRun:
     step: int
 
     def settings(self) -> dict[str, str]:
-        """Return the configuration without nesting: dotted key and value as text."""
+        """Return the configuration as dotted keys and string values."""
         return dict(_flat(self.config, ""))
 
 
 class Logger(ABC):
-    """Takes the figures of a run to somewhere else.
+    """Sends the metrics of a run to a backend.
 
-    Its class is called with the :class:`LoggedRun`, and by keyword with what ``config`` says; that is checked against
-    the annotations before work starts. One that raises when it is made keeps the run from starting. After that nothing
-    it raises ends a run.
+    Constructed with the :class:`LoggedRun` and, by keyword, its validated ``config`` options. A constructor error keeps
+    the run from starting; later errors never end a run.
     """
 
     @classmethod  # noqa: B027 - most need nothing
     def check(cls) -> None:
-        """See that what is needed can be imported. Nothing, unless a logger needs something.
+        """Check that required packages are installed; by default none.
 
         Raises:
             MissingExtraError: A package is not installed.
@@ -70,15 +69,13 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step. Called in a thread of this logger alone, in the order of the records.
+        """Log the figures of a step; training and evaluations come in separate calls.
 
-        Args:
-            step: The train step.
-            figures: By name; those of training and of evaluations come in two calls.
+        Called in this logger's own thread, in the order of the records.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """End: what was taken is on its way. Called once, in the same thread."""
+        """Flush and close. Called once, in the same thread."""
 
 
 def _named(given: Any) -> Any:
@@ -89,7 +86,7 @@ class LoggerConfig(BaseModel):
     """One logger beside the console and ``metrics.jsonl``.
 
     Attributes:
-        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, or a class of your own as ``pkg.mod:Class``.
+        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, or a custom class as ``pkg.mod:Class``.
         config: Its options by name (docs/metrics.md).
     """
 
@@ -112,10 +109,10 @@ LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(_named)]
 
 
 def find_logger(name: str) -> type[Logger]:
-    """Return a logger's class by its name, or a user's own by a reference.
+    """Return a logger's class by its name or by reference.
 
     Raises:
-        RegistryError: There is none, or what the reference names is none.
+        RegistryError: There is none, or the reference is none.
     """
     found = find(name, LOGGERS, "loggers.name")
     cls = load_object(found, "logger") if isinstance(found, str) else found
@@ -127,10 +124,10 @@ def find_logger(name: str) -> type[Logger]:
 
 
 def chosen_logger(config: LoggerConfig) -> Chosen:
-    """Return a logger's class with its checked options.
+    """Return a logger's class with its validated options.
 
     Raises:
-        RegistryError: There is no such logger, or it does not take these options.
+        RegistryError: No such logger, or a wrong option.
     """
     cls = find_logger(config.name)
     return bind(config.name, cls, config.config, key="loggers.config", arguments=("run",), data=())
@@ -145,11 +142,9 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 class TensorBoardLogger(Logger):
-    """Writes to a folder: ``tensorboard --logdir runs`` shows all runs below it.
+    """Writes event files to ``directory``, by default ``tensorboard`` in the run's directory.
 
-    Args:
-        run: What is logged.
-        directory: Where to; by default ``tensorboard`` in the run's directory.
+    ``tensorboard --logdir runs`` shows all runs.
     """
 
     def __init__(self, run: LoggedRun, *, directory: str | None = None) -> None:
@@ -162,7 +157,7 @@ class TensorBoardLogger(Logger):
 
     @classmethod
     def check(cls) -> None:
-        """See that tensorboard is installed. Raises MissingExtraError."""
+        """Check that tensorboard is installed. Raises MissingExtraError."""
         _writer()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -188,10 +183,9 @@ class WandbLogger(Logger):
     """Logs to a project of Weights & Biases; offline, to the run's directory, for ``wandb sync``.
 
     Args:
-        run: What is logged.
         project: The project.
-        entity: The team or user; None is the account's own.
-        mode: None is what ``WANDB_MODE`` says, else online.
+        entity: The team or user; None is the account's default.
+        mode: None is ``WANDB_MODE``, else online.
         group: Groups runs in the workspace.
         tags: Tags of the run.
     """
@@ -226,7 +220,7 @@ class WandbLogger(Logger):
 
     @classmethod
     def check(cls) -> None:
-        """See that wandb is installed. Raises MissingExtraError."""
+        """Check that wandb is installed. Raises MissingExtraError."""
         _wandb_package()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -234,7 +228,7 @@ class WandbLogger(Logger):
         self._run.log({"step": step, **figures})
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the wandb run."""
         self._run.finish()
 
 
@@ -272,7 +266,7 @@ class TrackioLogger(Logger):
 
     @classmethod
     def check(cls) -> None:
-        """See that trackio is installed. Raises MissingExtraError."""
+        """Check that trackio is installed. Raises MissingExtraError."""
         _trackio_package()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -280,7 +274,7 @@ class TrackioLogger(Logger):
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and finish."""
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -303,10 +297,10 @@ class MLflowLogger(Logger):
     """Logs to a tracking server, a database or, by default, a database in the run's directory.
 
     Args:
-        run: What is logged.
-        experiment: The experiment; made where it is missing.
-        tracking_uri: Where to (``http://...``, ``sqlite:///path``); None is what ``MLFLOW_TRACKING_URI`` says, else
-            ``mlflow.db`` in the run's directory.
+        run: The run.
+        experiment: The experiment; created if missing.
+        tracking_uri: ``http://...`` or ``sqlite:///path``; None is ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the
+            run's directory.
     """
 
     def __init__(self, run: LoggedRun, *, experiment: str = "turnwise", tracking_uri: str | None = None) -> None:
@@ -331,7 +325,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def check(cls) -> None:
-        """See that MLflow is installed. Raises MissingExtraError."""
+        """Check that MLflow is installed. Raises MissingExtraError."""
         _mlflow_package()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -342,12 +336,12 @@ class MLflowLogger(Logger):
             self._client.log_batch(self._id, metrics=metrics[start : start + _METRICS_AT_ONCE])
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """End the run in MLflow."""
         self._client.set_terminated(self._id)
 
 
 def _name(name: str) -> str:
-    """Return a name as MLflow takes it: some marks (``pass@4``) are not allowed there."""
+    """Replace characters that MLflow does not allow (``pass@4``)."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 

@@ -1,4 +1,4 @@
-"""The names of what is logged, and how the updates of a step become one set of values."""
+"""The names of logged metrics, and how those of a step are computed."""
 
 from __future__ import annotations
 
@@ -134,13 +134,10 @@ _GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
 
 
 def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:
-    """Combine the updates of a train step into what is logged.
+    """Combine the statistics of a step's updates, in order.
 
-    Means (the loss among them) are weighted by trained tokens, maxima are the largest. The gap between trainer and
-    rollout is taken from the first update alone: later ones have other weights than those that sampled.
-
-    Args:
-        updates: Per optimizer step, what its passes found and what it did, in order.
+    Means (the loss among them) are weighted by trained tokens, maxima maximised. The gap between trainer and rollout is
+    that of the first update, the only one with the weights that sampled.
     """
     done = [result for _, result in updates if result.skipped is None]
     tokens = sum(stats.tokens for stats, _ in updates)
@@ -172,21 +169,21 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
 
 
 def meaning(name: str) -> str | None:
-    """Return what a logged name means, or None where nothing documents it."""
+    """Return the meaning of a metric name, or None where it is undocumented."""
     exact = METRICS.get(name)
     return METRICS.get(name.rpartition("/")[0] + "/*") if exact is None else exact
 
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as plain floats without those that are not finite, which JSON cannot hold."""
+    """Return metrics as floats, without non-finite ones, which JSON cannot represent."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a record of ``metrics.jsonl`` under flat names; none where it holds none for loggers.
+    """Return the figures of a ``metrics.jsonl`` record for loggers, under flat names; may be empty.
 
-    Of a train step they are its metrics; of an evaluation ``eval/sampled`` and ``eval/greedy``, the shares that
-    succeeded, and below them (``eval/sampled/reward``) the others.
+    Of a train step they are its metrics; of an evaluation the success rates ``eval/sampled`` and ``eval/greedy``, and
+    below them (``eval/sampled/reward``) the others.
     """
     if record["kind"] == "train":
         return {name: float(value) for name, value in record.items() if name not in ("kind", "step")}
@@ -225,21 +222,14 @@ def dropped_tokens(
     *,
     policy: str = TRAINED,
 ) -> dict[str, float]:
-    """Return what became of sampled tokens that are in no row of a step, by reason.
+    """Count the sampled tokens of a policy in ``groups`` that are in no row of a step, by reason.
 
-    Together with the trained tokens of the rows they are all tokens that the policy sampled in these groups.
-
-    Args:
-        groups: What was rolled out.
-        members: The trajectories that are compared.
-        samples: For each of them its rows.
-        rows: What is trained.
-        policy: Whose tokens are counted.
+    Together with the trained tokens of the rows they are all tokens that it sampled in these groups. ``samples`` are
+    the rows of the compared trajectories, ``members``.
 
     Returns:
-        ``dropped/failed_tokens``: of trajectories that an error ended; ``dropped/left_out_tokens``: that the agent's
-        own account of its episode leaves out; ``dropped/cut_tokens``: for which a row had no room;
-        ``dropped/dead_tokens``: of groups that teach nothing.
+        ``dropped/failed_tokens``: of trajectories with an error; ``dropped/left_out_tokens``: excluded by the agent's
+        account of its episode; ``dropped/cut_tokens``: truncated; ``dropped/dead_tokens``: of dead groups.
     """
     mine = [each for group in groups for each in group.trajectories if each.policy == policy]
     trained = {row.sample.trajectory_id for row in rows}
@@ -258,14 +248,10 @@ def dropped_tokens(
 
 
 def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str = TRAINED) -> dict[str, float]:
-    """Return how many calls a trajectory made, and which share of them was answered by an error, of all and by tool.
-
-    Args:
-        groups: What was rolled out; trajectories that an error ended are left out.
-        policy: Whose calls are counted.
+    """Return tool calls per trajectory and error rates, in total and by tool; failed trajectories are skipped.
 
     Returns:
-        ``tools/calls``, ``tools/error_rate`` and ``tools/error_rate_by/NAME``; nothing where no tool was called.
+        ``tools/calls``, ``tools/error_rate`` and ``tools/error_rate_by/NAME``; empty where no tool was called.
     """
     mine = [each for group in groups for each in group.trajectories if each.policy == policy and each.error is None]
     counts: defaultdict[str, float] = defaultdict(float)

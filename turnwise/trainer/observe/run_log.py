@@ -1,7 +1,7 @@
-"""What a run logs to: its file of JSON lines, and loggers that can be slow or fail.
+"""The log of a run: its JSON lines file, logger threads, and the live display.
 
-Each process of a run begins with ``{"kind": "start", "part": p, "step": n}``: it goes on after step ``n``, and what an
-earlier process logged of later ones was not saved. It stays there, and readers leave it out.
+Each process of a run begins with ``{"kind": "start", "part": p, "step": n}``: it resumes after step ``n``. Records of
+later steps by an earlier process were not checkpointed; they stay in the file, and readers skip them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turnwise.trainer.observe.metrics import figures
 
 
 class JSONLLogger:
-    """Appends one JSON object per line; each line is on its way to disk when :meth:`log` returns."""
+    """Appends one JSON object per line; each line is flushed when :meth:`log` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,20 +38,20 @@ class JSONLLogger:
             self._file = AppendFile(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record. Values that are not finite become null. Raises DiskError where the disk refuses."""
+        """Append a record. Non-finite values become null. Raises DiskError where the disk refuses."""
         with writing(self.path):
             self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
 
     def close(self) -> None:
-        """Close the file. Closing twice is no error."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file that count; a line that a killed process left half written is passed over.
+    """Return the effective records of a file; a partial last line of a killed process is skipped.
 
-    What a process logged of steps that the next one did not find in a checkpoint is left out: that one made them anew.
-    Of two evaluations of one label at one step the later one counts.
+    Records of steps that the next process repeated are dropped, and so are earlier evaluations with the same label and
+    step.
 
     Raises:
         FormatError: Another line is no JSON object.
@@ -74,7 +74,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what an evaluation is told by."""
     return record.get("kind"), record.get("step"), record.get("label")
 
 
@@ -84,7 +83,7 @@ CLOSE_S = 30.0
 
 
 def check_loggers(configs: Sequence[LoggerConfig]) -> None:
-    """See that the packages of all loggers are there.
+    """Check that the packages of all loggers are installed.
 
     Raises:
         MissingExtraError: One is not installed.
@@ -94,14 +93,9 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
 
 
 class RunLog(JSONLLogger):
-    """Appends records to ``metrics.jsonl``, and hands their figures to loggers.
+    """Appends records to ``metrics.jsonl``, and passes their figures to loggers in threads of their own.
 
-    The record is in the file when :meth:`log` returns; loggers get it in threads of their own.
-
-    Args:
-        path: The file.
-        loggers: By the names that messages use.
-        say: Tells a person that one failed.
+    ``say`` reports a failed logger to the user.
     """
 
     def __init__(
@@ -112,16 +106,10 @@ class RunLog(JSONLLogger):
 
     @classmethod
     def open(cls, run: LoggedRun, loggers: Sequence[LoggerConfig], console: Console, *, part: int = 0) -> RunLog:
-        """Open the log of a run, and make its loggers.
-
-        Args:
-            run: What is logged.
-            loggers: Where to, besides the file.
-            console: Where a person is told.
-            part: Number of this process among those that work on the run.
+        """Open the log of a run and create its loggers; ``part`` numbers the processes of the run.
 
         Raises:
-            ConfigError: A logger cannot be made.
+            ConfigError: A logger cannot be created.
             DiskError: The disk refuses.
         """
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -144,19 +132,19 @@ class RunLog(JSONLLogger):
         return log
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record, and hand on the figures of a step or an evaluation."""
+        """Append a record, and pass on the figures of a step or an evaluation."""
         super().log(record)
         if self._outlets and (found := figures(record)):
             for each in self._outlets:
                 each.put(int(record["step"]), found)
 
     def counts(self) -> dict[str, float]:
-        """Return how many calls of loggers failed so far, as a metric, where some did."""
+        """Return the number of failed logger calls as a metric, if any."""
         failures = sum(each.failures for each in self._outlets)
         return {"loggers/failures": float(failures)} if failures else {}
 
     def close(self) -> None:
-        """Close the file and the loggers, each of which gets :data:`CLOSE_S`. Closing twice is no error."""
+        """Close the file and the loggers, with :data:`CLOSE_S` each. Idempotent."""
         super().close()
         outlets, self._outlets = self._outlets, []
         for each in outlets:
@@ -166,7 +154,7 @@ class RunLog(JSONLLogger):
 
 
 class _Outlet:
-    """One logger, in a thread of its own."""
+    """One logger in its own thread."""
 
     def __init__(self, name: str, logger: Logger, say: Callable[[str], object]) -> None:
         self._name = name
@@ -212,18 +200,17 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 
 class LiveDisplay:
-    """Shows how far a run is: a bar, the last steps as a table, and a curve of one metric.
+    """Progress of a run: a bar, the last steps as a table, and a curve of one metric.
 
     On a terminal it redraws in place; elsewhere (a file, CI) it prints a line per step. A context manager.
 
     Args:
-        title: What runs.
-        total: How many steps; None where the run ends by something else.
-        columns: Heading and metric of each column; a metric that a step lacks is left blank.
-        curve: Metric whose course is drawn beside the bar.
-        console: Where to; by default standard error, so that results on standard output stay alone.
-        done: Steps that were done before this process (a resumed run); they do not count for the time left.
-        begun: Which share of the whole those were, where it is not their share of ``total``.
+        total: Number of steps; None where another limit ends the run.
+        columns: Heading and metric of each column; missing metrics are left blank.
+        curve: Metric drawn beside the bar.
+        console: By default standard error, which keeps standard output for results.
+        done: Steps of earlier processes of the run, excluded from the time estimate.
+        begun: Share of the whole that those were; by default their share of ``total``.
     """
 
     def __init__(
@@ -274,23 +261,17 @@ class LiveDisplay:
             self._live = None
 
     def status(self, text: str) -> None:
-        """Say what is being done now (``rollout``, ``update``, ``evaluation``)."""
+        """Show the current activity (``rollout``, ``update``, ``evaluation``)."""
         self._status = text
         if self._live is not None:
             self._live.update(self._render())
 
     def say(self, text: str) -> None:
-        """Print a line that stays, above what is redrawn."""
+        """Print a permanent line above the display."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: Mapping[str, float], *, share: float | None = None) -> None:
-        """Show that ``step`` steps are done, with the metrics of the last one.
-
-        Args:
-            step: Steps that are done.
-            metrics: Of the last one.
-            share: Which share of the whole that is; by default that of ``total``.
-        """
+        """Show the metrics of ``step``, the last finished one; ``share`` is the progress, by default of ``total``."""
         share = self._share(step) if share is None else share
         cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
         self._rows.append(cells)

@@ -1,9 +1,8 @@
-"""What ran when: the spans of a run's work, written down as they end.
+"""The timeline of a run: spans of its work, recorded as they end.
 
-File format (``timeline.jsonl``), one JSON value a line. An object when a process of the run begins: ``{"event":
-"start", "part": 0, "mode": "sync", "at": unix time}``. Then one array a span, in the order in which they end: ``[what,
-name, begin, end]``, in seconds since that start. A span that was still open when its process ended in order has
-``null`` for its end; a killed process leaves none of those.
+File format (``timeline.jsonl``), one JSON value a line. A process begins with ``{"event": "start", "part": 0, "mode":
+"sync", "at": unix time}``, followed by one array per span in order of ending: ``[what, name, begin, end]``, in seconds
+since that start. A span still open at an orderly exit has ``null`` for its end; a killed process leaves none of those.
 """
 
 from __future__ import annotations
@@ -37,15 +36,7 @@ KINDS: Final = (GROUP, WAIT, UPDATE, SYNC, EVALUATION, CHECKPOINT)
 
 
 class Timeline:
-    """Writes spans down, and knows how long updates and rollouts ran at the same time.
-
-    From the thread of the event loop only.
-
-    Args:
-        path: The file.
-        part: Number of this process among those that work on the run.
-        mode: Which loop runs.
-    """
+    """Records spans, and measures the overlap of updates and rollouts. For the event loop's thread only."""
 
     def __init__(self, path: Path, *, part: int, mode: str) -> None:
         self._path = path
@@ -61,7 +52,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, what: str, name: object) -> Iterator[None]:
-        """Write down when the block began and ended."""
+        """Record the begin and end of the block."""
         number, self._next = self._next, self._next + 1
         self._open[number] = what, str(name), self._now()
         self._count()
@@ -73,11 +64,11 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """Seconds so far in which groups were on their way while the trainer updated."""
+        """Seconds so far in which an update ran with groups in flight."""
         return self._both + (0.0 if self._both_since is None else self._now() - self._both_since)
 
     def close(self) -> None:
-        """Write down what is open, and close the file. Closing twice is no error."""
+        """Record open spans, and close the file. Idempotent."""
         # On a full disk that is missing, as after a kill.
         with contextlib.suppress(DiskError):
             for number in list(self._open):
@@ -107,13 +98,13 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work.
+    """One span of work.
 
     Attributes:
         what: One of :data:`KINDS`.
-        name: Which one: a step, a version, a group's id, a label.
+        name: The step, version, group id or label.
         begin: Seconds since its process began.
-        end: The same; None where the process ended before it.
+        end: Likewise; None if the process ended first.
     """
 
     what: str
@@ -124,13 +115,13 @@ class Span:
 
 @dataclass(slots=True)
 class Part:
-    """What one process of a run did.
+    """The spans of one process of a run.
 
     Attributes:
-        number: Which one, from 0.
-        mode: Which loop ran.
-        at: When it began, in unix time.
-        spans: What it did, in the order in which it ended.
+        number: Number of the process, from 0.
+        mode: The training mode.
+        at: Start, in unix time.
+        spans: In order of ending.
     """
 
     number: int
@@ -140,15 +131,15 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """How long it worked, as far as its spans tell."""
+        """Duration, as far as covered by its spans."""
         return max((each.begin if each.end is None else each.end for each in self.spans), default=0.0)
 
 
 def read_timeline(path: Path) -> list[Part]:
-    """Return what each process of a run did; a line that a killed one left half written is passed over.
+    """Return the spans of each process; a partial line of a killed one is skipped.
 
     Raises:
-        FormatError: There is no such file, or a line is not what it should be.
+        FormatError: There is no such file, or a line is malformed.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -181,13 +172,7 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is drawn of a part.
-
-    Attributes:
-        part: What a process did.
-        begin: Seconds since it began.
-        end: The same.
-    """
+    """A drawn interval of a process, in seconds since its start."""
 
     part: Part
     begin: float
@@ -195,7 +180,7 @@ class Window:
 
     @classmethod
     def of(cls, part: Part, seconds: tuple[float | None, float | None] = (None, None)) -> Window:
-        """Return the window of a part between two times; by default from its first work to its last."""
+        """Return the window between two times; by default from the first span to the last."""
         first = min((each.begin for each in part.spans), default=0.0)
         begin, end = seconds
         begin = first if begin is None else begin
@@ -203,25 +188,20 @@ class Window:
         return cls(part, begin, max(end, begin + 1e-3))
 
     def spans(self, what: str) -> list[Span]:
-        """Return the spans of one kind that reach into the window, in the order in which they began."""
+        """Return the spans of one kind that overlap the window, by begin."""
         found = [each for each in self.part.spans if each.what == what]
         inside = [each for each in found if each.begin < self.end and self.until(each) > self.begin]
         return sorted(inside, key=lambda each: each.begin)
 
     def until(self, span: Span) -> float:
-        """Return when a span ended; one that never did ends with the part."""
+        """Return the end of a span; open ones end with the process."""
         return self.part.seconds if span.end is None else span.end
 
 
 def draw_text(window: Window, *, width: int = 100) -> list[str]:
-    """Return the lines of a drawing.
+    """Return the lines of a drawing with ``width`` columns of time.
 
-    A column is a stretch of time; a mark stands in it where that work took most of it, or where it would else be seen
-    nowhere.
-
-    Args:
-        window: What is drawn.
-        width: Columns of the time axis.
+    A column is marked where the work took most of it, or where a short span would otherwise be invisible.
     """
     step = (window.end - window.begin) / width
     rows = list(_ROWS) + [(name, marks) for name, marks in _RARE if any(window.spans(what) for what in marks)]
@@ -243,12 +223,7 @@ def draw_text(window: Window, *, width: int = 100) -> list[str]:
 
 
 def draw_svg(window: Window, *, width: int = 960) -> str:
-    """Return a picture: one bar for each piece of work, groups stacked as they overlap.
-
-    Args:
-        window: What is drawn.
-        width: In pixels.
-    """
+    """Return a picture ``width`` pixels wide: one bar per span, overlapping groups stacked."""
     left, bar, gap = 90, 14, 6
     scale = (width - left - 10) / (window.end - window.begin)
     parts: list[str] = []
@@ -291,7 +266,7 @@ def _text(text: str, y: float) -> str:
 
 
 def _lanes(window: Window) -> list[list[Span]]:
-    """Return groups in rows in which none overlaps another."""
+    """Assign groups to rows without overlap."""
     lanes: list[list[Span]] = []
     for span in window.spans(GROUP):
         free = next((lane for lane in lanes if window.until(lane[-1]) <= span.begin), None)
@@ -303,7 +278,7 @@ def _lanes(window: Window) -> list[list[Span]]:
 
 
 def _mean_flying(window: Window, width: int, step: float) -> list[float]:
-    """Return how many groups were on their way in each column, mean over its time."""
+    """Return the mean number of groups in flight per column."""
     found = [0.0] * width
     for span in window.spans(GROUP):
         begin, end = max(span.begin, window.begin), min(window.until(span), window.end)
@@ -321,7 +296,7 @@ def _columns(span: Span, window: Window, width: int, step: float) -> tuple[int, 
 
 
 def _labels(window: Window, width: int, step: float) -> Sequence[str]:
-    """Return the numbers of the steps, each where its first update begins, as far as there is room."""
+    """Return step numbers at the begin of their first update, where there is room."""
     cells, free, shown = [" "] * width, 0, set[str]()
     for span in window.spans(UPDATE):
         first, _ = _columns(span, window, width, step)

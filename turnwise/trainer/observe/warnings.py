@@ -1,4 +1,4 @@
-"""What a person should know about a step, in words and with a remedy."""
+"""Warnings about a step with a remedy, and the diagnostics file of a run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Warned:
     """A warning.
 
     Attributes:
-        name: Of its rule.
-        text: What was found, and what to do about it.
+        name: Name of its rule.
+        text: The finding and its remedy.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a rule has to know besides the metrics.
+    """The facts besides metrics that rules depend on.
 
     Attributes:
         exact: Whether trainer and server compute in float32, so that they differ by rounding only.
-        compares: Whether advantages come from comparing the members of a group.
-        worst_gap: Where the largest gap stands, in words; empty where nobody knows.
+        compares: Whether advantages compare the members of a group.
+        worst_gap: Description of the token with the largest gap; may be empty.
     """
 
     exact: bool = False
@@ -62,7 +62,7 @@ class Setting:
 
 
 def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
-    """Groups whose members all earned the same teach nothing."""
+    """Groups of equal rewards have no gradient."""
     groups, dead = metrics.get("batch/groups", 0.0), metrics.get("batch/dead_groups", 0.0)
     if not setting.compares or groups < _LEAST_GROUPS or dead < MOST_DEAD * groups:
         return None
@@ -75,14 +75,14 @@ def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
 
 
 def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A step without a trained token changes nothing, unless the critic learned from it alone."""
+    """No token was trained, and no critic warm-up explains it."""
     if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
         return None
     return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
 
 
 def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A batch that could not be filled."""
+    """The batch could not be filled."""
     missing = metrics.get("replay/short", 0.0)
     if not missing:
         return None
@@ -93,7 +93,7 @@ def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - r
 
 
 def gap(metrics: Metrics, setting: Setting) -> str | None:
-    """Trainer and server should agree on equal weights; on others (an asynchronous mode) they cannot."""
+    """Trainer and server disagree on equal weights; in asynchronous modes they must."""
     if metrics.get("lag/max", 0.0) > 0:
         return None
     mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
@@ -110,7 +110,7 @@ def gap(metrics: Metrics, setting: Setting) -> str | None:
 
 
 def entropy(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A policy that always does the same learns nothing from comparing."""
+    """Entropy has collapsed."""
     found = metrics.get("train/entropy")
     if found is None or found >= LEAST_ENTROPY:
         return None
@@ -121,7 +121,7 @@ def entropy(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 -
 
 
 def clipped(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A step whose tokens are mostly clipped goes too far."""
+    """Most tokens of the step are clipped."""
     found = metrics.get("train/clip_fraction", 0.0)
     if found <= MOST_CLIPPED:
         return None
@@ -132,7 +132,7 @@ def clipped(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 -
 
 
 def divergence(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A policy that runs away within a step."""
+    """The policy diverges within a step."""
     found = metrics.get("train/approx_kl", 0.0)
     if found <= MOST_KL:
         return None
@@ -151,7 +151,7 @@ _TRUNCATIONS: Final = {
 
 
 def truncated(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Episodes that a limit ends were not judged by their end."""
+    """Episodes are truncated by a limit."""
     ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _TRUNCATIONS}
     total = sum(ends.values())
     if total <= MOST_TRUNCATED:
@@ -164,7 +164,7 @@ def truncated(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001
 
 
 def tool_errors(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Calls that fail teach little about the task."""
+    """Tool calls fail."""
     rate, calls = metrics.get("tools/error_rate", 0.0), metrics.get("tools/calls", 0.0)
     if rate <= MOST_TOOL_ERRORS or calls * metrics.get("batch/trajectories", 0.0) < _LEAST_CALLS:
         return None
@@ -179,7 +179,7 @@ def tool_errors(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG0
 
 
 def failed(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Episodes that the infrastructure ended are lost work."""
+    """Episodes fail in the infrastructure."""
     count, whole = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
     if not count or count <= MOST_FAILED * (count + whole):
         return None
@@ -190,7 +190,7 @@ def failed(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - 
 
 
 def cut(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Tokens that no row had room for."""
+    """Rows are truncated."""
     lost, kept = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
     if not lost or lost <= MOST_CUT * (lost + kept):
         return None
@@ -201,7 +201,7 @@ def cut(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rul
 
 
 def correction(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A correction that throws most of a batch away."""
+    """Off-policy correction rejects most of the batch."""
     rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
     if rejected <= MOST_REJECTED and ess >= LEAST_ESS:
         return None
@@ -213,7 +213,7 @@ def correction(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG00
 
 
 def not_finite(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Updates that were left out though there was something to learn."""
+    """Updates were skipped for non-finite gradients."""
     found = metrics.get("train/non_finite_updates", 0.0)
     if not found:
         return None
@@ -244,24 +244,20 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def find_warnings(metrics: Metrics, setting: Setting) -> list[Warned]:
-    """Return what the metrics of a step give reason to say, in the order of :data:`RULES`."""
+    """Return the warnings that a step's metrics trigger, in the order of :data:`RULES`."""
     found = ((name, rule(metrics, setting)) for name, rule in RULES.items())
     return [Warned(name, text) for name, text in found if text is not None]
 
 
 class Warner:
-    """Says a warning when it is found first, and again each time twice as many steps have passed as at the last time.
-
-    Args:
-        quiet: How many steps a warning is silent after it was said first.
-    """
+    """Repeats a warning with exponential back-off: ``quiet`` silent steps after the first, doubled each time."""
 
     def __init__(self, quiet: int = 10) -> None:
         self._quiet = quiet
         self._next: dict[str, tuple[int, int]] = {}
 
     def due(self, step: int, found: list[Warned]) -> list[Warned]:
-        """Return those of a step's warnings that are to be said now."""
+        """Return the warnings of a step that are due."""
         said: list[Warned] = []
         for each in found:
             least, pause = self._next.get(each.name, (step, self._quiet))
@@ -280,13 +276,9 @@ _NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
 
 
 class Diagnostics:
-    """The diagnostics of one run.
+    """The diagnostics of one run, in ``diagnostics.jsonl`` (docs/metrics.md).
 
-    Args:
-        directory: The run's; ``diagnostics.jsonl`` in it has one JSON object a line: ``{"kind": "gap", "step": ...,
-            "turns": [...], "largest": [...]}`` (docs/metrics.md).
-        config: What the run was asked for.
-        renderer: Reads ids.
+    One JSON object a line: ``{"kind": "gap", "step": ..., "turns": [...], "largest": [...]}``.
     """
 
     def __init__(self, directory: Path, config: TrainConfig, renderer: Renderer) -> None:
@@ -300,14 +292,7 @@ class Diagnostics:
     def step(
         self, step: int, metrics: Mapping[str, float], gaps: Gaps, groups: Sequence[TrajectoryGroup]
     ) -> list[Warned]:
-        """Write what was found in a step, and return the warnings that are to be said now.
-
-        Args:
-            step: The step.
-            metrics: What was logged of it.
-            gaps: Where trainer and server differ.
-            groups: Its trajectories.
-        """
+        """Record the gaps of a step, and return the warnings that are due."""
         words = ""
         if gaps.turns:
             named = {each.trajectory for each in gaps.largest}

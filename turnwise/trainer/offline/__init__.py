@@ -1,1 +1,1 @@
-"""Objectives on data that is there: demonstrations, recorded trajectories, preferences. They share ``core.py``."""
+"""Offline training on demonstrations, recorded trajectories and preferences."""

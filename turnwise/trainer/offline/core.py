@@ -1,4 +1,4 @@
-"""Training on recorded or written data: shuffled batches, optimizer steps, and one model at the end."""
+"""Offline training: reading recorded data, shuffled batches, optimizer steps, and saving one model at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from turnwise.types import text_of
 
 @dataclass(frozen=True, slots=True)
 class OfflineResult:
-    """What a run left.
+    """The result of a run.
 
     Attributes:
         model: Directory of the trained model, in Hugging Face format.
@@ -51,13 +51,13 @@ class OfflineResult:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step trains.
+    """The data of one optimizer step.
 
     Attributes:
         micro: Its micro-batches.
-        objective: What is minimised.
-        normalizer: What sums are divided by.
-        pairs: How many pairs it holds, where the objective is one of pairs: its sums are then over them, not tokens.
+        objective: The objective.
+        normalizer: The divisor of sums.
+        pairs: Number of pairs, for a pairwise objective, whose sums are over pairs instead of tokens.
     """
 
     micro: list[MicroBatch]
@@ -68,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a person sees of a run: its title, the columns of its display, and the metric drawn as a curve."""
+    """Title, columns and curve of a run's display."""
 
     title: str
     columns: Mapping[str, str]
@@ -76,7 +76,7 @@ class Shown:
 
 
 def shown_of_pairs(title: str) -> Shown:
-    """Return what a person sees of a run on preferences."""
+    """Return the display of a run on preferences."""
     columns = {
         "loss": "train/loss",
         "accuracy": "preference/accuracy",
@@ -88,10 +88,10 @@ def shown_of_pairs(title: str) -> Shown:
 
 
 def prepare(config: OfflineConfig) -> Path:
-    """Return where the model will be; nothing is written before.
+    """Return the directory of the future model, without writing anything.
 
     Raises:
-        TrainError: One is there already.
+        TrainError: It exists already.
         MissingExtraError: A logger's package is not installed.
     """
     check_loggers(config.loggers)
@@ -102,7 +102,7 @@ def prepare(config: OfflineConfig) -> Path:
 
 
 def told(console: Console | None, text: str) -> None:
-    """Tell a person something that is no error."""
+    """Print a notice."""
     (console or Console(stderr=True)).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -115,16 +115,9 @@ def fit(
     shown: Shown,
     console: Console | None,
 ) -> dict[str, float]:
-    """Take optimizer steps, log and show them; returns the metrics of the last one.
+    """Take optimizer steps, log and show them; return the metrics of the last one.
 
-    Args:
-        config: Names the run.
-        learner: Whose weights change.
-        steps: How many.
-        order: Yields what each step is made of.
-        make: Makes a step of that.
-        shown: What a person sees.
-        console: Where; by default standard error.
+    ``order`` yields the indices of each step, of which ``make`` makes a batch.
     """
     console = console or Console(stderr=True)
     directory = config.runs / config.name
@@ -149,7 +142,7 @@ def fit(
 
 
 def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
-    """Update the weights once; returns what is logged of it."""
+    """Take one optimizer step; return its metrics."""
     stats = learner.forward_backward(batch.micro, batch.objective, batch.normalizer)
     result = learner.optim_step()
     if batch.pairs is None:
@@ -159,7 +152,7 @@ def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
 
 def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield indices without end: each epoch shuffled anew, its last batch as small as what is left."""
+    """Yield batches of indices forever, reshuffled each epoch; an epoch's last batch may be smaller."""
     epoch = 0
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(count).tolist()
@@ -169,7 +162,7 @@ def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save_model(learner: Learner, renderer: Renderer | None, target: Path) -> None:
-    """Write the model beside its place and give it its name at the end; ``renderer`` notes its chat format with it."""
+    """Write the model, with the chat format of ``renderer``, to a temporary directory and rename it."""
     draft = target.parent / f".draft-{target.name}-{os.getpid()}"
     replaced = target.parent / f".replaced-{target.name}-{os.getpid()}"
     extra = None if renderer is None else lambda directory: save_format(renderer, directory)
@@ -210,7 +203,7 @@ def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict
 
 
 def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory]:
-    """Return the trajectories that can be learned from: no error ended them, and their tokens are known.
+    """Return the recorded trajectories without errors and with known tokens.
 
     Raises:
         TaskError: There is no such file, a line cannot be read, nothing is left, or they were recorded with another
@@ -241,10 +234,10 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
 
 
 def keep_good(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:
-    """Return those that a model should learn to repeat, in their order.
+    """Filter trajectories, keeping their order.
 
     Raises:
-        TaskError: None is good enough.
+        TaskError: None passes.
     """
     tasks: dict[str, list[tuple[int, Trajectory]]] = defaultdict(list)
     for index, trajectory in enumerate(trajectories):
@@ -271,10 +264,10 @@ def keep_good(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[
 
 
 def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> list[tuple[Trajectory, Trajectory]]:
-    """Return (better, worse) trajectories of the same group: best and worst first, then what lies between them.
+    """Return (better, worse) trajectories of the same group: best with worst, then inwards.
 
     Raises:
-        TaskError: No group holds two that differ enough.
+        TaskError: No group has two that differ enough.
     """
     groups: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -296,7 +289,7 @@ def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> lis
 
 
 def spoken(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the messages of a trajectory's last branch, in OpenAI's form.
+    """Return the messages of a trajectory's last branch, in OpenAI's format.
 
     Raises:
         TaskError: They were not recorded.
@@ -313,7 +306,7 @@ def _tokens(trajectory: Trajectory) -> bytes:
 
 
 def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -> None:
-    """See that the recorded ids mean to this tokenizer what they meant when they were recorded."""
+    """Check that the ids were recorded with this tokenizer."""
     for segment in trajectory.segments:
         if segment.parent >= 0 or segment.sampled:
             continue

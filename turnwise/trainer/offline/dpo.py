@@ -42,12 +42,12 @@ from turnwise.trainer.offline.preferences import (
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective:
-    """The loss of the pairs of a step, relative to a reference.
+    """The loss of a step's pairs, relative to a reference.
 
     Attributes:
-        config: Which loss, and its options.
-        sides: int64 of shape [rows], as :func:`~turnwise.trainer.offline.preferences.pack_pairs` returns it.
-        reference: float32 of shape [pairs, 2]: log-probabilities of chosen and rejected under the reference.
+        config: The loss and its options.
+        sides: int64 of shape [rows], from :func:`~turnwise.trainer.offline.preferences.pack_pairs`.
+        reference: float32 of shape [pairs, 2]: the reference's log-probabilities of chosen and rejected.
     """
 
     config: DPOConfig
@@ -56,7 +56,7 @@ class PreferenceObjective:
 
     @property
     def entropy(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
@@ -84,12 +84,8 @@ class PreferenceObjective:
 def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResult:
     """Train a model on preferences and save it to ``runs/name/model``.
 
-    Args:
-        config: What to do.
-        console: Where the display goes; by default standard error.
-
     Raises:
-        TaskError: The data cannot be read or said in the model's chat format, or holds no pair.
+        TaskError: The data cannot be read or rendered in the model's chat format, or has no pair.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
     target = prepare(config)

@@ -1,4 +1,4 @@
-"""Preferences: two ways to go on from one prompt, of which one is better."""
+"""Demonstrations and preference pairs: reading them, rendering them into rows, and packing pairs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Demonstration:
     """A conversation to learn from.
 
     Attributes:
-        id: Where it came from.
-        messages: What was said.
-        tools: What could be called.
+        id: Its origin.
+        messages: The conversation.
+        tools: The available tools.
     """
 
     id: str
@@ -38,8 +38,7 @@ def load_demonstrations(path: Path, limit: int | None = None) -> list[Demonstrat
     """Read a jsonl file of ``{"messages": [...], "tools": [...]}``.
 
     Raises:
-        TaskError: The file cannot be read or holds nothing, or a row is malformed; the message names file, row and
-            field.
+        TaskError: The file cannot be read or is empty, or a row is malformed; the message names file, row and field.
     """
     rows = [_demonstration(where, record) for where, record in json_lines(path, limit)]
     if not rows:
@@ -50,16 +49,16 @@ def load_demonstrations(path: Path, limit: int | None = None) -> list[Demonstrat
 async def demonstration_rows(
     demonstrations: Sequence[Demonstration], renderer: Renderer, max_tokens: int | None = None
 ) -> tuple[list[list[TrainRow]], int]:
-    """Replay each conversation through a session.
+    """Replay each conversation through a session; only the assistant's tokens are trained.
 
-    The assistant's tokens are trained, everything else is context. A conversation whose history the renderer cannot
-    extend has several rows; each assistant token is trained in exactly one of them.
+    A conversation whose history the renderer cannot extend has several rows; each assistant token is trained in exactly
+    one of them.
 
     Returns:
-        The rows of each conversation, and how many assistant tokens ``max_tokens`` cut off.
+        The rows of each conversation, and the number of assistant tokens cut off by ``max_tokens``.
 
     Raises:
-        TaskError: A conversation cannot be said in this chat format.
+        TaskError: A conversation cannot be rendered in this chat format.
     """
     found: list[list[TrainRow]] = []
     cut = 0
@@ -77,7 +76,7 @@ async def demonstration_rows(
 
 
 def read_messages(where: str, given: Any) -> list[Message]:
-    """Check a list of messages in OpenAI's form.
+    """Validate a list of messages in OpenAI's format.
 
     Raises:
         TaskError: It is none.
@@ -91,7 +90,7 @@ def read_messages(where: str, given: Any) -> list[Message]:
 
 
 def read_tools(where: str, given: Any) -> list[ToolSchema]:
-    """Check a list of tools in OpenAI's form.
+    """Validate a list of tools in OpenAI's format.
 
     Raises:
         TaskError: A tool has no name.
@@ -121,15 +120,15 @@ _FIELDS = ("prompt", "messages", "chosen", "rejected", "tools", "margin", "id")
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two ways to go on.
+    """Two continuations of one prompt.
 
     Attributes:
-        id: Where it came from.
-        prompt: What was said before.
-        chosen: The better way to go on: messages, at least one of them the assistant's.
-        rejected: The worse way.
-        tools: What could be called.
-        margin: By how much it is better, where that is known.
+        id: Its origin.
+        prompt: The messages before.
+        chosen: The better continuation: messages, at least one of them the assistant's.
+        rejected: The worse continuation.
+        tools: The available tools.
+        margin: Difference of quality, where known.
     """
 
     id: str
@@ -142,7 +141,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The rows of what was chosen and of what was rejected; each trains at least one token."""
+    """The rows of the chosen and the rejected side; each trains at least one token."""
 
     chosen: list[TrainRow]
     rejected: list[TrainRow]
@@ -150,19 +149,19 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """How many tokens a forward pass of both sees."""
+        """Tokens of both sides."""
         return sum(len(row.sample.input_ids) for row in (*self.chosen, *self.rejected))
 
 
 def load_preferences(path: Path, limit: int | None = None) -> list[Preference]:
     """Read a jsonl file of ``{"prompt": ..., "chosen": ..., "rejected": ..., "tools": [...], "margin": 0.5}``.
 
-    ``prompt`` (or ``messages``) is a list of messages, or a text, which is a user's; ``chosen`` and ``rejected`` are
-    lists of messages, one message, or a text, which is the assistant's. Without a prompt both are whole conversations,
-    and the prompt is how they begin alike.
+    ``prompt`` (or ``messages``) is a list of messages, or a user's text; ``chosen`` and ``rejected`` are lists of
+    messages, one message, or an assistant's text. Without a prompt both are whole conversations, and the prompt is
+    their common beginning.
 
     Raises:
-        TaskError: The file cannot be read or holds nothing, or a row is malformed.
+        TaskError: The file cannot be read or is empty, or a row is malformed.
     """
     rows = [_preference(where, record) for where, record in json_lines(path, limit)]
     if not rows:
@@ -173,13 +172,13 @@ def load_preferences(path: Path, limit: int | None = None) -> list[Preference]:
 async def preference_pairs(
     preferences: Sequence[Preference], renderer: Renderer, max_tokens: int | None = None
 ) -> tuple[list[Pair], int]:
-    """Return the rows of preferences; trained are the assistant's tokens after the prompt.
+    """Return the rows of preferences; the assistant's tokens after the prompt are trained.
 
     Returns:
-        The pairs, and how many were left out because ``max_tokens`` left nothing to train of one of their sides.
+        The pairs, and the number of pairs dropped because ``max_tokens`` left one side nothing to train.
 
     Raises:
-        TaskError: A conversation cannot be said in this chat format.
+        TaskError: A conversation cannot be rendered in this chat format.
     """
     pairs: list[Pair] = []
     for number, each in enumerate(preferences):
@@ -201,7 +200,7 @@ async def preference_pairs(
 def recorded_pairs(
     pairs: Sequence[tuple[Trajectory, Trajectory]], max_tokens: int | None = None
 ) -> tuple[list[Pair], int]:
-    """Return the rows of recorded trajectories, as they were sampled. Arguments and result as before."""
+    """Return the rows of recorded trajectories, as sampled; arguments and result as in :func:`preference_pairs`."""
     found = []
     for number, sides in enumerate(pairs):
         rows = []
@@ -213,13 +212,13 @@ def recorded_pairs(
 
 
 def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch], Tensor]:
-    """Lay pairs into micro-batches, both sides of a pair always into the same one.
+    """Pack pairs into micro-batches, both sides of a pair in the same one.
 
-    First-fit over pairs sorted by length, longest first. A pair longer than the budget gets a micro-batch of its own.
+    First-fit decreasing by pair length. A pair above the budget gets its own micro-batch.
 
     Returns:
-        The micro-batches, whose ``rows`` count over all rows of the pairs, and int64 of shape [rows]: the side of each,
-        ``2 * pair`` where it was chosen and ``2 * pair + 1`` where it was rejected.
+        The micro-batches, whose ``rows`` index all rows of the pairs, and int64 of shape [rows]: ``2 * pair`` for
+        chosen and ``2 * pair + 1`` for rejected rows.
     """
     rows: list[TrainRow] = []
     sides: list[int] = []
@@ -251,22 +250,14 @@ def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch]
 
 
 def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which pairs a micro-batch holds, and the side of each of its trained tokens, pairs counted among those.
-
-    Args:
-        batch: One of :func:`pack_pairs`.
-        sides: What came with it.
-
-    Returns:
-        int64 of shape [P], and int64 of shape [N] in [0, 2 P).
-    """
+    """Return the pairs of a micro-batch, int64 [P], and each trained token's side, int64 [N] in [0, 2 P)."""
     of_token = sides[torch.tensor(batch.rows, dtype=torch.int64)][batch.sequences.cpu()]
     held, place = torch.unique(of_token // 2, return_inverse=True)
     return held, 2 * place + of_token % 2
 
 
 def _after(sample: TrainSample, turns: int) -> TrainSample:
-    """Return a sample of which the first ``turns`` turns are not trained."""
+    """Return a sample whose first ``turns`` turns are not trained."""
     return replace(sample, loss_mask=sample.loss_mask & (sample.turn_ids >= turns))
 
 

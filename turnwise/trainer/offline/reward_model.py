@@ -1,4 +1,4 @@
-"""``turnwise reward-model``: a model that says what a conversation is worth, from preferences."""
+"""``turnwise reward-model``: training a sequence classifier on preferences."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ except ImportError as error:
 
 
 class ScoringPolicy(Policy):
-    """A sequence classifier of one output that is trained packed.
+    """A sequence classifier with one output, trained packed.
 
-    The score of a row is that of the state that predicts its one trained token: rows end with a token more than the
-    conversation has, which no state that counts ever sees.
+    The score of a row is that of the state that predicts its one trained token: a dummy token after the conversation.
     """
 
     def __init__(self, model: Any, *, source: Path, config: ModelConfig) -> None:
-        """Wrap a model whose trunk was proven to run packed (:func:`load_scoring` does both)."""
+        """Wrap a model whose packed trunk was checked (:func:`load_scoring` does both)."""
         self.lora = None
         self.model = model
         self.source = source
@@ -61,12 +60,12 @@ class ScoringPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         device: torch.device = self.model.score.weight.device
         return device
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
-        """Return the scores of the rows of a micro-batch, shape [rows], as ``logprobs``; there is no entropy."""
+        """Return the scores of the rows of a micro-batch, shape [rows], as ``logprobs``; no entropy."""
         del entropy
         device = self.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
@@ -77,11 +76,7 @@ class ScoringPolicy(Policy):
 
 
 def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
-    """Load a causal language model and put a new head on its trunk, or go on with a reward model.
-
-    Args:
-        config: The model: a causal one, or a sequence classifier of one output.
-        seed: Decides the new head's first weights.
+    """Load a causal language model with a new head, drawn from ``seed``, or an existing reward model.
 
     Raises:
         TrainError: The model cannot be loaded or trained packed, or its family has no sequence classifier.
@@ -127,11 +122,11 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective:
-    """The Bradley-Terry loss of the pairs of a step.
+    """The Bradley-Terry loss of a step's pairs.
 
     Attributes:
-        center_coef: Weight of what keeps rewards around 0.
-        sides: int64 of shape [rows], as :func:`~turnwise.trainer.offline.preferences.pack_pairs` returns it.
+        center_coef: Weight of the term that keeps rewards around 0.
+        sides: int64 of shape [rows], from :func:`~turnwise.trainer.offline.preferences.pack_pairs`.
         margins: float32 of shape [pairs].
     """
 
@@ -141,7 +136,7 @@ class RewardObjective:
 
     @property
     def entropy(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
@@ -156,14 +151,10 @@ class RewardObjective:
 
 
 def run_reward_model(config: RewardModelConfig, *, console: Console | None = None) -> OfflineResult:
-    """Train a reward model and save it to ``runs/name/model``, as ``turnwise serve --reward`` takes it.
-
-    Args:
-        config: What to do.
-        console: Where the display goes; by default standard error.
+    """Train a reward model and save it to ``runs/name/model``, for ``turnwise serve --reward``.
 
     Raises:
-        TaskError: The data cannot be read or rendered by the model's chat template, or holds no pair.
+        TaskError: The data cannot be read or rendered by the model's chat template, or has no pair.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
         RenderError: The model has no tokenizer.
     """
@@ -198,7 +189,7 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
 
 
 def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
-    """Return the share of pairs of which the chosen side has the larger reward."""
+    """Return the share of pairs whose chosen side has the larger reward."""
     micro, sides = pack_pairs(pairs, max_tokens)
     right = 0
     for batch, scores in zip(micro, learner.logprobs(micro), strict=True):
@@ -209,10 +200,7 @@ def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
 
 
 def scored_row(ids: Sequence[int], name: str) -> TrainRow:
-    """Return the row of a conversation whose score is that of its last token's state.
-
-    A token is added behind it, and is the one that is trained: what predicts it is the state of the last token.
-    """
+    """Return the row of a conversation, with a dummy token as the trained one."""
     length = len(ids) + 1
     mask = np.zeros(length, np.bool_)
     mask[-1] = True
@@ -266,7 +254,7 @@ def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, na
 
 
 def _within(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:
-    """Leave out what is too long: the end of a conversation is what is judged, so nothing is cut."""
+    """Drop pairs that are too long: truncation would remove the judged end."""
     most = config.max_tokens_per_row
     kept = [
         pair

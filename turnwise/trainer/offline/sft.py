@@ -38,12 +38,8 @@ _SHOWN = Shown(
 def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResult:
     """Fine-tune a model and save it to ``runs/name/model``.
 
-    Args:
-        config: What to do.
-        console: Where the display goes; by default standard error.
-
     Raises:
-        TaskError: The data cannot be read or said in the model's chat format, or holds nothing to learn from.
+        TaskError: The data cannot be read or rendered in the model's chat format, or has nothing to learn from.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
     target = prepare(config)
@@ -71,7 +67,6 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
 
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:
-    """Return the rows of each conversation, and how many trained tokens were cut off."""
     if config.trajectories is None:
         if config.data is None:
             raise TrainError("data: there is none")

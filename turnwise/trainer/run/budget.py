@@ -1,4 +1,4 @@
-"""How long a run goes on: steps, tokens or wall time, whichever is spent first."""
+"""The budget of a run: steps, tokens or wall time, whichever is spent first."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def show_duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Budget:
-    """What a run may spend, and what it has spent.
+    """Limits of a run, and the amounts spent.
 
     Attributes:
         limits: By name: ``steps`` and those of :class:`BudgetConfig`.
-        spent: The same names; a name that is missing stands at 0.
+        spent: By the same names; a missing name is 0.
     """
 
     limits: dict[str, float]
@@ -33,48 +33,37 @@ class Budget:
 
     @classmethod
     def of(cls, steps: int | None, config: BudgetConfig, spent: Mapping[str, float]) -> Budget:
-        """Make the budget of a run.
-
-        Args:
-            steps: How many train steps it may have; None limits them not.
-            config: What else it may spend.
-            spent: What it has spent (``state`` of an earlier one).
-        """
+        """Create the budget of a run; ``spent`` is the state of an earlier process."""
         limits = config.limits if steps is None else {"steps": float(steps), **config.limits}
         return cls(limits, {name: float(value) for name, value in spent.items()})
 
     def spend(self, **amounts: float) -> None:
-        """Add to what is spent."""
+        """Add to the amounts spent."""
         for name, amount in amounts.items():
             self.spent[name] = self.spent.get(name, 0.0) + amount
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each limit that is spent; above 1 where the last step went beyond it."""
+        """Return the spent share of each limit; may exceed 1 after the last step."""
         return {name: self.spent.get(name, 0.0) / limit for name, limit in self.limits.items()}
 
     @property
     def nearest(self) -> tuple[str, float]:
-        """The limit of which the largest share is spent, and that share; of equal ones the first."""
+        """The limit with the largest spent share, and that share."""
         shares = self.shares()
         name = max(shares, key=lambda each: shares[each])
         return name, shares[name]
 
     @property
     def ended(self) -> str | None:
-        """The limit that is spent, or None: the run goes on."""
+        """The limit that is spent, or None."""
         name, share = self.nearest
         return name if share >= 1 else None
 
     def expected_steps(self, under_way: Mapping[str, float] | None = None) -> int:
-        """Return how many train steps the run will have had in the end, as far as that can be told now.
+        """Estimate the train steps of the whole run, for the learning-rate schedule.
 
-        Where the steps are the nearest limit, that is their number. Else it is extrapolated from the nearest one: the
-        steps so far divided by the share that they spent. So a learning-rate schedule ends where the run ends, and in
-        a run that has no other limit than its steps nothing is extrapolated.
-
-        Args:
-            under_way: Limits of which a step that has begun and is not counted yet has spent some already: which share
-                of what it will spend.
+        Exact if the step limit is the nearest, else the steps so far divided by the spent share of the nearest limit.
+        ``under_way`` has, by limit, the share of the current, uncounted step's consumption that is already spent.
         """
         begun = under_way or {}
         done = self.spent.get("steps", 0.0)
@@ -89,11 +78,11 @@ class Budget:
         return expected if planned is None else min(expected, round(planned))
 
     def describe(self) -> str:
-        """Return the limits in words: ``40 steps, 2,000,000 trained tokens``."""
+        """Describe the limits: ``40 steps, 2,000,000 trained tokens``."""
         return ", ".join(_words(name, limit) for name, limit in self.limits.items())
 
     def why(self, ended: str | None) -> str:
-        """Return in words that a limit ended the run, or that none did."""
+        """Describe the limit that ended the run, if any."""
         if ended is None:
             return f"the algorithm ended it, within {self.describe()}"
         return f"{_words(ended, self.limits[ended])} are spent"

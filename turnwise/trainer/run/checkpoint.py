@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there."""
+"""Atomic checkpoints on disk, the best ones by a metric, and the trainer state in them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,9 @@ _FILE = "best.json"
 
 
 class BestCheckpoints:
-    """The figures of checkpoints, by step.
+    """Metric values of checkpoints by step, in ``best.json``: ``{"metric": ..., "steps": {"10": 0.5}}``.
 
-    ``best.json`` holds ``{"metric": ..., "steps": {"10": 0.5}}``; figures of another metric than the configured one
-    are forgotten.
-
-    Args:
-        directory: Where the checkpoints lie.
-        config: Which figure, and how many remain.
+    Values of another metric than the configured one are discarded.
     """
 
     def __init__(self, directory: Path, config: BestConfig) -> None:
@@ -45,7 +40,7 @@ class BestCheckpoints:
         self._steps: dict[int, float] | None = None
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write down the figure of a step; none of it where there is none, whatever an earlier process found."""
+        """Record the value of a step, or remove an earlier process's value."""
         known = {**self._known()}
         value = figures.get(self._config.metric)
         if value is None or not math.isfinite(value):
@@ -64,16 +59,14 @@ class BestCheckpoints:
         self._steps = known
 
     def kept(self, steps: Collection[int]) -> list[int]:
-        """Return which of the steps that have a checkpoint remain for their figures, the best first; of equal ones the
-        newest.
-        """
+        """Return the checkpointed steps to keep, best first; ties prefer the newest."""
         known = self._known()
         sign = 1 if self._config.mode == "max" else -1
         rated = sorted((step for step in steps if step in known), key=lambda each: (sign * known[each], each))
         return rated[::-1][: self._config.keep]
 
     def improves(self, figures: Mapping[str, float], steps: Collection[int]) -> bool:
-        """Return whether a new checkpoint with these figures would be the best."""
+        """Whether a new checkpoint with these figures would be the best."""
         value = figures.get(self._config.metric)
         if value is None or not math.isfinite(value):
             return False
@@ -81,7 +74,7 @@ class BestCheckpoints:
         return not best or (value > best[0] if self._config.mode == "max" else value < best[0])
 
     def link(self, steps: Collection[int]) -> None:
-        """Let ``best`` lead to the best checkpoint, from one moment to the next; remove it where there is none."""
+        """Atomically point ``best`` to the best checkpoint; remove it if there is none."""
         link = self._directory / BEST
         best = self.kept(steps)[:1]
         if not best:
@@ -123,20 +116,20 @@ _NAME = re.compile(r"step_(\d+)")
 
 @dataclass(slots=True)
 class TrainerState:
-    """Where a run stands, beside weights and optimizer.
+    """The state of a run besides weights and optimizer.
 
     Attributes:
         step: Train steps done.
-        epoch: How often the dataset was gone through.
-        position: Tasks taken from the current epoch.
-        tasks: Where the order of tasks stands, epoch and position included.
-        weight_version: Version of the weights on the inference server.
-        config_digest: Of the configuration that the run was started with.
-        metrics: The last ones logged.
-        spent: What the run has spent of its budget besides steps (``budget.py``).
+        epoch: Passes over the dataset.
+        position: Tasks taken in the current epoch.
+        tasks: State of the task order, epoch and position included.
+        weight_version: Version of the weights on the inference servers.
+        config_digest: Digest of the run's configuration.
+        metrics: The last logged ones.
+        spent: Amounts of the budget besides steps (``run/budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
-        kl_coef: Weight of the KL penalty in the next step, where there is one.
-        feed: Which groups were on their way besides (``TaskScheduler.state``).
+        kl_coef: Weight of the KL penalty in the next step, if any.
+        feed: Groups in flight (``TaskScheduler.state``).
     """
 
     step: int
@@ -156,12 +149,7 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, best: BestConfig | None = None) -> None:
-        """Open a directory of checkpoints; it is made by the first save.
-
-        Args:
-            directory: Where they lie.
-            keep: How many of the newest remain; None keeps all.
-            best: Which remain besides them.
+        """Open a directory of checkpoints, of which the newest ``keep`` (None: all) and the ``best`` ones are kept.
 
         Raises:
             CheckpointError: ``keep`` is below 1.
@@ -173,23 +161,16 @@ class CheckpointStore:
         self._ratings = None if best is None else BestCheckpoints(directory, best)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
+        """Return the directory of a step's checkpoint."""
         return self.directory / f"step_{step:06d}"
 
     def save(
         self, state: TrainerState, write: Callable[[Path], None], figures: Mapping[str, float] | None = None
     ) -> Path:
-        """Write a checkpoint; a process killed meanwhile leaves the ones before untouched.
+        """Write a checkpoint atomically, and return its directory.
 
-        The files are written beside, forced to disk, and only then given their name.
-
-        Args:
-            state: Where the run stands.
-            write: Called with an empty directory, to write everything else.
-            figures: What is known of the weights by now, for ``best``.
-
-        Returns:
-            The checkpoint's directory.
+        The state, and the files that ``write`` adds, go to a temporary directory, which is synced to disk and renamed.
+        ``figures`` are metrics of the weights so far, for ``best``.
 
         Raises:
             CheckpointError: The disk refuses.
@@ -230,7 +211,7 @@ class CheckpointStore:
         return final
 
     def rate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Note what was found of a checkpoint's weights after it was saved; nothing where there is no such checkpoint.
+        """Record metrics of a checkpoint after it was saved; ignored without such a checkpoint.
 
         Raises:
             CheckpointError: The disk refuses.
@@ -244,30 +225,28 @@ class CheckpointStore:
             raise CheckpointError(f"the figures of {self.path(step)} cannot be written: {error}") from error
 
     def improves(self, figures: Mapping[str, float]) -> bool:
-        """Return whether a checkpoint with these figures would be the best one."""
+        """Whether a checkpoint with these figures would be the best."""
         return self._ratings is not None and self._ratings.improves(figures, self.steps())
 
     def steps(self) -> list[int]:
-        """Return the steps that have a whole checkpoint, ascending. Changes nothing on disk."""
+        """Return the steps with a complete checkpoint, ascending. Read-only."""
         return [step for step in self._named() if (self.path(step) / STATE_FILE).is_file()]
 
     def _named(self) -> list[int]:
-        """Return the steps of all directories that are called like a checkpoint, ascending."""
+        """Return the steps of all directories named like a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint's directory, or None. For the process that goes on from it, not for readers:
-        what a killed process left half renamed is put in order first.
-        """
+        """Return the newest checkpoint's directory, or None; first completes an interrupted replacement."""
         self._restore()
         # Also one that lacks its state: nobody goes on from an older one without being told.
         found = self._named()
         return self.path(found[-1]) if found else None
 
     def whole_before(self, broken: int) -> int | None:
-        """Return the step of the newest whole checkpoint before a step, or None."""
+        """Return the step of the newest complete checkpoint before a step, or None."""
         earlier = [step for step in self.steps() if step < broken]
         for step in reversed(earlier):
             with contextlib.suppress(CheckpointError):
@@ -276,11 +255,7 @@ class CheckpointStore:
         return None
 
     def tidy(self, *, after: int | None = None) -> None:
-        """Remove what killed processes left: drafts, and checkpoints beyond ``keep``. For the process that goes on.
-
-        Args:
-            after: Remove the checkpoints of later steps, too.
-        """
+        """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``after``."""
         self._clean()
         # The newest first: a kill in between leaves none that comes after one that is gone.
         for step in reversed([] if after is None else [each for each in self._named() if each > after]):
@@ -308,13 +283,13 @@ class CheckpointStore:
             shutil.rmtree(removed, ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove drafts of processes that are gone, and what they had begun to remove."""
+        """Remove drafts and partial removals of dead processes."""
         self._restore()
         for draft in self.directory.glob(".draft-*"):
             shutil.rmtree(draft, ignore_errors=True)
 
     def _restore(self) -> None:
-        """Undo a replacement that a kill cut in two."""
+        """Undo an interrupted replacement."""
         for replaced in self.directory.glob(".replaced-*"):
             final = self.directory / replaced.name.removeprefix(".replaced-")
             if final.exists():
@@ -324,10 +299,10 @@ class CheckpointStore:
 
 
 def load_state(directory: Path) -> TrainerState:
-    """Read where a run stood, and check that its checkpoint is whole.
+    """Read the state of a checkpoint, and check that it is complete.
 
     Raises:
-        CheckpointError: There is no checkpoint, a file of it is missing or has another size, or the state is malformed.
+        CheckpointError: There is no checkpoint, a file is missing or has another size, or the state is malformed.
     """
     file = directory / STATE_FILE
     if not file.is_file():
@@ -351,7 +326,7 @@ def load_state(directory: Path) -> TrainerState:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of the process's random generators (Python, NumPy, torch) as JSON values."""
+    """Return the state of Python's, NumPy's and torch's random generators as JSON values."""
     version, internal, gauss = random.getstate()
     # legacy=False returns the state as a dictionary, whatever the generator is.
     numpy_state: Any = np.random.get_state(legacy=False)
@@ -370,7 +345,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set the random generators to a state that :func:`capture_rng` returned.
+    """Restore the state of :func:`capture_rng`.
 
     Raises:
         CheckpointError: The state is malformed.

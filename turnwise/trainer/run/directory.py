@@ -1,4 +1,4 @@
-"""The directory of a run: who may work in it, and what the processes that do so one after the other share."""
+"""The directory of a run: its lock, its files, and the state shared by successive processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "infe
 
 
 def config_digest(config: TrainConfig) -> str:
-    """Return a digest of the parts of a configuration that a resumed run must share."""
+    """Return a digest of the configuration keys that a resumed run must not change."""
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     kept = config.model_dump(mode="json", exclude={**free, "replay": {"memory_mb"}})
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
@@ -62,11 +62,8 @@ def config_digest(config: TrainConfig) -> str:
 class RunDirectory:
     """The directory of one run.
 
-    ``run.json`` holds ``id`` (unique among runs of this name), ``parts`` (how many processes worked in it),
-    ``config_digest``, ``first_eval``, ``wall_s`` and ``cpu_s``.
-
-    Attributes:
-        path: The directory.
+    ``run.json`` holds ``id`` (unique among runs of this name), ``parts`` (processes so far), ``config_digest``,
+    ``first_eval``, ``wall_s`` and ``cpu_s``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +72,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the directory, and keep other processes out of it; a process that is killed lets go of it.
+        """Create and lock the directory; the lock ends with the process.
 
         Raises:
             TrainError: Another process works in it.
@@ -103,13 +100,11 @@ class RunDirectory:
     def resume_point(
         self, store: CheckpointStore, digest: str, step: int | None = None
     ) -> tuple[Path | None, TrainerState]:
-        """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
-
-        That is the newest one, or that of a step which the caller names. A broken one is never passed over in silence.
+        """Return the checkpoint to resume from (the newest, or that of ``step``) and its state; None for a new run.
 
         Raises:
-            CheckpointError: The run has another configuration, its checkpoint is not whole, or there is none of the
-                step; the message says which one is whole.
+            CheckpointError: The run has another configuration, or the checkpoint is missing or incomplete; the message
+                names a complete one.
             FormatError: ``run.json`` cannot be read.
         """
         self._check(self.path, self.read().get("config_digest", digest), digest)
@@ -128,7 +123,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def explaining(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
-        """Add to an error of a checkpoint that cannot be gone on from what can be done; None changes nothing."""
+        """Add a remedy to the error of a checkpoint that cannot be resumed from."""
         try:
             yield
         except (CheckpointError, TrainError) as error:
@@ -144,7 +139,7 @@ class RunDirectory:
             raise CheckpointError(f"{error}; {remedy}") from error
 
     def check_removable(self, config: TrainConfig) -> None:
-        """Refuse to begin anew with a model that lies in what would be removed. Raises ConfigError."""
+        """Reject a fresh start whose model is in the directory to remove. Raises ConfigError."""
         policy, kl = config.policy, config.algorithm.kl
         named = {
             "policies.main.model.path": policy.model.path,
@@ -161,11 +156,7 @@ class RunDirectory:
                 )
 
     def begin(self, config: TrainConfig, digest: str, *, fresh: bool) -> int:
-        """Write the configuration down, without what an earlier run left if ``fresh``.
-
-        Returns:
-            How many processes worked in it before.
-        """
+        """Write the configuration, removing an earlier run if ``fresh``; return the number of earlier processes."""
         if fresh:
             for entry in self.path.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
@@ -180,7 +171,7 @@ class RunDirectory:
         return part
 
     def read(self) -> dict[str, Any]:
-        """Return what ``run.json`` holds; nothing where there is none.
+        """Return the contents of ``run.json``, empty if missing.
 
         Raises:
             FormatError: It cannot be read.
@@ -194,14 +185,14 @@ class RunDirectory:
         return record
 
     def note(self, **values: Any) -> None:
-        """Write values into ``run.json``, which is at any moment whole. Raises DiskError where the disk refuses."""
+        """Atomically update values of ``run.json``. Raises DiskError where the disk refuses."""
         draft = self._file.with_suffix(".draft")
         with writing(self._file):
             draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
             draft.rename(self._file)
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
-        """Add what a process cost to what those before it did; one that was killed is missing."""
+        """Add the cost of a process to that of earlier ones; killed processes are not counted."""
         known = self.read()
         self.note(wall_s=known.get("wall_s", 0.0) + wall_s, cpu_s=known.get("cpu_s", 0.0) + cpu_s)
 
@@ -215,11 +206,7 @@ class RunDirectory:
 
 
 def check_template(checkpoint: Path, renderer: Renderer) -> None:
-    """See that a run goes on with the chat template that it was trained with.
-
-    Args:
-        checkpoint: The one that it goes on from.
-        renderer: What it would go on with.
+    """Check that a run resumes with the chat template of its checkpoint.
 
     Raises:
         CheckpointError: It was trained with another one.
@@ -235,10 +222,10 @@ def check_template(checkpoint: Path, renderer: Renderer) -> None:
 
 
 def open_store(run: Path, config: CheckpointConfig) -> CheckpointStore:
-    """Return the checkpoints of a run, kept as its configuration says.
+    """Open the checkpoints of a run.
 
     Raises:
-        ConfigError: Nothing logs the metric that decides which one is the best.
+        ConfigError: Nothing logs the metric of ``best``.
     """
     if config.best is not None and not config.best.metric.startswith("eval/") and meaning(config.best.metric) is None:
         raise ConfigError(
@@ -249,7 +236,7 @@ def open_store(run: Path, config: CheckpointConfig) -> CheckpointStore:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all its children that have ended."""
+    """Return the CPU seconds of this process and its terminated children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -260,7 +247,7 @@ CRITIC = "critic"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins or goes on with."""
+    """The inputs of a new or resumed run."""
 
     store: CheckpointStore
     state: TrainerState
@@ -278,7 +265,7 @@ class Start:
 async def read_start(
     config: TrainConfig, home: RunDirectory, console: Console, *, fresh: bool, resume_step: int | None
 ) -> Start:
-    """Read everything that can be wrong; change nothing."""
+    """Read and validate all inputs, without side effects."""
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
     check_replay(config.replay, config.replay_facts)
@@ -323,14 +310,14 @@ async def read_start(
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What a run writes down, file by file.
+    """The files that a run writes.
 
     Attributes:
-        journal: What episodes left, and which of it was trained.
-        batches: What was trained.
+        journal: Finished episodes, and which were trained.
+        batches: Trained rows.
         metrics: The log.
-        diagnostics: What is found besides metrics.
-        timeline: What ran when.
+        diagnostics: Findings besides metrics.
+        timeline: Spans of work.
     """
 
     journal: Journal
@@ -343,16 +330,7 @@ class RunFiles:
 def open_files(
     config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> RunFiles:
-    """Open the files of a run; ``stack`` closes them.
-
-    Args:
-        config: What was asked for.
-        directory: The run directory.
-        start: What the run begins or goes on with.
-        part: Number of this process among those that work on the run.
-        console: Where a logger that fails is told of, and what a killed process left that is not whole.
-        stack: Closes them.
-    """
+    """Open the files of a run; ``stack`` closes them, and ``console`` gets notices of failed loggers and torn files."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     cut, after = config.batch.max_tokens_per_row, start.state.step
     uses = allowed_uses(config.replay, config.replay_facts)
@@ -372,8 +350,9 @@ def open_files(
 
 
 def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None:
-    """Have something written on the way out. What a full disk says there is left out where it ended the run: the first
-    error tells it. Another error that ended it is told with what cannot be written.
+    """Register a write for the end of the run.
+
+    A disk error is suppressed if another one already ended the run; else it is combined with the run's error.
     """
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:

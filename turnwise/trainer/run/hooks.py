@@ -1,4 +1,4 @@
-"""Code of the user's that runs at named moments of a training run."""
+"""Hooks: user callbacks at named points of a training run."""
 
 from __future__ import annotations
 
@@ -28,36 +28,35 @@ Done: TypeAlias = Awaitable[None] | None
 
 
 class RunControl(Protocol):
-    """What hooks may ask of the run."""
+    """Actions of hooks on the run."""
 
     def request(self, groups: int) -> None:
-        """Have further groups rolled out."""
+        """Request further groups."""
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
-        """Leave a group of the batch out."""
+        """Drop a group of the batch."""
 
     def stop(self, hook: Hooks, why: str) -> None:
         """End the run after this step."""
 
 
 class Hooks:
-    """Subclass it, define the hooks that you need (``def`` or ``async def``, without arguments), and name the class:
-    ``hooks: my_hooks.py:MyHooks``. It is made without arguments when the run starts.
+    """Base class of user hooks: ``hooks: my_hooks.py:MyHooks``.
 
-    What stands below is on ``self`` from ``on_init_end`` on (docs/extending.md).
+    Override the hooks that you need (``def`` or ``async def``, without arguments). Constructed without arguments when
+    the run starts; the attributes are set from ``on_init_end`` on (docs/extending.md).
 
     Attributes:
-        global_steps: The step that is under way; between steps the one that is done. 0 before the first.
-        config: What the run was asked for; ``config.custom`` is free.
-        replay_buffer: Where finished groups wait.
-        timing_raw: Seconds by part of this step, as far as it has come.
-        metrics: Figures of this step. What is added is logged with them.
-        batch: The groups of the step, from ``on_sample_end`` on. There it may be changed; what is trained is what it
-            holds then.
+        global_steps: The current step; between steps the last one. 0 before the first.
+        config: The run's configuration; ``config.custom`` is free for extensions.
+        replay_buffer: The buffer of finished groups.
+        timing_raw: Seconds by phase of this step so far.
+        metrics: Metrics of this step; added ones are logged.
+        batch: The groups of the step, from ``on_sample_end`` on, where changes to it take effect.
         partition: ``train``, or ``val`` from ``on_validate_begin`` to ``on_validate_end``.
-        evaluation: What the last evaluation found.
-        error: In ``on_train_end``: what ended the run; None where it ended in order.
-        max_refills: How often a batch of which :meth:`drop` took groups is filled again in one step.
+        evaluation: The last evaluation.
+        error: In ``on_train_end``: the error that ended the run, or None.
+        max_refills: How often per step a batch is refilled after :meth:`drop`.
     """
 
     max_refills: ClassVar[int] = 10
@@ -74,42 +73,38 @@ class Hooks:
     verbs: RunControl
 
     def on_init_end(self) -> Done:
-        """The run is put together and its servers have the weights; also in a run that goes on."""
+        """Called when the run is assembled and its servers have the weights, also on resume."""
 
     def on_train_begin(self) -> Done:
-        """The first evaluation is done, the first step comes."""
+        """Called after the first evaluation, before the first step."""
 
     def on_train_end(self) -> Done:
-        """Nothing follows: after the last evaluation, and after whatever else ended the run (``self.error``)."""
+        """Called last, after the final evaluation or an error (``self.error``)."""
 
     def on_validate_begin(self) -> Done:
-        """An evaluation begins."""
+        """Called before an evaluation."""
 
     def on_validate_end(self) -> Done:
-        """It is done: ``self.evaluation``."""
+        """Called after an evaluation (``self.evaluation``)."""
 
     def on_step_begin(self) -> Done:
-        """A train step begins."""
+        """Called before a train step."""
 
     def on_step_end(self) -> Done:
-        """Its weights are on the servers; ``self.metrics`` is logged after this."""
+        """Called when the step's weights are on the servers, before ``self.metrics`` is logged."""
 
     def on_sample_begin(self) -> Done:
-        """The step waits for groups from here on."""
+        """Called before the step waits for groups."""
 
     def on_sample_end(self) -> Done:
-        """The groups are there: ``self.batch``."""
+        """Called when the groups have finished (``self.batch``)."""
 
     def request(self, groups: int) -> None:
-        """Have so many more groups rolled out than the run asks for by itself: over-sampling. They are asked for when
-        the run next waits for groups, after ``on_sample_begin``.
-        """
+        """Request additional groups (over-sampling), when the run next waits for groups after ``on_sample_begin``."""
         self.verbs.request(groups)
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
-        """Leave a group of ``self.batch`` out, in ``on_sample_end``. It is counted under ``replay/dropped/WHY``, and
-        another one is rolled out in its place.
-        """
+        """Drop a group of ``self.batch`` in ``on_sample_end``; counted as ``replay/dropped/WHY`` and replaced."""
         self.verbs.drop(group, why)
 
     def stop(self, why: str) -> None:
@@ -134,11 +129,11 @@ CALLS: Final[dict[str, Call]] = {
 
 
 def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
-    """Return the classes that a configuration names, in its order.
+    """Load the configured hook classes, in order.
 
     Raises:
-        ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be made without arguments, has a hook
-            that takes arguments, or a method that is called like a hook and is none.
+        ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be constructed without arguments, or
+            has a hook with arguments or a misspelt one.
     """
     return [_checked(load_class_from_fqn(each, "hooks"), each) for each in references]
 
@@ -179,13 +174,13 @@ class HookedRun(Protocol):
 
 
 class HookCalls:
-    """Calls the hooks of a run, in the order in which they are configured.
+    """Calls the hooks of a run, in configured order.
 
     Attributes:
-        stopped: Which hook stopped the run, and why; None while it goes on.
-        timing_raw: Seconds by part of the step.
-        refills: Groups that the hooks dropped out of the batch, since :meth:`sample_begin`.
-        dropped: The groups that they dropped in this step, by why.
+        stopped: The hook that stopped the run and its reason, or None.
+        timing_raw: Seconds by phase of the step.
+        refills: Groups that hooks dropped from the batch, since :meth:`sample_begin`.
+        dropped: Number of groups that they dropped in this step, by reason.
     """
 
     def __init__(self, hooks: Sequence[Hooks] = (), run: HookedRun | None = None) -> None:
@@ -206,7 +201,7 @@ class HookCalls:
 
     @classmethod
     def open(cls, classes: Sequence[type[Hooks]], run: HookedRun) -> HookCalls:
-        """Make the hooks of a run.
+        """Instantiate the hooks of a run.
 
         Raises:
             TrainError: A constructor raised.
@@ -221,7 +216,7 @@ class HookCalls:
 
     @property
     def max_refills(self) -> int:
-        """How often a step fills its batch again."""
+        """How often a step refills its batch."""
         return max((each.max_refills for each in self._hooks), default=0)
 
     async def init_end(self) -> None:
@@ -230,7 +225,7 @@ class HookCalls:
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Call ``on_train_begin`` before, and ``on_train_end`` after it, whatever ended it."""
+        """Call ``on_train_begin`` before, and ``on_train_end`` after training, however it ended."""
         try:
             await self._call("on_train_begin")
             yield
@@ -256,7 +251,7 @@ class HookCalls:
         await self._call("on_validate_end", partition="val")
 
     async def step_begin(self) -> None:
-        """Call ``on_step_begin``, once in a step."""
+        """Call ``on_step_begin``, once per step."""
         if self._hooks and self._step is None:
             self._step = self._of_run().state.step + 1
             self.timing_raw = {}
@@ -264,14 +259,10 @@ class HookCalls:
             await self._call("on_step_begin")
 
     async def step_end(self, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Call ``on_step_end`` and return what is logged.
-
-        Args:
-            metrics: What the step measured.
-            groups: What it trained.
+        """Call ``on_step_end`` and return the metrics to log, given those of the step and its trained groups.
 
         Raises:
-            TrainError: A hook raised, or added what is no number; the metrics of the step are logged all the same.
+            TrainError: A hook raised, or added a non-number; the metrics of the step are logged all the same.
         """
         if not self._hooks:
             return dict(metrics)
@@ -288,7 +279,7 @@ class HookCalls:
         return logged
 
     async def sample_begin(self) -> None:
-        """Call ``on_sample_begin``, and ask for the groups that hooks requested."""
+        """Call ``on_sample_begin``, and issue the requests of hooks."""
         self.refills = 0
         await self._call("on_sample_begin")
         # Only now: what a step asks for of its own accord takes into account what is on its way.
@@ -298,7 +289,7 @@ class HookCalls:
             feed.issue(feed.next(groups))
 
     async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Call ``on_sample_end`` and return what the hooks left of the batch."""
+        """Call ``on_sample_end`` and return the remaining batch."""
         if not self._hooks:
             return batch
         self._batch, self._may_drop = batch, True
@@ -309,13 +300,13 @@ class HookCalls:
         return self._batch
 
     def request(self, groups: int) -> None:
-        """Have further groups rolled out."""
+        """Request further groups."""
         if groups < 1:
             raise TrainError(f"request({groups}): at least 1 group can be asked for")
         self._requested += groups
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
-        """Leave a group out of the batch, and have it replaced."""
+        """Drop a group of the batch, and have it replaced."""
         if not self._may_drop:
             raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: only there a batch may change")
         if not any(each is group for each in self._batch) or any(each is group for each in self._gone):
@@ -330,7 +321,6 @@ class HookCalls:
         self.stopped = self.stopped or f"{type(hook).__name__} stopped the run: {why}"
 
     async def _end(self) -> list[str]:
-        """Call all ``on_train_end``; return what went wrong in them."""
         wrong: list[str] = []
         for hook in self._hooks:
             try:
@@ -379,7 +369,7 @@ def _groups(hook: Hooks) -> list[TrajectoryGroup]:
 
 
 def _said(cls: type[Hooks], name: str, error: Exception) -> str:
-    """Return which hook raised what, and where in its file."""
+    """Describe an error of a hook, with its line."""
     home = _file_of(cls)
     frames = traceback.extract_tb(error.__traceback__)
     mine = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]

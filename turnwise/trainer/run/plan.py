@@ -1,4 +1,4 @@
-"""``turnwise train --dry-run``: everything that a run reads is read and checked, and the plan is told."""
+"""``turnwise train --dry-run``: validates all inputs of a run and prints its plan."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _EPISODES = 8
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        name: What was looked at.
-        found: What is there, or what is wrong and what to do about it.
-        outcome: ``ok``, ``failed``, or ``not run``: what it needs is what another check failed to find.
+        name: The checked subject.
+        found: The finding, or the error and its remedy.
+        outcome: ``ok``, ``failed``, or ``not run`` where it depends on a failed check.
     """
 
     name: str
@@ -66,12 +66,7 @@ class Check:
 
 @dataclass(slots=True)
 class DryRun:
-    """What a run would begin with.
-
-    Attributes:
-        checks: In order.
-        plan: What would be done, line by line.
-    """
+    """The result of a dry run: checks in order, and lines that describe the run."""
 
     checks: list[Check] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
@@ -83,15 +78,7 @@ class DryRun:
 
 
 async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
-    """Check what a run of this configuration would read, and begin an episode of each of its first tasks.
-
-    Args:
-        config: What the run would do.
-        fresh: Whether it would remove an earlier run of this name.
-
-    Returns:
-        The checks. Nothing is raised for what is wrong.
-    """
+    """Check the inputs of a run, and begin an episode of each of its first tasks; errors become failed checks."""
     checker = _Checker(config)
     await checker.run("run directory", checker.directory(fresh))
     await checker.run("model", checker.model())
@@ -130,12 +117,10 @@ async def _hooks(config: TrainConfig) -> str:
 
 
 class _Wanting(TurnwiseError):
-    """What a check needs, another one did not find."""
+    """A check depends on one that failed."""
 
 
 class _Checker:
-    """The checks, and what one hands on to the next."""
-
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.checks: list[Check] = []
@@ -147,7 +132,6 @@ class _Checker:
         self._resumed: Path | None = None
 
     async def run(self, name: str, check: Awaitable[str]) -> None:
-        """Note what a check returns, or the error that it ends in."""
         try:
             self.checks.append(Check(name, await check))
         except _Wanting as error:
@@ -234,7 +218,7 @@ class _Checker:
         return ", ".join(tool.name for tool in self._loaded) or "none beside the environment's own"
 
     async def episodes(self, sandboxes: SandboxManager) -> str:
-        """Begin an episode of each first task: what the environment is made of and resets to is known then only."""
+        """Begin an episode of each first task, which validates environment construction and reset."""
         if not self._first or self._loaded is None:
             raise _Wanting("want tasks" if self._loaded is not None else "want the configured tools")
         names: dict[str, None] = {}
@@ -256,7 +240,7 @@ class _Checker:
         return f"{said}; the longest prompt takes {most}{room} tokens"
 
     async def _begin(self, env: Env, task: Task) -> int:
-        """Reset an environment; return how many tokens the first prompt has, as far as that is known."""
+        """Reset an environment; return the tokens of the first prompt, where known."""
         name = task.env or self._config.rollout.env.name
         if name == self._config.rollout.env.name and self._loaded:
             env.add_tools(self._loaded)
@@ -332,7 +316,7 @@ async def _critic(policy: PolicyConfig) -> str:
 
 
 def _model_settings(path: Path, key: str) -> dict[str, Any]:
-    """Return the settings of the model in a folder; ``key`` says which key names it."""
+    """Return the settings of a model directory; ``key`` is the configuration key, for messages."""
     if not path.is_dir():
         raise ConfigError(f"{key}: there is no such folder: download the model into it, or name another one")
     if not (path / "config.json").is_file():

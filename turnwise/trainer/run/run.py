@@ -1,7 +1,7 @@
-"""What a training run is made of: its parts, how they are put together, and how they are taken apart.
+"""A training run: its parts, their assembly and their teardown.
 
-A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
-evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``journal.jsonl``, ``ledger.jsonl``,
+A run directory holds ``config.yaml``, ``run.json`` (processes so far and their cost, the first evaluation),
+``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``journal.jsonl``, ``ledger.jsonl``,
 ``batches.jsonl``, ``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 
@@ -54,12 +54,12 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Who samples.
+    """The inference servers of a run.
 
     Attributes:
-        fleet: The servers of the trained policy.
-        client: Asks them, and writes every request down.
-        frozen: Policies that are not trained.
+        fleet: The replicas of the trained policy.
+        client: Their client, which records every request in the ledger.
+        frozen: The frozen policies.
     """
 
     fleet: ReplicaSet
@@ -67,7 +67,7 @@ class Servers:
     frozen: FrozenPolicies
 
     async def recover(self, error: InferenceError) -> None:
-        """Wait until all servers run, after a request failed."""
+        """Wait until all servers run, after a failed request."""
         await self.fleet.recover(error)
         await self.frozen.recover(error)
 
@@ -75,7 +75,7 @@ class Servers:
 async def launch_servers(
     config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
 ) -> Servers:
-    """Start the servers, those of frozen policies included; every request to them is written down."""
+    """Start the servers, those of frozen policies included; all requests are recorded in the ledger."""
     model, logs = Path(config.policy.model.path), directory / "logs"
     fleet = ReplicaSet(config.inference, model, logs=logs)
     stack.push_async_callback(fleet.close)
@@ -102,55 +102,48 @@ COLUMNS = {
 
 
 def run_display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
-    """Make the display of a run.
-
-    Args:
-        config: What was asked for.
-        budget: How far the run is.
-        done: Steps that were done before this process.
-        console: Where it goes.
-    """
+    """Create the display of a run, of which ``done`` steps precede this process."""
     share = budget.nearest[1]
     return LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, begun=share)
 
 
 @dataclass(slots=True)
 class TrainRun:
-    """The parts of a run. Loops read them, and move ``state`` on.
+    """The parts of a run. Loops read them, and advance ``state``.
 
     Attributes:
-        config: What was asked for.
-        directory: Where everything is written.
+        config: The run's configuration.
+        directory: The run directory.
         learner: The trained policy.
-        kl: What holds it to a reference, where something does.
-        critic: Who judges it, where the estimator asks one.
-        renderer: Messages to ids and back.
-        tasks: What is trained on, in order.
-        eval_tasks: Held-out tasks; empty where nothing is evaluated.
+        kl: The KL penalty, if any.
+        critic: The critic, if the estimator reads one.
+        renderer: The renderer of messages.
+        tasks: The training tasks, in order.
+        eval_tasks: Held-out tasks; empty without evaluation.
         fleet: The inference servers.
-        buffer: Where finished groups wait.
-        manager: Makes groups of tasks.
-        feed: Has tasks rolled out, and knows what is on its way.
-        writer: How weights reach the servers.
-        batches: Records what was trained.
-        journal: Records what was rolled out, and which steps were given it.
+        buffer: The replay buffer.
+        manager: The rollout manager.
+        feed: The scheduler of tasks, with the groups in flight.
+        writer: The weight writer.
+        batches: Record of trained rows.
+        journal: Record of finished episodes, and of the steps that got them.
         store: Checkpoints.
         metrics: The log.
-        display: What a person sees.
-        state: Where the run stands.
-        budget: What the run may spend, and what it has spent.
-        teacher: Whom the policy is distilled from, if anybody.
-        diagnostics: What is found besides metrics.
-        timeline: What ran when.
+        display: The live display.
+        state: The checkpointed state.
+        budget: Limits and amounts spent.
+        teacher: The teacher of distillation, if any.
+        diagnostics: Findings besides metrics.
+        timeline: Spans of work.
         first_eval: Figures of the first evaluation.
-        last_eval: Figures of the last one.
-        last_error: What ended the last episode that ended in an error.
+        last_eval: Figures of the last evaluation.
+        last_error: The last error that ended an episode.
         saved_step: The step of the newest checkpoint.
-        torn: Whether an update began to change the weights and has not ended: they are then no step's.
-        scheduled: The step that the run stood at when its learning rates were last planned.
-        shown: Figures of evaluations that the display has not shown yet.
-        found: All figures of the step that the run stands at.
-        hooks: Code of the user's that runs at named moments.
+        torn: Whether an update is changing the weights, so that they belong to no step.
+        scheduled: The step at which the learning-rate schedule was last updated.
+        shown: Evaluation figures that the display has not shown yet.
+        found: All figures of the current step.
+        hooks: User hooks.
     """
 
     config: TrainConfig
@@ -189,9 +182,7 @@ class TrainRun:
 
     @property
     def ended(self) -> str | None:
-        """Why the run ends after the step that it stands at: the limit that is spent, ``hook`` where a hook stopped it,
-        or None where it goes on.
-        """
+        """The limit that ends the run after the current step, ``hook`` where a hook stopped it, or None."""
         now = time.monotonic()
         self.budget.spend(wall_time=now - self.counted_until)
         self.counted_until = now
@@ -199,8 +190,9 @@ class TrainRun:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[Callable[[], None]]:
-        """Wrap an update. It yields what is called before the first change of the weights: where the update fails after
-        that, they are no step's and are not saved. Where it fails before, they are those of the step before.
+        """Wrap an update; yields a callback for the first change of the weights.
+
+        An update that fails later leaves weights of no step, which are not saved.
         """
         if self.scheduled != self.state.step:
             self._schedule()
@@ -212,7 +204,7 @@ class TrainRun:
         self.torn = False
 
     def _schedule(self) -> None:
-        """Say how many optimizer steps there will be; later parts of a step hold to what its first one found."""
+        """Update the expected number of optimizer steps, once per step."""
         self.scheduled = self.state.step
         # What the first part sampled is counted already, the step itself is not.
         groups = self.config.batch.groups
@@ -223,7 +215,7 @@ class TrainRun:
             self.critic.total_steps = steps * self.config.updates_per_step
 
     def advance(self) -> None:
-        """Stand at the next step: its updates are made."""
+        """Advance to the next step after its updates."""
         self.state.step += 1
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
@@ -234,7 +226,7 @@ class TrainRun:
         self.found = {}
 
     async def pause_servers(self) -> None:
-        """Have the servers stand still until the weights are synced; one that dies meanwhile comes back sampling.
+        """Pause the servers until the next weight sync; a restarted server is not paused.
 
         Raises:
             InferenceError: A server died more often than ``inference.max_restarts``.
@@ -245,16 +237,13 @@ class TrainRun:
             await self.fleet.recover(error)
 
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
-        """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
+        """Send the learner's weights to the servers as the version of this step; return metrics.
 
-        A server that dies meanwhile is started again, and then gets them too, as often as it may. Weights that are
-        those of the version before are not sent: servers only name them anew.
-
-        Args:
-            still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
+        A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered.
+        ``still`` makes servers abort running requests and pause meanwhile.
 
         Raises:
-            InferenceError: A server refuses them, or died too often.
+            InferenceError: A server rejects them, or died too often.
         """
         written = self.writer.written_bytes
         await self.fleet.through_deaths(lambda: self._write_weights(still))
@@ -270,7 +259,7 @@ class TrainRun:
             await fleet.resume()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the step that the run stands at."""
+        """Log metrics of the current step."""
         self.state.metrics = checked({**metrics, **self.metrics.counts()})
         self.found |= self.state.metrics
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
@@ -278,7 +267,7 @@ class TrainRun:
         self.shown = {}
 
     def diagnose(self, gaps: Gaps, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write down where trainer and server differ in the step that the run stands at, and say what is amiss."""
+        """Record the gaps of the current step, and print warnings."""
         step = self.state.step
         for warned in self.diagnostics.step(step, self.state.metrics, gaps, groups):
             self.metrics.log({"kind": "warning", "step": step, "name": warned.name, "text": warned.text})
@@ -307,7 +296,7 @@ class TrainRun:
         return result
 
     def save(self) -> None:
-        """Write a checkpoint of the step that the run stands at."""
+        """Write a checkpoint of the current step."""
         self.state.rng = capture_rng()
         self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
         with self.timeline.span(CHECKPOINT, self.state.step):
@@ -326,18 +315,11 @@ class TrainRun:
 async def open_run(
     config: TrainConfig, directory: Path, console: Console, *, fresh: bool = False, resume_step: int | None = None
 ) -> AsyncIterator[TrainRun]:
-    """Assemble a run, and take it apart whatever happens.
+    """Assemble a run as a context manager, and tear it down whatever happens.
 
-    On the way out, also after an interrupt or an error, the last finished step gets a checkpoint, servers and
-    environments are closed, and the ledger is marked as complete. Nothing is written, and no earlier run is removed,
-    before configuration, tasks and model were read.
-
-    Args:
-        config: What to do.
-        directory: The run directory.
-        console: Where the display goes.
-        fresh: Begin anew, whatever the directory holds.
-        resume_step: Go on from the checkpoint of this step, and remove later ones; None goes on from the newest.
+    At exit, also after an interrupt or an error, the last finished step is checkpointed, servers and environments are
+    closed, and the ledger is marked complete. Nothing is written or removed before configuration, tasks and model were
+    read. ``fresh`` and ``resume_step`` are those of :func:`turnwise.trainer.run.train.run_train`.
     """
     started = time.monotonic()
     home = RunDirectory(directory)
@@ -367,7 +349,7 @@ async def open_run(
 async def _assemble(
     config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:
-    """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
+    """Open the files, start the servers and the producer; ``stack`` closes them in reverse order."""
     state = start.state
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
@@ -427,6 +409,6 @@ async def _assemble(
 
 
 def _save_unsaved(run: TrainRun) -> None:
-    """Save the last finished step, unless it is saved or an update failed while it changed the weights."""
+    """Save the last finished step, unless it is saved or the weights are torn."""
     if run.state.step > run.saved_step and not run.torn:
         run.save()

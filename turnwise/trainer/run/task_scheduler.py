@@ -1,4 +1,4 @@
-"""Which groups have been asked for and not been trained yet."""
+"""The order of tasks, and the groups that were requested and not yet trained."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ from turnwise.types import StopReason
 
 
 class TaskStream:
-    """Takes tasks in an order, as requests of a train step.
-
-    What :meth:`state` returns is all that decides what follows: a resumed run takes the tasks that the killed one would
-    have taken.
-
-    Args:
-        order: The tasks, one after the other.
-        curriculum: What the order depends on, where it has a curriculum.
-    """
+    """Takes tasks in order, as rollout requests; :meth:`state` determines all that follows."""
 
     def __init__(self, order: TaskOrder, curriculum: CurriculumConfig | None = None) -> None:
         self._order = order
@@ -42,57 +34,52 @@ class TaskStream:
 
     @property
     def epoch(self) -> int:
-        """How often all tasks were taken; 0 for several sources, each of which has epochs of its own."""
+        """Completed passes over the tasks; 0 for a mix, whose sources have separate epochs."""
         return self._order.epoch
 
     @property
     def position(self) -> int:
-        """How many tasks of the current epoch were taken; of several sources, how many in all."""
+        """Tasks taken in the current epoch; for a mix, in total."""
         return self._order.position
 
     def ahead(self) -> list[Task]:
-        """Return the tasks that are in memory now: all of them, unless a source is streamed."""
+        """Return the tasks in memory: all of them, unless a source is streamed."""
         return list(self._order.ahead())
 
     def take(self, groups: int, group_size: int, *, greedy_baseline: bool = False) -> list[RolloutRequest]:
-        """Return the requests of one train step and move on.
+        """Return the requests of the next groups.
 
         Raises:
-            TaskError: A row that was reached cannot be read.
+            TaskError: A row cannot be read.
         """
         taken = [self._order.next() for _ in range(groups)]
         return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in taken]
 
     def state(self) -> dict[str, Any]:
-        """Return where this stands, as JSON values."""
+        """Return the state as JSON values."""
         return self._order.state()
 
     def metrics(self) -> dict[str, float]:
-        """Return how many rows were left out so far, where some were, and where a curriculum stands."""
+        """Return the number of skipped rows, if any, and the metrics of a curriculum."""
         left_out = sum(self._order.dropped().values())
         figures = {} if self._curriculum is None else self._curriculum.figures(self._order.rates())
         return {"tasks/left_out": float(left_out), **figures} if left_out else figures
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """Hear what the members of a group earned: what follows may depend on it."""
+        """Pass the rewards of a group to the curriculum."""
         self._order.learn(task_id, rewards)
 
 
 async def open_tasks(
     config: TrainConfig, renderer: Renderer, state: TrainerState
 ) -> tuple[TaskStream, list[SourceReport]]:
-    """Return the tasks of a run from where it stands, and what became of the rows of their sources.
-
-    Args:
-        config: Names the tasks, else the environment does.
-        renderer: Counts the tokens of their prompts, where the run has a limit.
-        state: Where the run stands.
+    """Open the tasks of a run at its state; also return reports on their sources.
 
     Raises:
-        ConfigError: Nobody names any tasks, or the chat template does not show the tools of their environment.
-        RegistryError: There is no such environment or agent.
-        TaskError: They cannot be loaded, there are none, the state does not fit them, or they name an environment or
-            agent that cannot be made.
+        ConfigError: No tasks are configured, or the chat template does not render their environment's tools.
+        RegistryError: No such environment or agent.
+        TaskError: They cannot be loaded, there are none, the state does not match them, or they name an environment or
+            agent that cannot be created.
     """
     check_own(config.rollout)
     order, reports = open_order(
@@ -115,15 +102,13 @@ SURPLUS = "surplus"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A group that was asked for.
+    """A requested group.
 
     Attributes:
-        request: What was asked for.
-        version: The weight version of the servers then. No token that is sampled for it is older; where it waits for
-            ``rollout.concurrency`` all may be newer. So what is decided by it errs on the safe side: nothing too old is
-            trained for it (that is told by the tokens, when the group is there), but an asynchronous step whose tail
-            was cut cancels a group that has waited past the bound as it cancels one that was sampled past it.
-        given: Whether the caller named the task: nobody else asks for it again.
+        request: The request.
+        version: Weight version of the servers at that time, a lower bound of its tokens' versions. Decisions by it are
+            conservative: a group waiting for ``rollout.concurrency`` counts as stale as if it had been sampled.
+        given: Whether the caller chose the task, so that it is not requested again.
     """
 
     request: RolloutRequest
@@ -132,17 +117,10 @@ class Asked:
 
 
 class TaskScheduler:
-    """Takes tasks, has them rolled out, and remembers them until they are trained.
-
-    Args:
-        config: How many members a group has, and whether it has a greedy baseline.
-        tasks: What is trained on, in order.
-        manager: Who makes groups of tasks.
-        buffer: Where they wait.
-        version: Returns the weight version of the servers.
+    """Requests rollouts of tasks, and tracks them until they are trained.
 
     Attributes:
-        outstanding: What was asked for and is neither trained nor dropped, in the order in which it was asked for.
+        outstanding: Groups that are neither trained nor dropped, in request order.
     """
 
     def __init__(
@@ -174,23 +152,19 @@ class TaskScheduler:
         buffer.drops_to(self._dropped)
 
     def next(self, groups: int, *, group_size: int | None = None) -> list[RolloutRequest]:
-        """Return the requests of the next tasks; :meth:`issue` has them rolled out. What a process before this one had
-        asked for comes first.
+        """Return the requests of the next tasks, outstanding ones of an earlier process first; see :meth:`issue`.
 
         Raises:
-            TaskError: A row that was reached cannot be read.
+            TaskError: A row cannot be read.
         """
         size, greedy = group_size or self._config.rollout.group_size, self._config.algorithm.greedy_baseline
         again = [self._again.popleft() for _ in range(min(groups, len(self._again)))]
         return [*again, *self._tasks.take(groups - len(again), size, greedy_baseline=greedy)]
 
     def issue(self, requests: Sequence[RolloutRequest], *, given: bool = False) -> None:
-        """Have tasks rolled out; those whose groups an earlier process finished are not asked for again.
+        """Request rollouts, except of groups that an earlier process finished.
 
-        Args:
-            requests: What to ask for.
-            given: Whether the caller chose the tasks: those of them whose groups are dropped are then not replaced by
-                the next ones of the run's order, and no checkpoint holds them.
+        If the tasks are ``given`` by the caller, dropped groups are not replaced, and not checkpointed.
         """
         version = self._version()
         self._given = given
@@ -202,23 +176,23 @@ class TaskScheduler:
             self._manager.generate_sequences(asked)
 
     def top_up(self, groups: int, *, group_size: int | None = None) -> None:
-        """Ask for as many groups as are missing to so many outstanding ones."""
+        """Request groups until ``groups`` are outstanding."""
         self._given = False
         missing = groups - len(self.outstanding)
         if missing > 0:
             self.issue(self.next(missing, group_size=group_size))
 
     def ask(self, *, group_size: int | None = None) -> None:
-        """Ask for what a step of ``sync`` starts with, less what is on its way already.
+        """Request the groups of a ``sync`` step, less those in flight.
 
-        Stored groups fill the rest of a batch (``replay.strategy: mixed``); where there are too few of them, the buffer
-        asks for fresh ones.
+        Stored groups fill the rest of a batch (``replay.strategy: mixed``); the buffer requests fresh ones if they run
+        out.
         """
         fresh = make_admission(self._config.replay, self._config.replay_facts).groups
         self.top_up(self._config.batch.starts(fresh), group_size=group_size)
 
     async def end(self) -> None:
-        """Have nothing rolled out any more: no step is to come. A process that goes on asks for it again.
+        """Cancel all rollouts at the end of the run; a resumed run requests them again.
 
         Raises:
             TurnwiseError: The rollout manager failed to cancel.
@@ -227,15 +201,11 @@ class TaskScheduler:
             await self._manager.cancel(set(self.outstanding))
 
     async def settle(self, step: int) -> dict[str, float]:
-        """Decide what becomes of the groups that a step did not wait for, once it has its batch.
+        """Carry or cancel the groups that a step did not wait for, as ``batch.leftover`` says; return metrics.
 
-        As ``batch.leftover`` says they are carried into the next step or cancelled; what a caller asked for by name, or
-        what the next step could not train any more, is cancelled.
-
-        Returns:
-            ``straggler/carried`` and ``straggler/cancelled`` (groups), and since the last call
-            ``rollout/cancelled_episodes`` and ``rollout/wasted_tokens`` (sampled in groups that were cancelled or
-            dropped); those that are 0 are left out.
+        Groups of the caller's tasks, and those too stale for the next step, are cancelled in either case. Metrics are
+        ``straggler/carried`` and ``straggler/cancelled`` (groups), and since the last call
+        ``rollout/cancelled_episodes`` and ``rollout/wasted_tokens`` (of cancelled or dropped groups), without zeros.
 
         Raises:
             TurnwiseError: The rollout manager failed to cancel.
@@ -262,7 +232,7 @@ class TaskScheduler:
         return {name: value for name, value in found.items() if value}
 
     def wrote(self, trajectory: Trajectory) -> None:
-        """Count what an episode sampled: if its group is never trained, that was in vain."""
+        """Count the sampled tokens of an episode, wasted if its group is never trained."""
         if trajectory.partition != "train":
             return
         if trajectory.stop_reason is StopReason.CANCELLED:
@@ -272,9 +242,7 @@ class TaskScheduler:
             self._sampled[key] += trajectory.sampled_tokens
 
     def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
-        """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
-        from a checkpoint asks again for what was outstanding.
-        """
+        """Remove the requests of a batch; a run resumed from an earlier checkpoint issues them again."""
         for number, group in enumerate(groups):
             # A group that is trained once more says nothing new of its task.
             if not ref.keys or ref.keys[number] in self.outstanding.keys() - self._learned:
@@ -290,12 +258,13 @@ class TaskScheduler:
                 self._hand_out(found)
 
     def trained(self) -> None:
-        """Forget what steps were given so far: it is trained."""
+        """Mark all groups passed to steps as trained."""
         self._given_out.clear()
 
     def take_back(self, keys: Collection[str]) -> None:
-        """Count groups that a step was given and did not train as on their way again: a process that goes on asks for
-        them first, and finds them finished. A curriculum learns nothing from them again.
+        """Requeue groups that a step received and did not train.
+
+        A resumed run requests them first, and finds them finished. The curriculum does not see them again.
         """
         back = {key: asked for key, asked in self._given_out.items() if key in keys}
         self.outstanding = back | self.outstanding
@@ -308,16 +277,15 @@ class TaskScheduler:
         self._learned.discard(key)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what is on its way, as JSON values.
+        """Return the groups in flight, as JSON values.
 
-        It belongs to the state of the order of tasks at the same moment: what is in neither would be lost, and what is
-        in both asked for twice.
+        Must be saved with the task order's state of the same moment: otherwise groups are lost or requested twice.
         """
         asked = [each.request for each in self.outstanding.values() if not each.given]
         return [{**_record(each), "learned": each.key in self._learned} for each in (*asked, *self._again)]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a state: :meth:`next` returns what was on its way before it takes further tasks.
+        """Restore a state: :meth:`next` returns its groups before further tasks.
 
         Raises:
             CheckpointError: The state is malformed.
@@ -347,7 +315,7 @@ class TaskScheduler:
 
 
 def _key_of(trajectory: Trajectory) -> str:
-    """Return what an episode of the package's own rollout manager was asked for by: ``PART-KEY/MEMBER.ATTEMPT``."""
+    """Return the request key of an episode of the built-in rollout manager: ``PART-KEY/MEMBER.ATTEMPT``."""
     return trajectory.episode_id.rpartition("/")[0].partition("-")[2]
 
 

@@ -34,18 +34,18 @@ Loop: TypeAlias = Callable[[TrainRun], Awaitable[None]]
 
 @dataclass(slots=True)
 class TrainSummary:
-    """What a run leaves, as ``summary.json`` holds it.
+    """The summary of a run, as in ``summary.json``.
 
     Attributes:
         directory: The run directory.
         steps: Train steps done.
         before: Figures of the first evaluation: ``{"sampled": {...}, "greedy": {...}}``.
         after: Figures of the last one.
-        wall_s: Seconds, all parts of the run together.
+        wall_s: Seconds, over all processes of the run.
         cpu_s: CPU seconds of all its processes.
-        ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``),
-            ``hook`` where a hook stopped it, or ``algorithm`` where an algorithm of the user's returned before.
-        spent: What was spent of each limit, and of those that were not set.
+        ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``), ``hook``
+            where a hook stopped it, or ``algorithm`` where a custom algorithm returned earlier.
+        spent: Amounts spent, with and without a limit.
     """
 
     directory: Path
@@ -83,19 +83,17 @@ def run_train(
 ) -> TrainSummary:
     """Train, from the beginning or from the last checkpoint of the run directory.
 
-    Ctrl-C (or SIGTERM) ends the run in order: a checkpoint of the last finished step is written, and no process is
-    left behind. The same command goes on from there.
+    Ctrl-C (or SIGTERM) ends the run in order, with a checkpoint of the last finished step; the same command resumes it.
 
     Args:
-        config: What to do.
-        fresh: Remove an earlier run of this name first, once it is known that this one can start.
-        resume_step: Go on from the checkpoint of this step, and remove later ones; None goes on from the newest.
-        console: Where the display goes; by default standard error.
-        loop: What trains.
+        config: The run's configuration.
+        fresh: Remove an earlier run of this name, once this one is known to start.
+        resume_step: Resume from the checkpoint of this step, and remove later ones; None is the newest.
+        console: Console of the display; by default standard error.
+        loop: The training loop.
 
     Raises:
-        TurnwiseError: What is wrong with the configuration, the data, the model or the run directory, before any
-            work starts; or why training cannot go on.
+        TurnwiseError: Configuration, data, model or run directory are invalid, or training cannot continue.
         KeyboardInterrupt: The run was interrupted; it can be resumed.
     """
     console = console or Console(stderr=True)
@@ -117,7 +115,7 @@ async def train(
     console: Console | None = None,
     loop: Loop = train_as_configured,
 ) -> TrainSummary:
-    """Train as :func:`run_train` does, in the event loop that runs; a task that is cancelled ends the run in order."""
+    """Train as :func:`run_train` does, in the running event loop; cancelling the task ends the run in order."""
     console = console or Console(stderr=True)
     directory = config.runs / config.name
     with _sigterm_cancels():
@@ -154,7 +152,7 @@ async def train(
 
 @contextlib.contextmanager
 def _sigterm_cancels() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does. Signals are the main thread's: elsewhere this changes nothing."""
+    """Let SIGTERM end the run as Ctrl-C does; no effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -181,23 +179,21 @@ _ABOUT = ("config.json", "generation_config.json")
 def export_model(
     source: Path, target: Path, *, step: int | None = None, best: bool = False, adapter: bool = False
 ) -> Path:
-    """Write a model with its tokenizer, chat template and generation settings; an adapter is added to its model.
-
-    The folder gets its name when all of it is written.
+    """Write a model with its tokenizer, chat template and generation settings, adapters merged. Atomic.
 
     Args:
-        source: A run, a checkpoint, or any folder of a model or an adapter.
-        target: The folder to write; it must not be there, or be empty.
+        source: A run, a checkpoint, or any directory of a model or an adapter.
+        target: The directory to write; must be missing or empty.
         step: Of a run: the checkpoint of this step; by default the newest.
-        best: Of a run: the checkpoint with the best figure (``checkpoint.best``).
-        adapter: Write the adapter alone, as peft loads it.
+        best: Of a run: the best checkpoint (``checkpoint.best``).
+        adapter: Write only the adapter, in peft's format.
 
     Returns:
-        The folder that was exported.
+        The exported directory.
 
     Raises:
         ConfigError: The target is taken, or there is no such checkpoint or adapter.
-        CheckpointError: The checkpoint is not whole.
+        CheckpointError: The checkpoint is incomplete.
         TrainError: The model cannot be loaded, or the disk refuses.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -225,7 +221,6 @@ def export_model(
 
 
 def _folder(source: Path, step: int | None, best: bool) -> Path:
-    """Return the folder of the model that is meant."""
     checkpoints = source / CHECKPOINTS
     if not checkpoints.is_dir():
         if step is not None or best:

@@ -1,4 +1,4 @@
-"""Programming problems, answered by code that is judged by its tests in sandboxes."""
+"""Code environment: programming problems, graded by running tests in sandboxes."""
 
 from turnwise.envs.library.code.env import CodeEnv
 from turnwise.envs.library.code.formats import problem_of, row

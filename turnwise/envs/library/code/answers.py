@@ -1,4 +1,4 @@
-"""From what a model writes to a program."""
+"""Extraction of programs from answers, and comparison of outputs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ from typing import *
 
 
 def code_of(text: str) -> str:
-    """Return the code of an answer: its last fenced block of Python, or all of it where no block is fenced.
-
-    A block whose end is missing (an answer that was cut off) counts to the end of the text.
-    """
+    """Return the code of an answer: its last fenced Python block, unterminated ones included, or all of it."""
     blocks = [(match[2].lower(), match[3]) for match in _FENCE.finditer(text)]
     if not blocks:
         return text.strip("\n") if "```" not in text else ""
@@ -41,10 +38,9 @@ def code_of(text: str) -> str:
 
 
 def program_of(problem: Problem, code: str) -> str:
-    """Return what is run for an answer's code; empty where there is none.
+    """Return the program of an answer's code; empty where there is none.
 
-    A row that begins a function (as HumanEval's do) may be answered by the whole function, or by what goes on from its
-    docstring.
+    A row with a function head (HumanEval) may be answered by the whole function or by its body.
     """
     if not code.strip():
         return ""
@@ -59,12 +55,12 @@ def program_of(problem: Problem, code: str) -> str:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether code defines a function or a class at its top level."""
+    """Whether code defines a function or a class at top level."""
     return re.search(rf"^(?:async )?(?:def|class) +{re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
 def finished(opening: str) -> str:
-    """Return code that ends with the beginning of a function such that it can be run."""
+    """Complete code that ends in a function head, such that it runs."""
     for end in ("", "\n    pass\n"):
         try:
             ast.parse(opening + end)
@@ -82,15 +78,14 @@ def _indented(body: str) -> str:
 
 
 def same_output(found: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs of a program are the same.
+    """Compare two program outputs.
 
-    White space at the ends of lines and at the end of the output does not count. Otherwise lines that differ are
-    compared word by word, and words that are both numbers by their values.
+    Trailing white space is ignored. Lines that differ are compared word by word, numbers by value.
 
     Args:
-        found: What came out.
-        wanted: What was wanted.
-        tolerance: How far numbers may be apart, absolutely or relative to the one that was wanted.
+        found: Actual output.
+        wanted: Expected output.
+        tolerance: Absolute or relative tolerance of numbers.
     """
     ours, theirs = _lines(found), _lines(wanted)
     if len(ours) != len(theirs):
@@ -99,7 +94,7 @@ def same_output(found: str, wanted: str, tolerance: float = 0.0) -> bool:
 
 
 def same_value(found: Any, wanted: Any, tolerance: float = 0.0) -> bool:
-    """Whether a returned value is the one that was wanted, which JSON wrote: tuples are lists, numbers are numbers."""
+    """Compare a returned value with an expected one from JSON: tuples equal lists, numbers compare by value."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):

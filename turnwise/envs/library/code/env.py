@@ -1,4 +1,4 @@
-"""The environment: a problem, and code that its tests judge."""
+"""CodeEnv: a programming problem, graded by its tests."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ _cache: OrderedDict[int, Report] = OrderedDict()
 
 
 class CodeEnv(ToolEnv):
-    """Asks for code, and judges it by running its tests in sandboxes.
+    """Asks for code, and grades it by running its tests in sandboxes.
 
     The score is 1 where all tests pass, else 0; with ``partial`` the share that passes.
 
     Attributes:
-        problem: What is asked, and how it is judged.
-        report: What came of each test; None before the episode is scored.
+        report: Test results; None before scoring.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -65,22 +64,19 @@ class CodeEnv(ToolEnv):
         image: str | None = None,
         packages: bool = False,
     ) -> None:
-        """Take how answers are given and judged.
+        """Set how answers are given and graded.
 
         Args:
             agentic: Whether the model works in a sandbox and submits a file, instead of answering with code.
-            tools: What it works with then.
+            tools: Its tools then.
             partial: Whether the score is the share of tests that pass.
-            time_limit: Seconds that a test may take, where its row does not say.
-            memory: MiB that a process of the solution may take, where the row does not say; 0 for no bound of its own.
-            tolerance: How far numbers may be apart from those wanted, absolutely or relatively.
-            cache: Whether equal answers to equal problems are judged once in this process.
+            time_limit: Default seconds for a test.
+            memory: Default MiB for a process of the solution; 0 is unlimited.
+            tolerance: Absolute or relative tolerance of numbers.
+            cache: Whether equal answers to equal problems are graded once in this process.
             python: The interpreter inside the sandboxes.
-            image: The image of the sandboxes; None for the backend's own.
-            packages: Whether this process's interpreter and packages (numpy, say) are seen inside, as ``python3``.
-
-        Raises:
-            ConfigError: A value is out of range.
+            image: The image of the sandboxes; None for the backend's default.
+            packages: Whether this process's interpreter and packages (numpy, say) are mounted, as ``python3``.
         """
         if not time_limit > 0:
             raise ConfigError(f"time_limit is {shown(time_limit)}: it must be seconds, more than 0")
@@ -94,11 +90,7 @@ class CodeEnv(ToolEnv):
         self._time_limit, self._memory, self._tolerance = time_limit, memory * 2**20, tolerance
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Ask the task's problem; without a task, one that ships is drawn from the seed.
-
-        Raises:
-            TaskError: The row is in no format that is known.
-        """
+        """Ask the task's problem; without a task, a built-in one is drawn from the seed."""
         self.task = drawn(seed) if task is None else task
         self.report = None
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
@@ -116,12 +108,7 @@ class CodeEnv(ToolEnv):
         return [{"role": "system", "content": _AGENTIC if self.agentic else _ONE_ANSWER}, *opening], {}
 
     async def score(self, final: Message | None) -> ScoreParts:
-        """Judge the code by its tests.
-
-        Raises:
-            SandboxError: A sandbox failed.
-            EnvError: The row's own tests cannot run.
-        """
+        """Grade the code by its tests."""
         code = await self._code(final)
         program = program_of(self.problem, code)
         report = self.report = await self._graded(program)
@@ -135,7 +122,7 @@ class CodeEnv(ToolEnv):
         return ScoreParts({"score": value}, metrics)
 
     def solve(self) -> Solution:
-        """Answer with the reference of the row."""
+        """Answer with the row's reference."""
         reference = self.problem.reference
         if reference is None:
             return
@@ -186,5 +173,5 @@ class CodeEnv(ToolEnv):
         return SandboxSpec(image=self._image, limits=spec.limits, mounts=tuple(mounts), env=env)
 
     async def _clean(self) -> Sandbox:
-        """Return a sandbox in which nothing of the model's has run."""
+        """Return a sandbox in which no code of the model has run."""
         return await self.open_sandbox(self._spec())

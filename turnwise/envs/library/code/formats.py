@@ -1,4 +1,4 @@
-"""Rows of published datasets as problems."""
+"""Row formats of published code datasets."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ _Row = Mapping[str, Any]
 
 
 def problem_of(data: _Row, prompt: str = "") -> Problem:
-    """Return the problem of a row.
-
-    Args:
-        data: Its columns.
-        prompt: The prompt, where it is no column.
-
-    Raises:
-        TaskError: It is in no format that is known, or a column of it cannot be read.
-    """
+    """Parse a row."""
     columns = {**data, **({"prompt": prompt} if prompt and "prompt" not in data else {})}
     for needed, read in _FORMATS:
         if all(columns.get(name) is not None for name in needed):
@@ -42,11 +34,7 @@ def problem_of(data: _Row, prompt: str = "") -> Problem:
 
 
 def row(record: _Row) -> dict[str, Any]:
-    """Return the columns of a task for a published row: what ``map: turnwise.envs.library.code:row`` of a source calls.
-
-    Raises:
-        TaskError: It is in no format that is known, or a column of it cannot be read.
-    """
+    """Return the task columns of a published row: the target of ``map: turnwise.envs.library.code:row``."""
     problem = problem_of(record)
     name = next((record[key] for key in _IDS if record.get(key) is not None), record.get("id"))
     held = {key: value for key, value in record.items() if key not in ("id", "prompt", "data", "env", "agent")}
@@ -60,7 +48,7 @@ _IDS: Final = ("task_id", "question_id", "problem_id", "name")
 
 
 def asked(problem: Problem, record: _Row) -> str:
-    """Return what a model is asked for a row."""
+    """Return the question of a row."""
     if problem.format == "humaneval":
         return f"Complete this Python function.\n\n```python\n{problem.opening.rstrip()}\n```"
     texts = (record.get(name) for name in ("question_content", "question", "text", "description", "prompt"))
@@ -229,14 +217,14 @@ def _tests(data: _Row, name: str, *, hidden: bool) -> list[tuple[str, Case]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a text that somebody pickled, and refuses whatever would run."""
+    """Unpickler of texts that refuses everything executable."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is no text")
 
 
 def _unpacked(value: str, name: str) -> str:
-    """Return the JSON of tests that are packed as LiveCodeBench publishes them: base64 of zlib of a pickled text."""
+    """Return the JSON of tests packed by LiveCodeBench: base64 of zlib of a pickled text."""
     try:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(value), _MOST_UNPACKED)
@@ -261,7 +249,7 @@ def _stdio(value: Any) -> str:
 
 
 def _member(name: str, code: str) -> str:
-    """Return how a function is called: as a method, where the code around it defines a class Solution."""
+    """Return the call form of a function: as a method, where the code defines a class Solution."""
     return f"Solution.{name}" if re.search(r"^\s*class Solution\b", code, re.MULTILINE) else name
 
 
@@ -284,7 +272,7 @@ def _parsed(code: str, name: str) -> str:
 
 
 def _imports(code: str) -> tuple[str, ...]:
-    """Return the import statements at the top of a reference: tests take the names for granted that they bring."""
+    """Return the top-level imports of a reference, which its tests rely on."""
     try:
         nodes = ast.parse(code).body
     except SyntaxError:
@@ -293,7 +281,6 @@ def _imports(code: str) -> tuple[str, ...]:
 
 
 def _called(tests: tuple[str, ...]) -> str:
-    """Return the name of the function that tests call first."""
     for test in tests:
         calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
         for function in calls:

@@ -1,4 +1,4 @@
-"""Running an answer's tests: the solution in one place, what decides in another."""
+"""Grader: runs a solution and its tests in separate sandboxed processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_DEATHS: Final = 2
 
 
 class Ended(Exception):
-    """The program ended before it answered; it is started anew for the next question."""
+    """The program ended before it answered; it is restarted for the next question."""
 
 
 class Hopeless(Exception):
@@ -36,15 +36,11 @@ class Hopeless(Exception):
 
 
 class Programs:
-    """One program, over as many processes (and sandboxes) as it takes.
+    """One program, restarted across processes and sandboxes.
 
     Args:
         open_sandbox: Returns a clean, started sandbox.
-        close_sandbox: Closes one.
-        command: What is started.
-        opening: Its first line.
-        start: Seconds within which the first line is answered, by ``{"ok": null}`` or ``{"err": [name, text]}``; None:
-            it is not answered.
+        start: Seconds for the answer to that, ``{"ok": null}`` or ``{"err": [name, text]}``; None: there is none.
     """
 
     def __init__(
@@ -66,11 +62,11 @@ class Programs:
         self._deaths = 0
 
     async def ask(self, question: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Write a line and return the answer to it; None where it did not come in time (the program is ended then).
+        """Write a line and return the answer; None after a timeout, which kills the program.
 
         Raises:
             Ended: The program ended.
-            Hopeless: It does not begin at all, or ends its sandboxes.
+            Hopeless: It does not start, or kills its sandboxes.
             SandboxError: A sandbox failed.
         """
         await self.put(json.dumps(question).encode() + b"\n")
@@ -88,7 +84,7 @@ class Programs:
         return found
 
     async def put(self, line: bytes) -> None:
-        """Write a line. Raises what :meth:`ask` raises."""
+        """Write a line. Raises as :meth:`ask`."""
         process = await self._running()
         try:
             async with asyncio.timeout(_WRITE_S):
@@ -100,12 +96,7 @@ class Programs:
             await self._died(error)
 
     async def line(self, timeout: float) -> bytes | None:
-        """Return the next line, its end included; None where none came in time.
-
-        Raises:
-            Ended: The program ended.
-            Hopeless: It ends its sandboxes.
-        """
+        """Return the next line with its line break; None after a timeout."""
         process = await self._running()
         try:
             async with asyncio.timeout(timeout):
@@ -123,12 +114,12 @@ class Programs:
         return found + b"\n"
 
     async def begin(self) -> None:
-        """Start it ahead; whatever is wrong is told by the first question. Raises SandboxError where one failed."""
+        """Start ahead of time; failures but SandboxError surface with the first question."""
         with contextlib.suppress(Ended, Hopeless):
             await self._running()
 
     async def restart(self) -> None:
-        """End the process; the next question starts another one."""
+        """Kill the process; the next question starts a new one."""
         process, self._process, self._buffer = self._process, None, b""
         if process is not None:
             try:
@@ -137,7 +128,7 @@ class Programs:
                 await self._drop()
 
     async def end(self) -> None:
-        """End the process, and close the sandbox."""
+        """Kill the process and close the sandbox."""
         self._process = None
         await self._drop()
 
@@ -199,11 +190,11 @@ _JUDGE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one test.
+    """Result of one test.
 
     Attributes:
         ok: Whether it passed.
-        error: Why not, in a few words.
+        error: The failure, in a few words.
         hidden: Whether the model was not shown it.
     """
 
@@ -214,24 +205,24 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of all tests of an answer."""
+    """Results of all tests of an answer."""
 
     results: tuple[Result, ...] = ()
     timeouts: int = 0
 
     @property
     def passed(self) -> int:
-        """How many passed."""
+        """Number of passed tests."""
         return sum(result.ok for result in self.results)
 
     @property
     def fraction(self) -> float:
-        """What share of the tests passed; 0 where there are none."""
+        """Share of passed tests; 0 without tests."""
         return self.passed / len(self.results) if self.results else 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether all passed, and there were some."""
+        """Whether there are tests and all passed."""
         return bool(self.results) and self.passed == len(self.results)
 
 
@@ -241,11 +232,7 @@ class Grader:
 
     Attributes:
         open: Returns a clean, started sandbox.
-        close: Closes one.
-        python: The interpreter inside.
-        seconds: Seconds that one test may take.
-        memory: Bytes that a process of the solution may take; 0 for no bound but the sandbox's.
-        tolerance: How far numbers may be apart.
+        memory: Bytes for a process of the solution; 0 leaves only the sandbox's limit.
     """
 
     open: Callable[[], Awaitable[Sandbox]]
@@ -261,7 +248,7 @@ class Grader:
         """Run all tests of a problem.
 
         Raises:
-            SandboxError: A sandbox failed, and not through what ran in it.
+            SandboxError: A sandbox failed, not through what ran in it.
             EnvError: The row's own tests cannot run.
         """
         self._timeouts, self._spent = 0, 0.0
@@ -389,7 +376,7 @@ class Grader:
         return [Result(ok, error, every_hidden or number >= shown) for number, (ok, error) in enumerate(verdicts)]
 
     async def _held(self, judge: Programs, solution: Programs, nonce: str, seconds: float) -> list[tuple[bool, str]]:
-        """Carry messages between tests and solution until the tests are through."""
+        """Relay messages between tests and solution until the tests are done."""
         count, asked = 0, False
         found: dict[int, tuple[bool, str]] = {}
         why = "not run"
@@ -424,7 +411,7 @@ class Grader:
         return [found.get(number, (False, why)) for number in range(max(count, 1))]
 
     async def _relayed(self, solution: Programs, line: bytes, seconds: float) -> bytes:
-        """Hand a call to the solution, and return what it answers. Raises Hopeless where nothing more can be asked."""
+        """Relay a call to the solution and return its answer. Raises Hopeless."""
         if self._timeouts >= _MOST_TIMEOUTS:
             raise Hopeless(f"not run: {_MOST_TIMEOUTS} tests ran out of time")
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tasks that ship: problems written for this package, each as a row of four formats."""
+"""Built-in programming problems, each as a row of four formats."""
 
 from __future__ import annotations
 
@@ -17,16 +17,7 @@ FORMATS: Final = ("humaneval", "mbpp", "functional", "stdin")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A problem.
-
-    Attributes:
-        name: Of its function.
-        parameters: Its signature.
-        text: What it does.
-        body: What does so.
-        cases: Arguments and results; the first two are shown.
-        top: Imports and helpers above the function.
-    """
+    """A problem."""
 
     name: str
     parameters: str
@@ -182,14 +173,11 @@ MADE: Final = (
 
 
 def tasks(n: int | None = None, *, format: str | None = None) -> Iterator[Task]:  # noqa: A002 - the user's word for it
-    """Yield the problems that ship, in every format or in one.
+    """Yield the built-in problems, in every format or in one.
 
     Args:
-        n: How many at most.
-        format: ``humaneval``, ``mbpp``, ``functional`` or ``stdin``; None: each problem in all of them, one by one.
-
-    Raises:
-        TaskError: There is no such format.
+        n: Most tasks.
+        format: ``humaneval``, ``mbpp``, ``functional`` or ``stdin``; None: each problem in all of them.
     """
     if format is not None and format not in FORMATS:
         raise TaskError(f"code has no format {shown(format)}: it has {', '.join(FORMATS)}")
@@ -200,14 +188,14 @@ def tasks(n: int | None = None, *, format: str | None = None) -> Iterator[Task]:
 
 
 def drawn(seed: int | None) -> Task:
-    """Return the task that belongs to a seed."""
+    """Return the task drawn from a seed."""
     number = random.getrandbits(32) if seed is None else seed
     made, form = MADE[number % len(MADE)], FORMATS[number // len(MADE) % len(FORMATS)]
     return _task(made, form)
 
 
 def rows(form: str) -> list[dict[str, Any]]:
-    """Return the problems as a dataset of that format publishes its rows."""
+    """Return the problems as rows of a dataset format."""
     write = {"humaneval": _humaneval, "mbpp": _mbpp, "functional": _functional, "stdin": _stdin}[form]
     return [write(made) for made in MADE]
 

@@ -1,4 +1,4 @@
-"""A programming problem, whatever dataset it comes from."""
+"""Programming problems in one form for all datasets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Kind: TypeAlias = Literal["asserts", "calls", "programs"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of a problem whose tests are data.
+    """One test given as data.
 
     Attributes:
-        given: Arguments of the call, or the text on the standard input.
-        wanted: What the call returns, or the text on the standard output. It never enters a sandbox.
+        given: Arguments of the call, or the standard input.
+        wanted: Expected result or standard output. It never enters a sandbox.
         hidden: Whether the model is not shown it.
     """
 
@@ -25,14 +25,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """Tests that are code.
+    """Tests given as code.
 
     Attributes:
-        tests: Statements, each a test.
-        check: Code that defines ``check(candidate)``; empty where there is none.
-        prelude: Code that the tests stand on: helper functions of the prompt, setup.
-        imports: Import statements, made where the module is there.
-        hidden: How many of ``tests``, at the end, the model is not shown.
+        check: Code that defines ``check(candidate)``, or empty.
+        prelude: Helper functions and setup for the tests.
+        imports: Import statements, skipped where the module is missing.
+        hidden: How many of the last ``tests`` the model is not shown.
     """
 
     tests: tuple[str, ...] = ()
@@ -44,20 +43,18 @@ class Asserts:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and how an answer is judged.
+    """A programming problem.
 
     Attributes:
-        kind: ``asserts``: code that asserts; ``calls``: calls of a function with their results; ``programs``: inputs of
-            a program with their outputs.
-        format: Which dataset's form the row has.
-        entry: The function that is called, perhaps ``Solution.name``; empty where tests name what they use.
-        opening: Code that an answer may go on from, or replace (a signature with its docstring, imports).
-        starter: Code that the model is shown as a beginning.
+        kind: ``asserts``: code that asserts; ``calls``: function calls with results; ``programs``: inputs with outputs.
+        entry: The function called, perhaps ``Solution.name``; empty where the tests name it.
+        opening: Code that an answer may continue or replace (a signature with its docstring, imports).
+        starter: Starter code shown to the model.
         cases: The tests of ``calls`` and ``programs``.
         asserts: The tests of ``asserts``.
-        reference: Code that is right, or None.
-        seconds: Seconds that a test may take, where the row says so.
-        memory: Bytes that a test may take, where the row says so.
+        reference: A correct solution, or None.
+        seconds: Seconds for a test, where the row says so.
+        memory: Bytes for a test, where the row says so.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Word problems with a calculator: rows in the manner of GSM8K, from a file or made in place."""
+"""Math environment: word problems in GSM8K's format, from a file or generated, with a calculator."""
 
 from turnwise.envs.library.math.env import MathEnv, calculations, row, tasks
 

@@ -1,9 +1,4 @@
-r"""Word problems with a calculator.
-
-- where the right answer is a number (every row of GSM8K), numbers are compared exactly, as fractions;
-- where it is anything else (``\frac{\sqrt{3}}{2}``), math-verify compares symbolically (extra ``rewards``), and an
-  episode of such a row does not begin without it.
-"""
+r"""MathEnv: word problems with a calculator, compared exactly as fractions or, for other answers, by math-verify."""
 
 from __future__ import annotations
 
@@ -33,17 +28,14 @@ _MARK: Final = "####"
 def tasks(
     n: int | None = None, *, path: str | Path | None = None, split: str | None = None, seed: int = 0
 ) -> Iterator[Task]:
-    """Yield word problems, one at a time.
+    """Yield word problems.
 
     Args:
-        n: How many at most; all of a file by default, 200 of those that are made.
+        n: Most tasks; by default all of a file, or 200 generated ones.
         path: A jsonl file with the columns ``question`` and ``answer``, or a directory that holds ``<split>.jsonl``.
-            None makes problems in place.
-        split: ``train`` or ``test``, where ``path`` is no file; ``train`` by default.
-        seed: Of the problems that are made: others for each seed.
-
-    Raises:
-        TaskError: There is no such file or split, or a line is no row.
+            None generates problems.
+        split: ``train`` (default) or ``test``, where ``path`` is no file.
+        seed: Seed of generated problems.
     """
     if path is not None:
         file = _file(Path(path).expanduser(), split)
@@ -57,13 +49,10 @@ def tasks(
 
 
 def row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a task for a row of GSM8K: what ``map: turnwise.envs.library.math:row`` of a source calls.
+    """Return the task columns of a GSM8K row: the target of ``map: turnwise.envs.library.math:row``.
 
     Args:
-        record: ``question``, and ``answer``: the solution and behind ``####`` its result, or the result alone.
-
-    Raises:
-        TaskError: A column is missing, or the answer says no result.
+        record: ``question``, and ``answer``: the solution with its result after ``####``, or the result alone.
     """
     question, solution = _column(record, "question"), _column(record, "answer")
     result = solution.rpartition(_MARK)[2].strip()
@@ -76,7 +65,7 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calculations(solution: str) -> list[tuple[str, str]]:
-    """Return what a solution marks as ``<<12*3=36>>``: expressions and their results, in order."""
+    """Return the calculations marked in a solution as ``<<12*3=36>>``: expressions and results, in order."""
     return [(match[1].strip(), match[2].strip()) for match in _CALCULATION.finditer(solution)]
 
 
@@ -111,29 +100,23 @@ _NUMERIC: Final = {form: Numeric(extract=form, relative=0.0) for form in ("boxed
 class MathEnv(ToolEnv):
     r"""A problem, a calculator, and an answer that is right or wrong.
 
-    The answer is what stands in the last ``\boxed{...}`` of the last message, else behind its last ``####``, else the
-    only number in it.
+    The answer is the last ``\boxed{...}`` of the last message, else what follows its last ``####``, else its only
+    number.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.math:tasks"
 
     def __init__(self, instructions: str | None = INSTRUCTIONS) -> None:
-        """Say what stands before the problem.
+        """Set the system prompt.
 
         Args:
-            instructions: The system prompt; None for none. A task that begins with a system message keeps its own.
+            instructions: The system prompt, or None. A task's own system message takes precedence.
         """
         self.instructions = instructions
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
-        """Pose the task's problem.
-
-        Raises:
-            EnvError: There is no task.
-            TaskError: It does not say the right answer.
-            MissingExtraError: The right answer is no number, and math-verify is not installed.
-        """
+        """Pose the task's problem."""
         if task is None:
             raise EnvError(
                 "math.reset got no task: tasks come from turnwise.envs.library.math:tasks, made or with "

@@ -1,4 +1,4 @@
-"""Word problems made in place, in GSM8K's form: a question, and a solution with every calculation marked."""
+"""Generated word problems in GSM8K's format, with every calculation marked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THINGS: Final = "apples beads cards marbles pencils shells stamps stickers".spl
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """A question, the range of each number in it, and the calculations; ``{r1}`` is the result of the first one."""
+    """A question, the range of each number, and the calculations; ``{r1}`` is the first result."""
 
     question: str
     numbers: dict[str, range]
@@ -89,11 +89,7 @@ _TEMPLATES: Final = (
 
 
 def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield ``n`` questions with their solutions: sentences with ``<<12*3=36>>`` in them, at the end ``#### 36``.
-
-    Raises:
-        TaskError: There is no such split.
-    """
+    """Yield ``n`` questions with solutions: sentences with ``<<12*3=36>>``, ending in ``#### 36``."""
     if split not in SPLITS:
         raise TaskError(
             f"math makes no split {split!r}: {', '.join(SPLITS)}; for rows of your own give path=FILE.jsonl"
@@ -108,7 +104,7 @@ def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _draw(rng: random.Random) -> tuple[str, str] | None:
-    """Draw a problem; None where a result is no whole positive number, or is told in the question."""
+    """Draw a problem; None where a result is no positive integer, or stands in the question."""
     template = rng.choice(_TEMPLATES)
     numbers = {key: rng.choice(values) for key, values in template.numbers.items()}
     said = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS)}

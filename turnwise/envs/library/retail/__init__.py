@@ -1,4 +1,4 @@
-"""A shop's customer service desk over SQLite: tools with state, a policy, and tasks whose goal is a state."""
+"""Retail environment: customer service over a SQLite shop, scored by the final state."""
 
 from turnwise.envs.library.retail.env import RetailEnv
 from turnwise.envs.library.retail.tasks import tasks

@@ -1,4 +1,4 @@
-"""What the desk can do: each function is one transaction, which happens as a whole or not at all."""
+"""Write operations of the retail desk; each is one transaction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Topic: TypeAlias = Literal["account_data", "courier", "damaged_goods", "invoice"
 
 
 def cancel_order(desk: Desk, order_id: str, reason: CancelReason) -> dict[str, Any]:
-    """Cancel a pending order and give back what was paid for it."""
+    """Cancel a pending order and refund it."""
     with desk.store.changing():
         order = _open_order(desk, order_id, "pending", "cancelled")
         refunds = _give_back(desk, order["order_id"])
@@ -38,7 +38,7 @@ def cancel_order(desk: Desk, order_id: str, reason: CancelReason) -> dict[str, A
 def change_order_address(
     desk: Desk, order_id: str, street: str, city: str, state: str, zip_code: str
 ) -> dict[str, Any]:
-    """Send a pending order somewhere else."""
+    """Change the address of a pending order."""
     parts = _address(street, city, state, zip_code)
     with desk.store.changing():
         order = _open_order(desk, order_id, "pending", "sent to another address")
@@ -58,7 +58,7 @@ def change_user_address(desk: Desk, user_id: str, street: str, city: str, state:
 
 
 def change_order_payment(desk: Desk, order_id: str, payment_id: str) -> dict[str, Any]:
-    """Pay a pending order with another payment method."""
+    """Move a pending order to another payment method."""
     with desk.store.changing():
         order = _open_order(desk, order_id, "pending", "paid in another way")
         method = desk.payment_method(payment_id)
@@ -89,7 +89,7 @@ def change_order_items(
 
 
 def return_items(desk: Desk, order_id: str, item_ids: Sequence[str], payment_id: str) -> dict[str, Any]:
-    """Take items of a delivered order back and give their price back."""
+    """Take back items of a delivered order and refund their price."""
     with desk.store.changing():
         order = _open_order(desk, order_id, "delivered", "sent back")
         items = _items(desk, order, item_ids)
@@ -124,7 +124,7 @@ def exchange_items(
 
 
 def decline_request(desk: Desk, order_id: str, reason: DeclineReason) -> dict[str, Any]:
-    """Note that a request about an order was refused, and why."""
+    """Record that a request about an order was refused, and why."""
     with desk.store.changing():
         _not_transferred(desk)
         order = desk.order(order_id)
@@ -136,7 +136,7 @@ def decline_request(desk: Desk, order_id: str, reason: DeclineReason) -> dict[st
 
 
 def transfer_to_human(desk: Desk, topic: Topic) -> dict[str, Any]:
-    """Hand the customer over to a colleague. Nothing can be changed after it."""
+    """Transfer the customer to a human. Nothing can be changed after it."""
     with desk.store.changing():
         _not_transferred(desk)
         desk.store.write("INSERT INTO transfers VALUES (?, ?)", desk.served(), topic)

@@ -1,4 +1,4 @@
-"""What the desk knows of whom it serves, and what it can look up."""
+"""Read operations of the retail desk, limited to the identified customer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Row = sqlite3.Row
 
 @dataclass(slots=True)
 class Desk:
-    """A conversation's side of the shop.
+    """State of a conversation with the shop.
 
     Attributes:
-        store: The rows.
-        customer: Id of the customer who is served, once the tools have found one.
-        transferred: Whether a colleague has taken over: nothing can be changed any more.
+        customer: Id of the identified customer, if any.
+        transferred: Whether the customer was transferred: nothing can be changed any more.
     """
 
     store: Store
@@ -28,7 +27,7 @@ class Desk:
     transferred: bool = False
 
     def serve(self, found: Row | None, what: str) -> str:
-        """Take a customer who was looked up as the one who is served. Raises ToolError for nobody, or another one."""
+        """Identify the customer by a lookup's result. Raises ToolError for no result, or another customer."""
         if found is None:
             raise ToolError(f"there is no customer with {what}")
         if self.customer not in (None, found["user_id"]):
@@ -37,13 +36,13 @@ class Desk:
         return self.customer
 
     def served(self) -> str:
-        """Return the customer's id. Raises ToolError before one was found."""
+        """Return the customer's id. Raises ToolError before identification."""
         if self.customer is None:
             raise ToolError("no customer has been identified: find the customer by e-mail, or by name and zip, first")
         return self.customer
 
     def user(self, user_id: str) -> Row:
-        """Return the customer's row. Raises ToolError for anybody else."""
+        """Return the customer's row. Raises ToolError for other ids."""
         if user_id != self.served():
             raise ToolError(f"{shown(user_id)} is not the customer who was identified in this conversation")
         found = self.store.row("SELECT * FROM users WHERE user_id = ?", user_id)
@@ -51,7 +50,7 @@ class Desk:
         return found
 
     def order(self, order_id: str) -> Row:
-        """Return an order of the customer's. Raises ToolError where there is none, or it is somebody else's."""
+        """Return an order of the customer. Raises ToolError for other ids."""
         customer = self.served()
         found = self.store.row("SELECT * FROM orders WHERE order_id = ?", order_id.strip().removeprefix("#"))
         if found is None:
@@ -61,7 +60,7 @@ class Desk:
         return found
 
     def payment_method(self, payment_id: str) -> Row:
-        """Return a payment method of the customer's. Raises ToolError where there is none."""
+        """Return a payment method of the customer. Raises ToolError for other ids."""
         customer = self.served()
         sql = "SELECT * FROM payment_methods WHERE payment_id = ? AND user_id = ?"
         found = self.store.row(sql, payment_id.strip(), customer)
@@ -70,7 +69,7 @@ class Desk:
         return found
 
     def variant(self, item_id: str) -> Row:
-        """Return a variant and its product's name. Raises ToolError where there is none."""
+        """Return a variant with its product's name. Raises ToolError for unknown ids."""
         sql = "SELECT variants.*, name FROM variants JOIN products USING (product_id) WHERE item_id = ?"
         found = self.store.row(sql, item_id.strip())
         if found is None:
@@ -78,7 +77,7 @@ class Desk:
         return found
 
     def net_paid(self, order_id: str) -> dict[str, int]:
-        """Return what an order has cost so far, by payment method, in cents; nothing where all was given back."""
+        """Return the net amounts paid for an order by payment method, in cents, without zeros."""
         sql = (
             "SELECT payment_id, SUM(CASE kind WHEN 'payment' THEN amount ELSE -amount END) AS net FROM payments "
             "WHERE order_id = ? GROUP BY payment_id ORDER BY payment_id"
@@ -86,7 +85,7 @@ class Desk:
         return {row["payment_id"]: row["net"] for row in self.store.rows(sql, order_id) if row["net"]}
 
     def user_view(self, user_id: str) -> dict[str, Any]:
-        """Return what a model reads of the customer."""
+        """Return the customer's data for the model."""
         user = self.user(user_id)
         methods = self.store.rows("SELECT * FROM payment_methods WHERE user_id = ? ORDER BY payment_id", user_id)
         orders = self.store.rows("SELECT order_id FROM orders WHERE user_id = ? ORDER BY order_id", user_id)
@@ -100,7 +99,7 @@ class Desk:
         }
 
     def order_view(self, order_id: str) -> dict[str, Any]:
-        """Return what a model reads of an order."""
+        """Return an order's data for the model."""
         order = self.order(order_id)
         sql = (
             "SELECT order_items.*, product_id, name, options, final_sale FROM order_items "
@@ -124,7 +123,7 @@ class Desk:
         return view
 
     def product_view(self, product_id: str) -> dict[str, Any]:
-        """Return what a model reads of a product. Raises ToolError where there is none."""
+        """Return a product's data for the model. Raises ToolError for unknown ids."""
         product = self.store.row("SELECT * FROM products WHERE product_id = ?", product_id.strip())
         if product is None:
             raise ToolError(f"there is no product {shown(product_id)}: see list_products")
@@ -148,7 +147,7 @@ class Desk:
 
 
 def dollars(cents: int) -> str:
-    """Return an amount as a model reads it: ``$12.50``."""
+    """Format an amount: ``$12.50``."""
     return f"{'-' if cents < 0 else ''}${abs(cents) // 100}.{abs(cents) % 100:02}"
 
 

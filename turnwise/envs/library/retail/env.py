@@ -1,4 +1,4 @@
-"""The environment: the tools of the desk, and how a conversation is scored."""
+"""RetailEnv: the desk's tools, a scripted customer, and scoring by the shop's final state."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MOST_REPLIES: Final = 4
 
 
 class Customer:
-    """Says first what is wanted, and who they are only when they are asked.
+    """States the request first, and the identity only when asked.
 
-    A message that asks for the e-mail address or the name is answered with who they are; any other question with the
-    request once more. A message that asks nothing ends the conversation, and so does the fifth one.
+    A question for e-mail address or name is answered with the identity, any other with the request again. A message
+    without a question, or the fifth one, ends the conversation.
     """
 
     def __init__(self, identity: str, request: str) -> None:
@@ -38,7 +38,7 @@ class Customer:
         self._gone = False
 
     def reply(self, message: str) -> str | None:
-        """Return the answer to a message without tool calls, or None where the conversation is over."""
+        """Return the answer to a message without tool calls, or None at the end of the conversation."""
         who = not self._identified and _ASKS_WHO.search(message) is not None
         if self._gone or self._replies >= _MOST_REPLIES or not (who or "?" in message):
             return None
@@ -49,16 +49,12 @@ class Customer:
         return f"Please do what I asked for: {self.request}"
 
     def end(self) -> None:
-        """Leave: the next message is the last one."""
+        """Make the next message the last one."""
         self._gone = True
 
 
 def customer_of(task: Task) -> Customer:
-    """Return the customer of a task.
-
-    Raises:
-        TaskError: Its data does not say apart who asks and what is asked.
-    """
+    """Return the customer of a task."""
     parts = []
     for name in ("identity", "request"):
         value = task.data.get(name)
@@ -231,11 +227,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         self.dialogue = dialogue
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Open the shop of the task; without a task, one is drawn from the seed.
-
-        Raises:
-            TaskError: The task's data does not name a shop and what is to be reached in it.
-        """
+        """Open the shop of the task; without a task, one is drawn from the seed."""
         self._drop()
         task = drawn(seed) if task is None else task
         self.goal = goal_of(task)
@@ -251,7 +243,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         return [{"role": "system", "content": system_prompt(world.today)}, *opening], {}
 
     async def step(self, action: Message) -> StepResult:
-        """Answer calls; a message without any goes to the customer, who may have an answer, and ends it otherwise."""
+        """Answer calls; pass a message without any to the customer."""
         if self._customer is not None and not action.get("tool_calls"):
             reply = self._customer.reply(text_of(action))
             if reply is not None:
@@ -260,7 +252,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         return await super().step(action)
 
     def differences(self) -> list[str]:
-        """Return the tables that are not as the task asks for."""
+        """Return the tables that differ from the goal's."""
         found = self.desk.store.digest()
         return [table for table, wanted in self.goal.digest.items() if found[table] != wanted]
 
@@ -283,7 +275,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         yield "Done. " + " ".join(self.goal.facts)
 
     async def close(self) -> None:
-        """Free the shop."""
+        """Close the shop."""
         await super().close()
         self._drop()
 

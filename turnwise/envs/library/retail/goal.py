@@ -1,4 +1,4 @@
-"""What a task asks for: the state of the shop at the end, and the facts that the answer states."""
+"""Goals of retail tasks: the shop's final state, and the facts that the answer must state."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ Action = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What an episode is scored by.
+    """Goal of an episode.
 
     Attributes:
-        world: Seed of the shop.
-        customer: Id of the customer who asks.
-        actions: The changes that reach the goal: names of tools with their arguments.
+        actions: Tool calls that reach the goal.
         facts: Texts that the answer must hold, such as ``$12.50``.
-        digest: A hash of each table of the goal.
+        digest: Hash of each table in the goal state.
     """
 
     world: int
@@ -47,11 +45,7 @@ class Goal:
 
 
 def goal_of(task: Task) -> Goal:
-    """Return the goal of a task.
-
-    Raises:
-        TaskError: A field of its data is missing or wrong, or its actions cannot be taken.
-    """
+    """Return the goal of a task."""
     where = f"task {task.id!r}: data"
     world, customer = task.data.get("world"), task.data.get("customer")
     if isinstance(world, bool) or not isinstance(world, int):
@@ -100,9 +94,8 @@ def _digest(world: int, customer: str, actions: str) -> dict[str, str]:
 def states(answer: str, facts: Sequence[str]) -> bool:
     """Return whether an answer states all facts.
 
-    An amount of money is stated by its value, however it is written (``$1,250.5`` is ``$1250.50``); anything else by
-    its words, whatever their case. An answer that is longer than ``LONGEST_ANSWER``, or names more amounts than the
-    facts do and ``FURTHER_AMOUNTS``, states nothing.
+    Amounts of money match by value (``$1,250.5`` is ``$1250.50``), other facts by their words without case. An answer
+    longer than ``LONGEST_ANSWER``, or with more than ``FURTHER_AMOUNTS`` amounts besides the facts, states nothing.
     """
     if not facts:
         return True

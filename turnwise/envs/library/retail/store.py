@@ -1,4 +1,4 @@
-"""The rows of a shop that an episode reads and changes, in SQLite in memory."""
+"""The shop's rows in an in-memory SQLite database."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ COMPARED: Final = (
 
 
 class Store:
-    """A shop's tables in a connection of their own.
-
-    Outside of :meth:`changing` the connection refuses every statement that would write.
-    """
+    """A shop's tables; read-only outside of :meth:`changing`."""
 
     def __init__(self, world: World) -> None:
         self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -71,21 +68,21 @@ class Store:
         self._connection.execute("PRAGMA query_only = ON")
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """Return what a query finds."""
+        """Return the rows of a query."""
         return self._execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        """Return the first row that a query finds, or None."""
+        """Return the first row of a query, or None."""
         found: sqlite3.Row | None = self._execute(sql, values).fetchone()
         return found
 
     def write(self, sql: str, *values: Any) -> None:
-        """Change rows; only within :meth:`changing`."""
+        """Execute a write; only within :meth:`changing`."""
         self._execute(sql, values)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Allow writes, all of which happen or, where anything is raised, none."""
+        """Open a write transaction, rolled back on any exception."""
         self._connection.execute("PRAGMA query_only = OFF")
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -99,7 +96,7 @@ class Store:
             self._connection.execute("PRAGMA query_only = ON")
 
     def digest(self) -> dict[str, str]:
-        """Return a hash of each table of ``COMPARED``. The order of rows, white space and case do not count."""
+        """Return a hash of each table of ``COMPARED``, without regard to row order, white space and case."""
         found = {}
         for table in COMPARED:
             rows = sorted(json.dumps([_plain(value) for value in row]) for row in self.rows(f"SELECT * FROM {table}"))
@@ -107,7 +104,7 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Free the tables. Closing twice is no error."""
+        """Close the database. Idempotent."""
         self._connection.close()
 
     def _execute(self, sql: str, values: tuple[Any, ...]) -> sqlite3.Cursor:

@@ -1,4 +1,4 @@
-"""Tasks: a customer's request, and the changes and facts that answer it."""
+"""Retail tasks: generated customer requests with the changes and facts that answer them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,7 @@ Action: TypeAlias = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as a whole.
-
-    Attributes:
-        customer: Id of the customer.
-        identity: The sentence in which the customer says who they are.
-        text: What they want.
-        actions: The changes that are right.
-        facts: What the answer must state.
-    """
+    """A complete request."""
 
     customer: str
     identity: str
@@ -48,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the things that a request asks for."""
+    """One part of a request."""
 
     text: str
     actions: tuple[Action, ...]
@@ -57,13 +49,10 @@ class Part:
 
 @dataclass(slots=True)
 class View:
-    """A customer's part of a shop, of which each order and the address are spoken of at most once.
+    """A customer's view of a shop, in which each order and the address are mentioned at most once.
 
     Attributes:
-        world: The shop.
-        user: The customer.
-        rng: What decides.
-        used: Ids of orders that a part of the request speaks of already; the user's own id for the address.
+        used: Ids of orders mentioned so far; the user's id stands for the address.
     """
 
     world: World
@@ -95,11 +84,11 @@ class View:
         return self.world.products[variant.product]
 
     def days_since_delivery(self, order: Order) -> int:
-        """Return how many days ago an order was delivered."""
+        """Return the days since an order's delivery."""
         return (date.fromisoformat(self.world.today) - date.fromisoformat(order.delivered_on or "")).days
 
     def named(self, order: Order) -> str:
-        """Return how the customer speaks of an order: by what is in it and in no other one of theirs, or by its id."""
+        """Return the customer's name for an order: by a unique item, or by its id."""
         others = [each for each in self.world.orders.values() if each.user == self.user.id and each.id != order.id]
         elsewhere = {self.world.variants[item].product for each in others for item in each.items}
         own = [self.product(each) for each in self.items(order) if each.product not in elsewhere]
@@ -108,13 +97,13 @@ class View:
         return f"my order {order.id}"
 
     def paying(self, method: PaymentMethod) -> str:
-        """Return how the customer speaks of a payment method."""
+        """Return the customer's name for a payment method."""
         if method.kind == "credit_card":
             return f"my credit card ending in {method.last_four}"
         return "my PayPal account" if method.kind == "paypal" else "my gift card"
 
     def other_variant(self, variant: Variant, *, available: bool) -> tuple[Variant, str] | None:
-        """Return a variant that differs in one option, and how the customer asks for it."""
+        """Return a variant that differs in one option, and the phrase that asks for it."""
         options = dict(variant.options)
         found = []
         for each in self.world.variants_of(variant.product):
@@ -259,7 +248,7 @@ def cancel(view: View) -> list[Part]:
 
 
 def send_back(view: View) -> list[Part]:
-    """Send items back within the days that the policy allows."""
+    """Return items within the allowed days."""
     for order in view.orders("delivered"):
         items = [each for each in view.items(order) if not each.final_sale]
         if view.days_since_delivery(order) > RETURN_DAYS or not items:
@@ -316,7 +305,7 @@ def change_items(view: View) -> list[Part]:
 
 
 def address_change(view: View) -> list[Part]:
-    """Send a pending order somewhere else, and perhaps move altogether."""
+    """Send a pending order to another address, and perhaps change the customer's own."""
     for order in view.orders("pending"):
         address = _address(view)
         view.used.add(order.id)
@@ -331,7 +320,7 @@ def address_change(view: View) -> list[Part]:
 
 
 def payment(view: View) -> list[Part]:
-    """Pay for a pending order otherwise."""
+    """Pay for a pending order by another method."""
     for order in view.orders("pending"):
         total = sum(each.price for each in view.items(order))
         methods = [
@@ -360,7 +349,7 @@ def question(view: View) -> list[Part]:
 
 
 def transfer(view: View) -> list[Part]:
-    """Ask for what the tools cannot do."""
+    """Ask for something that the tools cannot do."""
     topic, text = view.rng.choice(
         (
             ("account_data", "I have a new e-mail address, please change it in my account."),
@@ -374,11 +363,7 @@ def transfer(view: View) -> list[Part]:
 
 
 def compose(world: World, kind: str, rng: random.Random) -> Request:
-    """Return a request of a kind.
-
-    Raises:
-        TaskError: No customer of the shop has anything to ask of this kind.
-    """
+    """Return a request of a kind."""
     users = list(world.users.values())
     rng.shuffle(users)
     for user in users:
@@ -438,16 +423,13 @@ _PER_SHOP: Final = 8
 
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0, kind: str | None = None) -> Iterator[Task]:
-    """Yield ``n`` requests of a split, the kinds in turn; eight are made in each shop.
+    """Yield ``n`` requests of a split, the kinds in turn, eight to a shop.
 
     Args:
-        n: How many.
+        n: Number of tasks.
         split: ``train`` or ``test``.
-        seed: Another seed gives other shops.
+        seed: Determines the shops.
         kind: Only requests of this kind.
-
-    Raises:
-        TaskError: There is no such split or kind.
     """
     if split not in SPLITS:
         raise TaskError(f"retail has no split {shown(split)}: it has {', '.join(SPLITS)}")
@@ -460,7 +442,7 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0, kind: str | None
 
 
 def drawn(seed: int | None) -> Task:
-    """Return the task that belongs to a seed; a new one every time for None."""
+    """Return the task drawn from a seed; a random one for None."""
     number = random.getrandbits(63) if seed is None else seed
     return _task(f"retail-seed-{number}", draw(world_seed("train", number, 0)), list(KINDS)[number % len(KINDS)], 0)
 

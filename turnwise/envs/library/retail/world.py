@@ -1,4 +1,4 @@
-"""What a shop is at the start of an episode, drawn from a seed: customers, products, orders."""
+"""Initial state of a shop, drawn from a seed: customers, products, orders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _CATALOGUE: Final[dict[str, tuple[int, dict[str, tuple[str, ...]]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where something is sent."""
+    """A postal address."""
 
     street: str
     city: str
@@ -82,7 +82,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class PaymentMethod:
-    """What a customer can pay with: ``credit_card``, ``paypal`` or ``gift_card``; only the last one has a balance."""
+    """A payment method: ``credit_card``, ``paypal`` or ``gift_card``; only the last has a balance."""
 
     id: str
     user: str
@@ -93,7 +93,7 @@ class PaymentMethod:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What can be ordered: a product with all its options chosen."""
+    """An orderable item: a product with all its options chosen."""
 
     id: str
     product: str
@@ -105,7 +105,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order and the variants in it, each once and of different products."""
+    """An order of distinct variants of different products."""
 
     id: str
     user: str
@@ -122,13 +122,7 @@ class World:
     """A shop.
 
     Attributes:
-        seed: What it was drawn from.
         today: The date of the conversation, in ISO form.
-        users: Customers by id.
-        payments: Payment methods by id.
-        products: Names of products by id.
-        variants: Variants by id.
-        orders: Orders by id.
     """
 
     seed: int
@@ -141,7 +135,7 @@ class World:
 
     @property
     def split(self) -> str:
-        """``test`` for about a quarter of all shops, by who their customers are."""
+        """``test`` for about a quarter of all shops, decided by the customers."""
         return _split(self.users.values())
 
     def variants_of(self, product: str) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Questions whose answer stands in several passages of a corpus, found with BM25."""
+"""Search environment: multi-hop questions over a corpus, with BM25 search."""
 
 from turnwise.envs.library.search.env import SearchEnv
 from turnwise.envs.library.search.tasks import qa_tasks, tasks

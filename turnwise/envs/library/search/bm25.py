@@ -1,4 +1,4 @@
-"""BM25 over the passages of a corpus, through the package ``bm25s`` (extra ``search``)."""
+"""BM25 index of a corpus, by the package ``bm25s`` (extra ``search``)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,10 @@ _BUILDING = threading.Lock()
 
 
 class Index:
-    """Passages that can be searched and opened. Searching changes nothing: any number of episodes share an index.
-
-    Attributes:
-        passages: All of them, by id.
-    """
+    """An immutable search index, shared by concurrent episodes."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        """Index passages by their titles and texts.
-
-        Raises:
-            ConfigError: There is no word in any of them.
-            MissingExtraError: ``bm25s`` is not installed.
-        """
+        """Index passages by title and text."""
         package = bm25s()
         self.passages = {each.id: each for each in passages}
         self._ordered = list(passages)
@@ -40,10 +31,7 @@ class Index:
         self._bm25.index(tokens, show_progress=False)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """Return the at most ``k`` passages that fit a query best, the best first, ties in the order of the corpus.
-
-        A passage without any word of the query is no result.
-        """
+        """Return the ``k`` best passages for a query, ties in corpus order; at least one word must match."""
         (words,) = _tokens([query])
         if not words:
             return []
@@ -52,7 +40,7 @@ class Index:
 
 
 def _best(scores: Any, k: int) -> Any:
-    """Return the indexes of the ``k`` largest scores, ties by index, without sorting them all."""
+    """Return the indices of the ``k`` largest scores, ties by index, without a full sort."""
     least = np.partition(scores, -k)[-k]
     found = np.flatnonzero(scores >= least)
     return found[np.argsort(-scores[found], kind="stable")][:k]
@@ -73,11 +61,7 @@ def bm25s() -> Any:
 
 
 def index_of_file(path: str) -> Index:
-    """Return the index of a file's passages; it is made anew when the file was written since.
-
-    Raises:
-        ConfigError: The file cannot be read as a corpus.
-    """
+    """Return the cached index of a file, rebuilt when the file changes."""
     file = Path(path).expanduser()
     written = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
     # Episodes reset in several threads; the first one makes the index, and the others wait for it.
@@ -86,7 +70,7 @@ def index_of_file(path: str) -> Index:
 
 
 def index_of_encyclopedia(split: str, seed: int) -> Index:
-    """Return the index of an encyclopedia that is made in place."""
+    """Return the index of a generated encyclopedia."""
     with _BUILDING:
         return _encyclopedia_index(split, seed)
 

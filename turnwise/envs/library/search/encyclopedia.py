@@ -1,4 +1,4 @@
-"""A corpus of passages, from a file or drawn from a seed: the encyclopedia of a country that does not exist."""
+"""Search corpora: jsonl files, and a generated encyclopedia of a fictional country."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnwise.seeding import stable_hash
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of text that can be found and opened."""
+    """A passage of a corpus."""
 
     id: str
     title: str
@@ -25,10 +25,10 @@ class Passage:
 
 
 def read_corpus(path: str) -> list[Passage]:
-    """Read ``{"id", "title", "text"}`` rows; without an id a row has its number, from 0, and the title may be left out.
+    """Read ``{"id", "title", "text"}`` rows; the id defaults to the row number from 0, the title may be missing.
 
     Raises:
-        ConfigError: There is no such file, it holds no passage, or a line is wrong; the message names the line.
+        ConfigError: The file is missing or empty, or a line is invalid; the message names the line.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -102,7 +102,7 @@ class Town:
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Somebody who was born somewhere."""
+    """A person with a birthplace."""
 
     name: str
     profession: str
@@ -112,15 +112,12 @@ class Person:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What somebody made: a building that stands in a town, a company that has its seat there, or a book about it.
+    """A building, a company or a book.
 
     Attributes:
         kind: ``building``, ``company`` or ``book``.
-        name: What it is called.
-        maker: Architect, founder or author.
-        town: Where it is, or what it is about.
-        year: When it was opened, founded or published.
-        detail: What the company makes, or what kind of a book it is.
+        year: Year of opening, founding or publication.
+        detail: The company's product, or the kind of book.
     """
 
     kind: str
@@ -133,7 +130,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Encyclopedia:
-    """Everything there is, and an article on each."""
+    """All entities, with an article on each."""
 
     towns: tuple[Town, ...]
     works: tuple[Work, ...]

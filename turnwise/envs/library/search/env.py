@@ -1,4 +1,4 @@
-"""The environment: searching, opening, and an answer."""
+"""SearchEnv: search and open passages, then answer a question."""
 
 from __future__ import annotations
 
@@ -27,14 +27,10 @@ _SNIPPET: Final = 100
 
 
 class SearchEnv(ToolEnv):
-    """Asks a question whose answer stands in a corpus, mostly behind another passage that must be found first.
+    """Asks a question about a corpus, mostly one that needs two dependent lookups.
 
-    The score is 1 for the right answer, compared without case, punctuation and articles; else 0 (or, with
-    ``metric="f1"``, the share of words that answer and accepted answer have in common).
-
-    Attributes:
-        index: The corpus of this episode.
-        accepted: The answers that are right.
+    The score is 1 for the right answer without regard to case, punctuation and articles, else 0; with ``metric="f1"``
+    the word F1.
     """
 
     blocking: ClassVar[bool] = True
@@ -45,15 +41,11 @@ class SearchEnv(ToolEnv):
     accepted: list[str]
 
     def __init__(self, *, corpus: str | None = None, metric: Literal["exact", "f1"] = "exact") -> None:
-        """Take a corpus.
+        """Set corpus and metric.
 
         Args:
             corpus: A jsonl file with ``id``, ``title`` and ``text``; by default the encyclopedia that a task names.
-            metric: How an answer is compared: ``exact`` or ``f1``.
-
-        Raises:
-            ConfigError: The corpus cannot be read, or there is no such metric.
-            MissingExtraError: ``bm25s`` is not installed.
+            metric: ``exact`` or ``f1``.
         """
         if metric not in ("exact", "f1"):
             raise ConfigError(f"metric is {shown(metric)}: it must be 'exact' or 'f1'")
@@ -64,11 +56,7 @@ class SearchEnv(ToolEnv):
             index_of_file(corpus)
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Start with the task's question; without a task, one about the encyclopedia is drawn from the seed.
-
-        Raises:
-            TaskError: The task's data holds no answer, or names no corpus and there is none in the configuration.
-        """
+        """Ask the task's question; without a task, one about the encyclopedia is drawn from the seed."""
         if task is None and self.corpus is not None:
             raise TaskError(
                 "a corpus of your own needs tasks: see turnwise.envs.library.search:qa_tasks?path=rows.jsonl"
@@ -99,7 +87,7 @@ class SearchEnv(ToolEnv):
         return f"{passage.title}\n\n{passage.text}"
 
     def score(self, final: Message | None) -> float:
-        """How well the answer in the message fits the accepted ones."""
+        """Compare the answer with the accepted ones by the metric."""
         compare = exact if self.metric == "exact" else f1
         return compare(answer_in("" if final is None else text_of(final)), self.accepted)
 

@@ -1,4 +1,4 @@
-"""Tasks: questions of two and three steps over a made encyclopedia, and questions from a file."""
+"""Search tasks: generated two- and three-hop questions, rows from a file, and answer metrics."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ _ARTICLES: Final = frozenset(("a", "an", "the"))
 
 
 def answer_in(text: str) -> str:
-    """Return the answer in a message: what follows its last ``Answer:``, or all of it where there is none."""
+    """Return what follows the last ``Answer:`` of a message, or all of it."""
     found: list[str] = _ANSWER.findall(text)
     return found[-1] if found else text
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text: compatibility forms, case, punctuation, thousands separators and articles do not
-    count.
-    """
+    """Return the normalised words of a text: NFKC, without case, punctuation, thousands separators and articles."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
     found = re.findall(r"\w+", plain)
@@ -42,15 +40,15 @@ def words(text: str) -> list[str]:
 
 
 def exact(answer: str, accepted: Sequence[str]) -> float:
-    """Return 1 where the answer has the words of one of the accepted ones, else 0."""
+    """Return 1 where the answer has the words of an accepted one, else 0."""
     return float(any(words(answer) == words(each) for each in accepted))
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:
-    """Return the largest F1 of an answer's words and an accepted one's.
+    """Return the largest word F1 of the answer against the accepted ones.
 
-    With c common words (each as often as both have it), of p in the answer and g in the accepted one, precision c/p and
-    recall c/g: F1 = 2c / (p + g), as SQuAD (Rajpurkar et al. 2016) measures answers.
+    ``F1 = 2c / (p + g)`` with p words in the answer, g in the accepted one and c in common, counted with multiplicity,
+    as in SQuAD (Rajpurkar et al. 2016).
     """
     return max((_f1(words(answer), words(each)) for each in accepted), default=0.0)
 
@@ -65,7 +63,7 @@ _PER_ENCYCLOPEDIA: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its answer, and the titles of the articles that lead there."""
+    """A question, its answer, and the titles of the articles that lead to it."""
 
     text: str
     answer: str
@@ -73,11 +71,7 @@ class Question:
 
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
-    """Yield ``n`` questions of a split, each once; a thousand to an encyclopedia.
-
-    Raises:
-        TaskError: There is no such split.
-    """
+    """Yield ``n`` different questions of a split, a thousand to an encyclopedia."""
     if split not in SPLITS:
         raise TaskError(f"search has no split {shown(split)}: it has {', '.join(SPLITS)}")
     for index in range(n):
@@ -87,7 +81,7 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task
 
 
 def drawn(seed: int | None) -> Task:
-    """Return the task that belongs to a seed; a new one every time for None. They share one encyclopedia."""
+    """Return the task drawn from a seed, or a random one for None; all share one encyclopedia."""
     number = random.getrandbits(63) if seed is None else seed
     found = questions("train", 0)
     return _task(f"search-seed-{number}", found[stable_hash("search", number) % len(found)], "train", 0)
@@ -99,15 +93,12 @@ def _task(name: str, question: Question, split: str, volume: int) -> Task:
 
 
 def qa_tasks(path: str, *, question: str = "question", answer: str = "answer") -> Iterator[Task]:
-    """Yield the rows of a jsonl file as tasks, for a corpus of one's own.
+    """Yield the rows of a jsonl file as tasks, for a custom corpus.
 
     Args:
         path: The file. A row has a question, and an answer or a list of accepted ones; further fields go to ``data``.
         question: Name of the field with the question.
         answer: Name of the field with the answer.
-
-    Raises:
-        TaskError: There is no such file, or a row is wrong; the message names the line.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -139,11 +130,7 @@ def _row_task(line: bytes, where: str, name: str, question: str, answer: str) ->
 
 
 def accepted_of(data: dict[str, Any], where: str) -> list[str]:
-    """Return the accepted answers of a task's data.
-
-    Raises:
-        TaskError: There are none.
-    """
+    """Return the accepted answers of a task's data."""
     answer = data.get("answer")
     found = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
     if not isinstance(found, list) or not found or not all(isinstance(each, (str, int, float)) for each in found):

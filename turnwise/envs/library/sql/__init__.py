@@ -1,4 +1,4 @@
-"""Questions over SQLite databases that are made in place: the answer is a query, and its result is compared."""
+"""SQL environment: questions over generated SQLite databases, answered by a query."""
 
 from turnwise.envs.library.sql.env import SqlEnv
 from turnwise.envs.library.sql.tasks import tasks

@@ -1,4 +1,4 @@
-"""A SQLite database that only answers questions."""
+"""Read-only SQLite databases with bounded queries."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ _FORBIDDEN_FUNCTIONS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a query found.
+    """Result of a query.
 
     Attributes:
-        columns: Their names.
-        rows: At most as many as were asked for.
+        rows: At most the requested number.
         more: Whether there are further rows.
     """
 
@@ -59,12 +58,10 @@ class Result:
 
 
 class Database:
-    """A connection that reads.
-
-    It may be used from any thread, one query at a time. Closing it ends the query that runs.
+    """A read-only connection, usable from any thread, one query at a time. Closing it ends a running query.
 
     Attributes:
-        steps: Instructions of SQLite's machine after which a query is stopped.
+        steps: Limit of SQLite instructions for a query.
         tables: The ``CREATE`` statements of tables and views, by name.
     """
 
@@ -95,8 +92,7 @@ class Database:
         """Run one query.
 
         Raises:
-            ToolError: It is no plain read, is wrong, takes too long or finds too much; the message is for whoever wrote
-                it.
+            ToolError: It does not only read, is wrong, or exceeds a limit; the message is for the model.
         """
         with self._lock, self._limited():
             try:
@@ -112,7 +108,7 @@ class Database:
         return Result(columns, rows[:most_rows], len(rows) > most_rows)
 
     def close(self) -> None:
-        """Free the database, once the query that may run has been stopped. Closing twice is no error."""
+        """Stop a running query and close the database. Idempotent."""
         self._closed = True
         with self._lock:
             self._connection.close()
@@ -166,7 +162,7 @@ def _explained(error: sqlite3.DatabaseError) -> str:
 
 
 def made(schema: str, seed: int, *, steps: int = MOST_STEPS) -> Database:
-    """Make a database in memory: the rows depend on nothing but the seed."""
+    """Create an in-memory database, determined by the seed."""
     kind = SCHEMAS[schema]
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     connection.executescript(kind.tables)
@@ -183,15 +179,12 @@ def _rows(schema: str, seed: int) -> Rows:
 
 
 def opened(path: str, where: str, *, steps: int = MOST_STEPS) -> Database:
-    """Open a database file to read.
+    """Open a database file for reading.
 
     Args:
         path: The file.
-        where: What names it, for messages.
+        where: Its origin, for messages.
         steps: As in :class:`Database`.
-
-    Raises:
-        TaskError: There is no such file, or it is no SQLite database.
     """
     file = Path(path).expanduser()
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""The environment: tools that look at a database, and a query as the answer."""
+"""SqlEnv: tools to inspect a database, and a query as the answer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ _LONGEST_CELL: Final = 120
 class SqlEnv(ToolEnv):
     """Asks a question about a database; the answer is a query.
 
-    The score is 1 where the query has the result of the gold query, on this database and on a second one with other
-    rows; else 0. The names of columns do not count, the order of rows only where the gold query has one.
-
-    Attributes:
-        question: What is asked, and how it is judged.
-        database: What the tools look at.
+    The score is 1 where the query has the gold query's result, on this database and on a second one with other rows;
+    else 0. Column names do not count, row order only where the gold query sorts.
     """
 
     blocking: ClassVar[bool] = True
@@ -46,15 +42,11 @@ class SqlEnv(ToolEnv):
     _open_database: Database | None = None
 
     def __init__(self, *, max_rows: int = 50, max_steps: int = MOST_STEPS) -> None:
-        """Take limits.
+        """Set limits.
 
         Args:
-            max_rows: Rows of a result that the model gets to see.
-            max_steps: Instructions of SQLite's machine after which a query of the model is stopped; large database
-                files may need more.
-
-        Raises:
-            ConfigError: One of them is no integer of at least 1.
+            max_rows: Rows of a result shown to the model.
+            max_steps: SQLite instructions after which the model's query is stopped; large files may need more.
         """
         for name, value in (("max_rows", max_rows), ("max_steps", max_steps)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -62,11 +54,7 @@ class SqlEnv(ToolEnv):
         self.max_rows, self.max_steps = max_rows, max_steps
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Open the database of the task; without a task, one is drawn from the seed.
-
-        Raises:
-            TaskError: The task's data does not name a database and a query that answers the question.
-        """
+        """Open the database of the task; without a task, one is drawn from the seed."""
         self._drop()
         task = drawn(seed) if task is None else task
         self.question = question_of(task)
@@ -101,13 +89,13 @@ class SqlEnv(ToolEnv):
         return float(bool(sql) and is_right(self.question, self.database, sql))
 
     def solve(self) -> Solution:
-        """Look at the tables, try the gold query and answer with it."""
+        """Inspect the tables, try the gold query and answer with it."""
         yield tool_call("list_tables")
         yield tool_call("query", sql=self.question.gold)
         yield f"```sql\n{self.question.gold}\n```"
 
     async def close(self) -> None:
-        """Free the database."""
+        """Close the database."""
         await super().close()
         self._drop()
 

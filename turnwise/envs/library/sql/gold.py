@@ -1,4 +1,4 @@
-"""What a task of this environment is about, and whether a query answers it."""
+"""Questions of SQL tasks, and comparison of a query's result with the gold result."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Row = tuple[Any, ...]
 
 
 def submitted(text: str) -> str:
-    """Return the query in a message: its last fenced block, or all of it where there is none."""
+    """Return the query in a message: its last fenced block, or all of it."""
     blocks: list[str] = _FENCE.findall(text)
     return (blocks[-1] if blocks else text).strip().rstrip(";").strip()
 
 
 def is_ordered(sql: str) -> bool:
-    """Return whether a query orders its result; what stands in parentheses orders something else."""
+    """Return whether a query sorts its result, at the top level."""
     text = _QUOTED.sub(" ", sql)
     while (shorter := _NESTED.sub(" ", text)) != text:
         text = shorter
@@ -40,13 +40,13 @@ def is_ordered(sql: str) -> bool:
 
 
 def same_result(found: Result, gold: Result, *, ordered: bool) -> bool:
-    """Return whether a result is the gold one: the same columns in the same order, whatever their names, and the same
-    rows, each as often.
+    """Compare a result with the gold one: the same columns in order, whatever their names, and the same multiset of
+    rows.
 
     Args:
-        found: What was submitted.
-        gold: What is right.
-        ordered: Whether the rows must come in the gold order.
+        found: The submitted result.
+        gold: The gold result.
+        ordered: Whether row order counts.
     """
     if len(found.columns) != len(gold.columns) or len(found.rows) != len(gold.rows) or found.more != gold.more:
         return False
@@ -94,10 +94,9 @@ class Question:
     """A question.
 
     Attributes:
-        schema: The kind of database that is made, or None where it is a file.
+        schema: The kind of generated database, or None for a file.
         database: The seed of its rows, or the file.
-        gold: The query that answers it.
-        check: The file of the second database, or None: one is made, or (for files) there is none.
+        check: The file of the second database; None: one is generated, or (for files) there is none.
     """
 
     schema: str | None
@@ -111,11 +110,7 @@ class Question:
 
 
 def question_of(task: Task) -> Question:
-    """Return what a task asks.
-
-    Raises:
-        TaskError: A field of its data is missing or wrong, or its gold query fails.
-    """
+    """Parse the question of a task."""
     where = f"task {task.id!r}: data"
     schema, database = task.data.get("schema"), task.data.get("database")
     gold, check = task.data.get("gold"), task.data.get("check_database")
@@ -143,7 +138,7 @@ def question_of(task: Task) -> Question:
 
 
 def is_right(question: Question, database: Database, sql: str) -> bool:
-    """Return whether a query answers a question, on the episode's database and on the second one."""
+    """Return whether a query is right, on the episode's database and on the second one."""
     gold, other = _answers(question)
     ordered = is_ordered(question.gold)
     try:
@@ -160,7 +155,7 @@ def is_right(question: Question, database: Database, sql: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _answers(question: Question) -> tuple[Result, tuple[int | str, Result] | None]:
-    """Return the gold result, and where the second database is, with its gold result."""
+    """Return the gold result, and the second database with its gold result."""
     gold = _run(question, question.database, "data['database']")
     if gold.more:
         raise TaskError(f"data['gold'] finds more than {MOST_ROWS} rows, which is the most that is compared")
@@ -192,5 +187,5 @@ def _open(schema: str | None, place: int | str, where: str, steps: int) -> Datab
 
 
 def says_something(result: Result) -> bool:
-    """Return whether a result is more than nothing: an empty one, or zeros only, is guessed too easily."""
+    """Return whether a result is neither empty nor all zeros, which would be guessed too easily."""
     return any(value not in (None, 0) for row in result.rows for value in row)

@@ -1,4 +1,4 @@
-"""What a database is made from, and what can be asked of it."""
+"""Generated databases: tables, row generators and question templates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ LAST_NAMES: Final = (  # noqa: SIM905
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A question with gaps.
+    """A question with placeholders.
 
     Attributes:
-        question: What is asked; ``{name}`` is a gap.
-        gold: The query that answers it, with the same gaps.
-        gaps: What may stand in each gap.
+        question: The question, with ``{name}`` placeholders.
+        gold: The gold query, with the same placeholders.
     """
 
     question: str
@@ -48,10 +47,7 @@ class Schema:
     """A kind of database.
 
     Attributes:
-        name: What tasks call it.
         tables: ``CREATE TABLE`` statements.
-        rows: Draws the rows.
-        templates: What can be asked.
     """
 
     name: str
@@ -61,7 +57,7 @@ class Schema:
 
 
 def people(rng: random.Random, count: int) -> list[str]:
-    """Draw so many different names of persons."""
+    """Draw distinct names of persons."""
     pairs = rng.sample(range(len(FIRST_NAMES) * len(LAST_NAMES)), count)
     return [f"{FIRST_NAMES[pair // len(LAST_NAMES)]} {LAST_NAMES[pair % len(LAST_NAMES)]}" for pair in pairs]
 
@@ -72,7 +68,7 @@ def day(rng: random.Random, first: date, last: date) -> str:
 
 
 def titles(rng: random.Random, count: int, adjectives: Sequence[str], nouns: Sequence[str]) -> list[str]:
-    """Draw so many different titles of two words."""
+    """Draw distinct two-word titles."""
     pairs = rng.sample(range(len(adjectives) * len(nouns)), count)
     return [f"{adjectives[pair // len(nouns)]} {nouns[pair % len(nouns)]}" for pair in pairs]
 

@@ -1,4 +1,4 @@
-"""Tasks: questions over made databases, with the query that answers them."""
+"""SQL tasks: questions over generated databases, with gold queries."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ _PER_DATABASE: Final = 20
 
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0, schema: str | None = None) -> Iterator[Task]:
-    """Yield ``n`` questions of a split: twenty to a database, the kinds of databases and the templates in turn.
+    """Yield ``n`` questions of a split, twenty to a database, schemas and templates in turn.
 
     Args:
-        n: How many.
+        n: Number of tasks.
         split: ``train`` or ``test``.
-        seed: Another seed gives other databases.
-        schema: Only questions over this kind of database: ``shop``, ``school``, ``library`` or ``flights``.
-
-    Raises:
-        TaskError: There is no such split or schema.
+        seed: Determines the databases.
+        schema: Only this kind of database: ``shop``, ``school``, ``library`` or ``flights``.
     """
     if split not in SPLITS:
         raise TaskError(f"sql has no split {shown(split)}: it has {', '.join(SPLITS)}")
@@ -46,7 +43,7 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0, schema: str | No
 
 
 def drawn(seed: int | None) -> Task:
-    """Return the task that belongs to a seed; a new one every time for None."""
+    """Return the task drawn from a seed; a random one for None."""
     number = random.getrandbits(63) if seed is None else seed
     name, database = list(SCHEMAS)[number % len(SCHEMAS)], stable_hash("sql database", "train", number, 0)
     with closing(made(name, database)) as rows:
@@ -68,7 +65,7 @@ def _question(rows: Database, schema: str, split: str, database: int, index: int
 
 @functools.cache
 def _questions(schema: str, split: str) -> list[list[tuple[str, str]]]:
-    """Return the questions of a split, by template; a template without any there is left out."""
+    """Return the questions of a split, by template, without empty ones."""
     found = [
         [pair for pair in template.filled() if (stable_hash("sql", schema, pair[1]) % 4 == 0) == (split == "test")]
         for template in SCHEMAS[schema].templates

@@ -1,4 +1,4 @@
-"""Repositories with issues, and hidden tests that say whether a patch resolves them."""
+"""SWE environment: repositories with issues, and hidden tests that grade a patch."""
 
 from turnwise.envs.library.swe.env import SweEnv
 from turnwise.envs.library.swe.rows import Instance, row, tasks

@@ -1,4 +1,4 @@
-"""The environment: a repository, an issue, and tools to mend it."""
+"""SweEnv: a repository, an issue, and tools to fix it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ _RULES: Final = ("resolved", "partial")
 
 
 class SweEnv(ToolEnv):
-    """Asks for a patch that resolves an issue; hidden tests say whether it does.
+    """Asks for a patch that resolves an issue, graded by hidden tests.
 
-    Each episode has a sandbox with the row's repository. What was changed there, as a diff, is judged in a second
-    sandbox with a clean copy. The score is 1 where every test of FAIL_TO_PASS and PASS_TO_PASS passes, else 0; with
-    ``reward="partial"`` the share of FAIL_TO_PASS, and 0 where a test of PASS_TO_PASS fails.
+    The agent works in a sandbox with the row's repository; its diff is graded in a second sandbox with a clean copy.
+    The score is 1 where every test of FAIL_TO_PASS and PASS_TO_PASS passes, else 0; with ``reward="partial"`` the share
+    of FAIL_TO_PASS, and 0 where a test of PASS_TO_PASS fails.
 
     Attributes:
-        instance: The row.
-        place: Where the repository is in the sandbox, and the commit that changes are told against.
-        verdict: What the tests said, once the episode is scored; None where there was nothing to judge.
-        patch: What was judged.
+        place: The repository's path in the sandbox, and the base commit.
+        verdict: Test results after scoring; None where there was nothing to grade.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -74,20 +72,17 @@ class SweEnv(ToolEnv):
         cache: str | None = None,
         max_patch: int = 2**20,
     ) -> None:
-        """Take settings.
+        """Set reward, tools and limits.
 
         Args:
             reward: ``resolved`` (1 or 0), or ``partial``.
             tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
-            instructions: The system prompt, ``{workdir}`` being where the repository is; None: none.
-            eval_timeout: Seconds that the tests may take.
-            channel: Where results are read: the ``report`` of the plugin (pytest), the ``log``, or ``auto``.
-            image: The name of a row's image, ``{image}`` being the published one: ``registry.local/{image}``.
-            cache: Where repositories of rows are kept; None: below ``$XDG_CACHE_HOME/turnwise``.
+            instructions: The system prompt, with ``{workdir}`` for the repository's path; None: none.
+            eval_timeout: Seconds for the tests.
+            channel: Source of results: the ``report`` of the plugin (pytest), the ``log``, or ``auto``.
+            image: Template of a row's image, ``{image}`` being the published one: ``registry.local/{image}``.
+            cache: Folder of cached repositories; None: below ``$XDG_CACHE_HOME/turnwise``.
             max_patch: Bytes of a diff; a larger one counts as none.
-
-        Raises:
-            ConfigError: A setting is of the wrong kind.
         """
         if reward not in _RULES:
             raise ConfigError(f"reward is {shown(reward)}: it must be {' or '.join(map(repr, _RULES))}")
@@ -109,13 +104,7 @@ class SweEnv(ToolEnv):
         self.cache = None if cache is None else Path(cache).expanduser()
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
-        """Start a sandbox with the task's repository.
-
-        Raises:
-            EnvError: There is no task, or its repository is none.
-            TaskError: The row cannot be read.
-            SandboxError: The sandbox cannot be had.
-        """
+        """Start a sandbox with the task's repository."""
         self.verdict, self.patch = None, b""
         self.instance = self._instance(task)
         box = await self.open_sandbox(spec_of(self.instance, LIMITS, self.cache))
@@ -128,12 +117,7 @@ class SweEnv(ToolEnv):
         return [*opening, {"role": "user", "content": self.instance.problem}], {"instance_id": self.instance.name}
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - the repository is the answer
-        """What the changed repository is worth.
-
-        Raises:
-            EnvError: The row itself is broken.
-            SandboxError: A sandbox failed.
-        """
+        """Grade the changed repository."""
         if self.sandbox is None:
             raise EnvError("SweEnv.score: the episode has no sandbox any more: call reset() first")
         self.patch, problem = await submission(self.sandbox, self.place, max_bytes=self.max_patch)
@@ -155,15 +139,11 @@ class SweEnv(ToolEnv):
         )
 
     async def judge(self, patch: bytes, *, reverse: bool = False) -> Verdict:
-        """Return what the tests say of a patch to the row of this episode, in a sandbox of its own.
+        """Grade a patch to the row of this episode, in a separate sandbox.
 
         Args:
-            patch: A diff in git's form; an empty one is the repository as it is.
-            reverse: Whether it is taken back instead of applied.
-
-        Raises:
-            EnvError: The row itself is broken.
-            SandboxError: The sandbox failed.
+            patch: A git diff; an empty one grades the repository as it is.
+            reverse: Whether it is reverted instead of applied.
         """
         box = await self.open_sandbox(spec_of(self.instance, LIMITS, self.cache))
         try:
@@ -173,7 +153,7 @@ class SweEnv(ToolEnv):
             await self.close_sandbox(box)
 
     async def check_task(self, task: Task) -> list[str]:
-        """Say what is wrong with a row: its solution must resolve it, and the empty patch must not."""
+        """Check that a row's solution resolves it, and the empty patch does not."""
         try:
             self.instance = instance = self._instance(task)
             wrong = []
@@ -193,7 +173,7 @@ class SweEnv(ToolEnv):
         return wrong
 
     async def final_step(self, final: Message, observation: Sequence[Message] = ()) -> StepResult:
-        """Score the repository and end the episode; ``info`` says of every test what became of it."""
+        """Score the repository and end the episode; ``info`` holds the status of every test."""
         result = await super().final_step(final, observation)
         if self.verdict is not None:
             result.info.update(tests=self.verdict.tests(), reason=self.verdict.reason)
@@ -201,7 +181,7 @@ class SweEnv(ToolEnv):
         return result
 
     def solve(self) -> Solution | None:
-        """Apply the row's own solution, and submit; None where there is no shell to do it with."""
+        """Apply the row's solution, and submit; None without a shell."""
         return self._solution() if any(isinstance(tool, ShellTool) for tool in self.tools) else None
 
     def _solution(self) -> Solution:

@@ -1,9 +1,8 @@
-"""How a solution is judged: in a clean copy of the repository, in a sandbox that its author never touched.
+"""Grading of SWE solutions in a clean copy of the repository, in a sandbox that the agent never touched.
 
-A solution runs in the same process as its tests. What pytest reports comes from a plugin (``guard/``), by a process of
-its own, with a message code that is keyed for this run, so a log that looks right, a process that ends early and a
-pytest that was changed pass nothing. Other frameworks are read from their logs, between marks that are new for every
-run.
+A solution runs in its tests' process. Pytest results come from a plugin (``guard/``) through a separate process, with a
+MAC keyed for the run: forged logs, early exits and a modified pytest pass nothing. Other frameworks' logs are read
+between marks that are fresh for each run.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from turnwise.sandboxes.core import ExecResult, Sandbox
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a solution.
+    """Result of grading a solution.
 
     Attributes:
-        resolved: Whether every test that must pass does.
+        resolved: Whether every required test passes.
         reason: Why not, in a few words; "" where it is resolved.
-        fail_to_pass: The status of each test that failed at first; ``ERROR`` where none was reported.
-        pass_to_pass: The same of those that passed at first.
-        dropped: Files that the solution changed and that were put back, since they decide how tests run.
-        log: The end of what the run wrote.
-        seconds: What applying the solution and running the tests took.
+        fail_to_pass: Status of each test that must be fixed; ``ERROR`` where none was reported.
+        pass_to_pass: Status of each test that must keep passing.
+        dropped: Changed files that were restored, since they decide how tests run.
+        seconds: Duration of applying the solution and running the tests.
     """
 
     resolved: bool
@@ -51,17 +49,17 @@ class Verdict:
 
     @property
     def fixed(self) -> float:
-        """Share of the tests that failed at first and pass now."""
+        """Share of the FAIL_TO_PASS tests that pass."""
         return _share(self.fail_to_pass)
 
     @property
     def kept(self) -> float:
-        """Share of the tests that passed at first and still do."""
+        """Share of the PASS_TO_PASS tests that pass."""
         return _share(self.pass_to_pass)
 
     @property
     def partial(self) -> float:
-        """Partial credit: the share of fixed tests, 0 where one that passed at first does not any more."""
+        """Partial credit: the share of fixed tests, 0 where a PASS_TO_PASS test fails."""
         return self.fixed if self.kept == 1.0 else 0.0
 
     def tests(self) -> dict[str, dict[str, str]]:
@@ -79,14 +77,14 @@ def _share(tests: Mapping[str, TestStatus]) -> float:
 def decide(
     instance: Instance, statuses: Statuses, *, dropped: Sequence[str] = (), log: str = "", reason: str = ""
 ) -> Verdict:
-    """Hold the statuses of a run against what a row expects.
+    """Compare the statuses of a run with a row's expectations.
 
     Args:
         instance: The row.
-        statuses: What the run reported, by test.
-        dropped: Files that were put back.
-        log: The end of its output.
-        reason: What went wrong with the run as a whole: then nothing that it reported counts. "": nothing did.
+        statuses: Reported statuses, by test.
+        dropped: Files that were restored.
+        log: Tail of the output.
+        reason: Failure of the run as a whole, which voids its statuses; "": none.
     """
     if reason:
         statuses = {}
@@ -110,7 +108,7 @@ def decide(
 
 
 def _as_expected(instance: Instance, statuses: Statuses, dropped: Sequence[str], log: str, reason: str) -> Verdict:
-    """Hold a run against the status of every test: rows of R2E-Gym name tests without their files."""
+    """Compare a run with the status of every test: rows of R2E-Gym name tests without their files."""
     run = {_r2e_name(name): status for name, status in statuses.items()}
     found = {}
     for name, wanted in instance.expected.items():
@@ -141,12 +139,10 @@ _WORDS: Final = (
 
 
 class Judge:
-    """Judges solutions of one row.
+    """Grades solutions of one row.
 
     Args:
-        instance: The row.
-        timeout: Seconds that the tests may take.
-        channel: Where results are read; ``auto`` is the report where the tests are pytest's.
+        channel: Source of results; ``auto`` is the report for pytest.
     """
 
     def __init__(self, instance: Instance, *, timeout: float = 600.0, channel: Channel = "auto") -> None:
@@ -155,15 +151,15 @@ class Judge:
         self.reports = instance.framework == "pytest" if channel == "auto" else channel == "report"
 
     async def judge(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> Verdict:
-        """Return what the tests say of a patch; an empty one is the repository as it is.
+        """Grade a patch; an empty one grades the repository as it is.
 
         Args:
-            box: A sandbox that was started for this and holds the row's repository.
-            patch: A diff in git's form.
-            reverse: Whether it is taken back instead of applied.
+            box: A fresh sandbox with the row's repository.
+            patch: A git diff.
+            reverse: Whether it is reverted instead of applied.
 
         Raises:
-            EnvError: The row itself is broken: its tests cannot be brought in, or its repository is none.
+            EnvError: The row is broken: its tests cannot be applied, or its repository is none.
             SandboxError: The sandbox failed.
         """
         began = time.monotonic()
@@ -183,7 +179,7 @@ class Judge:
         return replace(verdict, seconds=time.monotonic() - began)
 
     async def _apply(self, box: Sandbox, place: Place, patch: bytes, reverse: bool) -> str | None:
-        """Apply a patch, and return None, or what git says where it does not apply."""
+        """Apply a patch; return git's error, or None."""
         path = f"{place.temporary}/{secrets.token_hex(8)}.diff"
         await box.write_file(path, patch if patch.endswith(b"\n") else patch + b"\n")
         how = ["--reverse"] if reverse else []
@@ -205,7 +201,7 @@ class Judge:
         return None if done.ok else first.text.strip()[-300:]
 
     async def _put_back(self, box: Sandbox, place: Place) -> tuple[str, ...]:
-        """Put back what decides how tests run, and return which files those were."""
+        """Restore the files that decide how tests run, and return them."""
         changed = await self._changed(box)
         base = {name for name, (status, _) in changed.items() if status != "A"}
         links = {name for name, (_, mode) in changed.items() if mode in ("120000", "160000")}
@@ -226,14 +222,14 @@ class Judge:
         return tuple(sorted(name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in wrong))
 
     async def _of_files(self, box: Sandbox, command: str, names: Collection[str]) -> None:
-        """Run git for files: more of them than a command line takes, and with any name."""
+        """Run git for any number of files with any names."""
         if names:
             given = "\0".join(sorted(names)).encode("utf-8", "surrogateescape")
             done = await box.exec(f"xargs -0 -n 500 {GIT} {command} --", timeout=120.0, stdin=given)
             await self._must(done, "putting files back")
 
     async def _at_fault(self, box: Sandbox, place: Place, patch: bytes) -> bool:
-        """Whether the row's tests come in where a patch was not applied, so that the row is well."""
+        """Whether the row's tests apply without the patch, so that the patch is at fault."""
         if not patch.strip():
             return False
         await git(box, "reset", "--quiet", "--hard", "HEAD")
@@ -244,7 +240,6 @@ class Judge:
         return True
 
     async def _changed(self, box: Sandbox) -> dict[str, tuple[str, str]]:
-        """Return what a patch changed, by file: the letter of its status, and its new mode."""
         done = await git(box, "diff", "--cached", "--raw", "-z", "--no-renames", "HEAD", max_output=MOST_LOG)
         await self._must(done, "listing what the patch changed")
         parts = done.stdout.decode("utf-8", "surrogateescape").split("\0")
@@ -300,7 +295,6 @@ class Judge:
         return decide(instance, statuses, dropped=dropped, log=between[-_TAIL:] or log[-_TAIL:], reason=reason)
 
     async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:
-        """Put the plugin where the tests run, and return the variables that load it."""
         # Nothing in the repository can have these names.
         module = f"guard_{nonce}"
         for name, source in ((module, "plugin.py"), (f"comparisons_{nonce}", "comparisons.py")):
@@ -324,7 +318,7 @@ class Judge:
         }
 
     async def _words(self, box: Sandbox, place: Place) -> dict[str, list[str]]:
-        """Return the Python files of the solution, each with the suspicious words that are in its place there."""
+        """Return the solution's Python files, each with the suspicious words of its base version."""
         tests = touched(self.instance.test_patch) | set(self.instance.files)
         names = [name for name in await self._changed(box) if name.endswith(".py") and name not in tests]
         found = {}

@@ -1,4 +1,4 @@
-"""Logs of test runners, read into one status per test."""
+"""Parsers of test logs: one status per test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 
 
 class TestStatus(StrEnum):
-    """What became of one test."""
+    """Status of one test."""
 
     __test__ = False
 
@@ -24,7 +24,7 @@ class TestStatus(StrEnum):
 
     @property
     def good(self) -> bool:
-        """Whether it counts as passed: it passed, or failed as it was expected to."""
+        """Whether it counts as passed: passed, or failed as expected."""
         return self in (TestStatus.PASSED, TestStatus.XFAIL)
 
 
@@ -45,17 +45,16 @@ def _lines(log: str) -> Iterator[str]:
 
 
 def _worst(found: Statuses, name: str, status: TestStatus) -> None:
-    """Note a status; of several runs of one name the worst counts."""
+    """Record a status; of several runs of one name the worst counts."""
     held = found.get(name)
     if held is None or _ORDER.index(status) > _ORDER.index(held):
         found[name] = status
 
 
 def pytest_log(log: str) -> Statuses:
-    """Read a log of pytest, ``-rA`` or ``-v``; of ``tox`` and seaborn's runs of it, too.
+    """Parse a log of pytest, ``-rA`` or ``-v``, also through ``tox``.
 
-    Where the log ends with a summary that lists passed tests, nothing else of it counts: what tests print cannot pose
-    as a result.
+    A summary at the end that lists passed tests is authoritative: printed text cannot pose as a result.
     """
     lines = list(_lines(log))
     starts = [number for number, line in enumerate(lines) if _SUMMARY.match(line)]
@@ -92,10 +91,10 @@ _TEST_ID: Final = re.compile(r"\w+ \([\w.<>]+\)$")
 
 
 def unittest_log(log: str) -> Statuses:
-    """Read a verbose log of unittest, Django's runner or nose.
+    """Parse a verbose log of unittest, Django's runner or nose.
 
-    A test with a docstring has two lines, ``test_a (pkg.Case)`` and ``What it says ... ok``; both are noted. What a
-    test prints stands between its name and its status: the status then begins a line of its own.
+    A test with a docstring has two lines, ``test_a (pkg.Case)`` and ``What it says ... ok``; both are recorded. Output
+    of a test stands between its name and its status, which then begins a line.
     """
     found: Statuses = {}
     name, before = "", ""
@@ -126,7 +125,7 @@ def _ending(text: str) -> TestStatus | None:
 
 
 def sympy_log(log: str) -> Statuses:
-    """Read a log of sympy's own runner, ``bin/test -C --verbose``."""
+    """Parse a log of sympy's own runner, ``bin/test -C --verbose``."""
     found: Statuses = {}
     ends = {"ok": TestStatus.PASSED, "F": TestStatus.FAILED, "E": TestStatus.ERROR, "f": TestStatus.XFAIL}
     for line in _lines(log):
@@ -153,7 +152,7 @@ _TIME: Final = re.compile(r"\s+\(?\d+(?:\.\d+)?\s*m?s\)?$")
 
 
 def jest_log(log: str) -> Statuses:
-    """Read a verbose log of Jest, Vitest or Mocha: a mark, and the test's name."""
+    """Parse a verbose log of Jest, Vitest or Mocha: a mark, and the test's name."""
     found: Statuses = {}
     for line in _lines(log):
         text = line.strip()
@@ -174,7 +173,7 @@ _GO: Final = {
 
 
 def go_log(log: str) -> Statuses:
-    """Read a log of ``go test -v`` or ``go test -json``; sub-tests are ``TestA/case``."""
+    """Parse a log of ``go test -v`` or ``go test -json``; sub-tests are ``TestA/case``."""
     found: Statuses = {}
     for line in _lines(log):
         text = line.strip()
@@ -199,7 +198,7 @@ def _event(text: str) -> dict[str, Any]:
 
 
 def cargo_log(log: str) -> Statuses:
-    """Read a log of ``cargo test``."""
+    """Parse a log of ``cargo test``."""
     found: Statuses = {}
     ends = {"ok": TestStatus.PASSED, "FAILED": TestStatus.FAILED, "ignored": TestStatus.SKIPPED}
     for line in _lines(log):
@@ -227,11 +226,7 @@ PARSERS: Final[dict[str, Parser]] = {
 
 
 def parser_of(framework: str) -> Parser:
-    """Return the parser of a framework.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return the parser of a framework."""
     if framework not in PARSERS:
         raise ConfigError(f"framework is {framework!r}: logs are read of {', '.join(PARSERS)}")
     return PARSERS[framework]

@@ -1,4 +1,4 @@
-"""Which files of a repository a solution may not change."""
+"""Protected files: those of a repository that decide how tests run."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ _TEST_PACKAGES: Final = frozenset(
 
 
 def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[str] = ()) -> bool:
-    """Return whether a file decides how tests run or what they say.
+    """Return whether a file decides how tests run or report.
 
     Args:
         path: Relative to the repository.
-        allowed: Files that the row's own solution changes: those are never protected.
+        allowed: Files of the row's own solution, never protected.
         extra: Further patterns of the row, such as ``bin/test``.
     """
     if path in allowed:
@@ -108,10 +108,9 @@ def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[
 
 
 def shadows(path: str) -> str:
-    """Return what of a new file would be imported in the place of the standard library's, or of the test runner's.
+    """Return the module or folder of a new file that would shadow the standard library or the test runner; else "".
 
-    ``python -m pytest`` looks in the repository first. It is the module, or the folder, relative to the repository;
-    "" where nothing is.
+    ``python -m pytest`` searches the repository first.
     """
     parts = PurePosixPath(path).parts
     first = parts[1] if parts[0] in ("src", "lib") and len(parts) > 1 else parts[0]
@@ -122,9 +121,9 @@ def shadows(path: str) -> str:
 
 
 def settings_differ(name: str, before: bytes | None, after: bytes | None) -> bool:
-    """Return whether two versions of a file in :data:`SETTINGS` run tests differently; None is no file.
+    """Return whether two versions of a file in :data:`SETTINGS` run tests differently; None is a missing file.
 
-    A version that cannot be read differs from every other.
+    An unreadable version differs from every other.
     """
     return before != after and _settings(name, before) != _settings(name, after)
 
@@ -149,7 +148,7 @@ def _settings(name: str, text: bytes | None) -> Any:
 
 
 def touched(patch: str) -> frozenset[str]:
-    """Return the files that a diff in git's form changes, adds or removes. For diffs of rows, which are trusted."""
+    """Return the files that a trusted git diff changes, adds or removes."""
     found = set()
     for line in patch.splitlines():
         match = re.match(r"(?:---|\+\+\+) [ab]/([^\t]+)|rename (?:from|to) (.+)|diff --git a/(.+) b/\3$", line)

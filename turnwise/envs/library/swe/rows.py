@@ -1,4 +1,4 @@
-"""Rows of SWE datasets, as they are published, read into one form."""
+"""Rows of published SWE datasets in one form."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ PYTEST: Final = "python -m pytest -rA --tb=short -p no:cacheprovider"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a repository's tests run.
+    """Test recipe of a repository.
 
     Attributes:
-        command: The command; test files, or what the framework takes instead, are put behind it.
-        framework: Whose log it writes.
-        before: Shell lines that come first.
-        protected: Patterns of files that run tests, besides those of every repository.
-        files: What is put behind the command: ``paths``, Django's ``labels``, or mypy's ``cases``.
+        command: The command; test files, or their equivalent, are appended.
+        protected: Patterns of further files that run tests.
+        files: What is appended: ``paths``, Django's ``labels``, or mypy's ``cases``.
     """
 
     command: str = PYTEST
@@ -92,12 +90,12 @@ _SWE_GYM: Final = {
 
 
 def recipe_of(repo: str) -> Recipe:
-    """Return how a repository's tests run; pytest where nothing is known of it."""
+    """Return a repository's recipe; pytest by default."""
     return _SWE_BENCH.get(repo) or _SWE_GYM.get(repo) or Recipe()
 
 
 def image_of(repo: str, name: str) -> str | None:
-    """Return the image that was published for a row which names none, or None where none is known.
+    """Return the published image of a row that names none, or None.
 
     Args:
         repo: ``owner/name``.
@@ -136,27 +134,19 @@ class Instance:
 
     Attributes:
         name: Its ``instance_id``.
-        repo: ``owner/name``, or what the snapshot is called.
-        problem: The issue.
-        patch: The reference solution, as a diff; "" where the row has none.
-        reversed: Whether ``patch`` is the bug instead, and the solution takes it back (SWE-smith).
-        test_patch: What brings the tests that decide.
-        tests_commit: The commit that holds them, where no patch does; "": none.
+        repo: ``owner/name``, or the snapshot's name.
+        patch: The reference solution, as a diff, or "".
+        reversed: Whether ``patch`` is the bug, and the solution reverts it (SWE-smith).
+        tests_commit: Commit of the hidden tests, where no patch holds them, or "".
         fail_to_pass: Tests that fail before and pass after.
         pass_to_pass: Tests that pass before and after.
-        expected: The status of every test, for rows that say it so (R2E); empty for others.
-        snapshot: Where the repository is; None: in the image.
-        image: What the sandbox runs; None: the backend's own.
-        commit: What is checked out first; "": what is there.
-        setup_patch: A diff that is part of the beginning.
-        script: A whole script that runs the tests, in the place of ``command`` and ``files``.
-        applies_tests: Whether ``script`` itself applies the test patch.
-        command: What runs the tests.
-        files: What is put behind it.
-        before: Shell lines that come before it.
-        framework: Whose log it writes.
-        env: Variables of every command.
-        protected: Patterns of files that a solution may not change, besides those of every repository.
+        expected: The status of every test, for R2E rows; else empty.
+        snapshot: Source of the repository; None: in the image.
+        image: The sandbox's image; None: the backend's default.
+        commit: Initial commit; "": the present one.
+        script: A complete test script, in place of ``command`` and ``files``.
+        applies_tests: Whether ``script`` applies the test patch.
+        before: Shell lines before it.
     """
 
     name: str
@@ -184,11 +174,7 @@ class Instance:
 
 
 def row(record: Mapping[str, Any]) -> Task:
-    """Return the task of a published row, for ``map`` of a source of tasks.
-
-    Raises:
-        TaskError: A column is missing or of the wrong kind.
-    """
+    """Return the task of a published row, for ``map`` of a source of tasks."""
     if not isinstance(record, Mapping):
         raise TaskError(f"a row of an SWE dataset has columns, it is {shown(record)}")
     name = record.get("instance_id") or _r2e_name(record)
@@ -201,11 +187,7 @@ def row(record: Mapping[str, Any]) -> Task:
 
 
 def instance_of(task: Task) -> Instance:
-    """Return what a task says.
-
-    Raises:
-        TaskError: It cannot be played; the message names the column and the remedy.
-    """
+    """Parse a task."""
     data = task.data
     where = f"task {task.id!r}"
     if "expected_output_json" in data:
@@ -280,7 +262,6 @@ def _recipe(data: Mapping[str, Any], repo: str, where: str) -> Recipe:
 
 
 def _files(recipe: Recipe, test_patch: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return what the test command is told to run."""
     changed = sorted(path for path in touched(test_patch) if not path.endswith(_NO_TESTS))
     if recipe.files == "cases":
         cases = re.findall(r"^[+ ]\[case ([^\]]+)\]", test_patch, re.MULTILINE)
@@ -319,7 +300,6 @@ def _r2e(data: Mapping[str, Any], where: str) -> Instance:
 
 
 def _tests(data: Mapping[str, Any], column: str, where: str) -> tuple[str, ...]:
-    """Return a list of tests: a list, or a text that holds one."""
     value = _decoded(data.get(column, data.get(column.lower())))
     if value is None or value == "":
         return ()
@@ -358,12 +338,9 @@ def tasks(n: int | None = None, *, path: str | None = None, repo: str | None = N
     """Yield SWE tasks.
 
     Args:
-        n: At most so many.
-        path: A ``.jsonl`` file of published rows; without, those that come with the package.
+        n: Most tasks.
+        path: A ``.jsonl`` file of published rows; by default the built-in ones.
         repo: Only those of one repository, such as ``ledgerly`` or ``django/django``.
-
-    Raises:
-        TaskError: The file cannot be read, or a line of it is no row; or there is no row of that repository.
     """
     found = 0
     for task in _rows(path):

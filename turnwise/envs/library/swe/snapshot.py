@@ -1,7 +1,7 @@
-"""Snapshots of repositories: from what a row names to a folder with one commit, the same on every machine.
+"""Repository snapshots: from a row's source to a folder with one reproducible commit.
 
-A snapshot is a folder, a git bundle, a tar archive, or a text archive: files one after the other, each behind a line
-``-- path --``. The commit has a fixed author and date, so that equal contents have equal ids.
+A snapshot is a folder, a git bundle, a tar archive, or a text archive (files after lines ``-- path --``). Author and
+date of the commit are fixed, so that equal contents have equal ids.
 """
 
 from __future__ import annotations
@@ -41,22 +41,18 @@ _IDENTITY: Final = {
 
 
 def state_folder() -> Path:
-    """Return where repositories are kept between runs: ``$XDG_CACHE_HOME/turnwise``, by default below ``~/.cache``."""
+    """Return the cache folder: ``$XDG_CACHE_HOME/turnwise``, by default below ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwise"
 
 
 def checkout(source: str, *, commit: str = "", setup_patch: str = "", folder: Path | None = None) -> Path:
-    """Return a folder that holds a repository at a row's beginning, made where it is not there yet.
+    """Return a folder with a repository at a row's initial state, cached.
 
     Args:
         source: ``shipped:NAME``, or the path of a folder, a ``.bundle``, a tar archive or a ``.txtar``.
-        commit: What is checked out of a repository with a history; "": what its HEAD is.
-        setup_patch: A diff that is part of the beginning.
-        folder: Where repositories are kept; None: :func:`state_folder`.
-
-    Raises:
-        TaskError: There is no such snapshot, or it cannot be read, or the patch does not apply.
-        EnvError: There is no git on this machine.
+        commit: Commit of a repository with a history; "": its HEAD.
+        setup_patch: Diff applied at the beginning.
+        folder: Cache folder; None: :func:`state_folder`.
     """
     key = _key(source, commit, setup_patch)
     place = (folder or state_folder()) / "repositories" / key
@@ -76,7 +72,7 @@ def _key(source: str, commit: str, setup_patch: str) -> str:
 
 
 def _content(source: str) -> bytes:
-    """Return what tells two versions of a source apart: its bytes; of a folder names, sizes and times."""
+    """Return the identity of a source: its bytes; of a folder names, sizes and times."""
     if source.startswith(SHIPPED):
         return _shipped(source).encode()
     path = Path(source).expanduser()
@@ -120,7 +116,7 @@ def _make(source: str, commit: str, setup_patch: str, place: Path) -> None:
 
 
 def _unpack(source: str, target: Path, commit: str) -> bool:
-    """Write a snapshot's files, and return whether they are a repository with a history."""
+    """Write a snapshot's files; return whether it has a history."""
     if source.startswith(SHIPPED) or source.endswith(".txtar"):
         text = _shipped(source) if source.startswith(SHIPPED) else Path(source).expanduser().read_text("utf-8")
         for name, content in read_archive(text, source).items():
@@ -160,11 +156,7 @@ def _unpack(source: str, target: Path, commit: str) -> bool:
 
 
 def read_archive(text: str, source: str = "archive") -> dict[str, str]:
-    """Return the files of a text archive by path.
-
-    Raises:
-        TaskError: A path leads out of the repository, or there is no file.
-    """
+    """Parse a text archive into files by path."""
     found: dict[str, str] = {}
     parts = re.split(r"^-- (\S.*?) --\n", text, flags=re.MULTILINE)
     for name, content in zip(parts[1::2], parts[2::2], strict=True):

@@ -1,4 +1,4 @@
-"""A row's repository in a sandbox: how it begins, and what an agent made of it."""
+"""A row's repository in a sandbox: initial state, and the agent's submission."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ _GIT_ENV: Final = {
 
 
 def spec_of(instance: Instance, limits: SandboxLimits, folder: Path | None = None) -> SandboxSpec:
-    """Return what a sandbox with a row's repository is asked for.
+    """Return the spec of a sandbox with a row's repository.
 
     Args:
         instance: The row.
-        limits: What may be used.
-        folder: Where repositories are kept on this machine; None: the default.
-
-    Raises:
-        TaskError: The row's repository cannot be read.
+        limits: Resource limits.
+        folder: Cache folder on this machine; None: the default.
     """
     labels = {"swe": instance.name}
     env = {**_GIT_ENV, **instance.env}
@@ -72,13 +69,7 @@ async def git(box: Sandbox, *arguments: str, max_output: int = 65_536) -> ExecRe
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things are in a sandbox; a backend without namespaces has them elsewhere than a spec says.
-
-    Attributes:
-        workdir: The repository.
-        temporary: A folder for what is no part of it.
-        base: The commit that changes are told against.
-    """
+    """Paths in a sandbox; a backend without namespaces differs from the spec."""
 
     workdir: str
     temporary: str
@@ -86,11 +77,7 @@ class Place:
 
 
 async def prepare(box: Sandbox, instance: Instance) -> Place:
-    """Bring a repository to a row's beginning, and return where it is.
-
-    Raises:
-        EnvError: The workdir holds no repository, or not that commit.
-    """
+    """Bring a repository to a row's initial state."""
     if instance.snapshot is None and instance.commit:
         done = await git(box, "checkout", "--quiet", "--force", instance.commit)
         if not done.ok:
@@ -105,7 +92,7 @@ async def prepare(box: Sandbox, instance: Instance) -> Place:
 
 
 async def hide_history(box: Sandbox) -> None:
-    """Remove the names under which a repository holds what came later: branches, tags, remotes and logs."""
+    """Remove refs to later commits: branches, tags, remotes and logs."""
     script = (
         "for remote in $(git remote); do git remote remove $remote; done; "
         "here=$(git symbolic-ref -q HEAD); "
@@ -116,14 +103,9 @@ async def hide_history(box: Sandbox) -> None:
 
 
 async def submission(box: Sandbox, place: Place, *, max_bytes: int) -> tuple[bytes, str]:
-    """Return what was changed since a commit, as a diff, and what is wrong with it; "" where nothing is.
+    """Return the diff since the base commit, and an error text or "".
 
-    New files are part of it unless the repository ignores them, and so are commits.
-
-    Args:
-        box: The sandbox that the agent worked in.
-        place: Where its repository is, and how that began.
-        max_bytes: A larger one counts as none.
+    It includes commits, and new files unless ignored.
     """
     mark = secrets.token_hex(8)
     index, target = f"{place.temporary}/{mark}.index", f"{place.temporary}/{mark}.diff"

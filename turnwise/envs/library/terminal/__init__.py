@@ -1,4 +1,4 @@
-"""Tasks in a terminal, whose tests come in only after the agent has ended."""
+"""Terminal environment: tasks in a shell, graded by tests copied in after the agent ended."""
 
 from turnwise.envs.library.terminal.env import TerminalEnv
 from turnwise.envs.library.terminal.folder import TaskFolder, read_folder, tasks

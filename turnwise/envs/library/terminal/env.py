@@ -1,4 +1,4 @@
-"""The environment: a terminal, and tests that come in when the agent has ended."""
+"""TerminalEnv: a shell in a sandbox, and tests that run after the agent ended."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ done
 
 
 class TerminalEnv(ToolEnv):
-    """Asks for something to be done in a terminal.
+    """Asks for a task in a terminal.
 
-    When the agent has ended, the task's tests are copied into its sandbox and run there. The score is the reward that
-    they write (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 where all tests of their log pass.
+    After the agent ended, the task's tests are copied into its sandbox and run. The score is the reward that they write
+    (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 where all tests of their log pass.
 
     Attributes:
-        folder: The task.
-        log: The end of what the tests wrote; "" before they ran.
+        log: Tail of the tests' output; "" before they ran.
         tests: The status of each test, where the log tells it.
     """
 
@@ -71,15 +70,12 @@ class TerminalEnv(ToolEnv):
         instructions: str | None = INSTRUCTIONS,
         test_timeout: float = 300.0,
     ) -> None:
-        """Take settings.
+        """Set tools and limits.
 
         Args:
             tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
             instructions: The system prompt; None: none.
-            test_timeout: Seconds that tests may take where a task does not say.
-
-        Raises:
-            ConfigError: A setting is of the wrong kind.
+            test_timeout: Default seconds for tests.
         """
         unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
         if unknown:
@@ -91,13 +87,7 @@ class TerminalEnv(ToolEnv):
         self.instructions, self.test_timeout = instructions, float(test_timeout)
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
-        """Start a sandbox with the task's files.
-
-        Raises:
-            EnvError: There is no task.
-            TaskError: Its folder cannot be read.
-            SandboxError: The sandbox cannot be had.
-        """
+        """Start a sandbox with the task's files."""
         self.log, self.tests = "", {}
         self.folder = _folder_of(task)
         await self.open_sandbox(_spec(self.folder))
@@ -107,11 +97,7 @@ class TerminalEnv(ToolEnv):
         return [*opening, {"role": "user", "content": self.folder.instruction}], {"task": self.folder.name}
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - what was done is the answer
-        """What the tests say.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Run the tests."""
         box = self.sandbox
         if box is None:
             raise EnvError("TerminalEnv.score: the episode has no sandbox any more: call reset() first")
@@ -137,10 +123,7 @@ class TerminalEnv(ToolEnv):
         return ScoreParts({"score": min(max(reward, 0.0), 1.0)}, {**metrics, "test_seconds": done.duration})
 
     async def _bring(self, box: Sandbox) -> tuple[str, str, str]:
-        """Bring the tests in, and return where commands run, where they are, and where a reward is written.
-
-        What the agent left in those places is removed first.
-        """
+        """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
         own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
         done = await box.exec(_PREPARE.replace("{own}", own))
         if not done.ok:
@@ -153,7 +136,7 @@ class TerminalEnv(ToolEnv):
         return workdir, tests, logs
 
     async def check_task(self, task: Task) -> list[str]:
-        """Say what is wrong with a task: its solution must be worth 1, and nothing done must be worth less."""
+        """Check that a task's solution is worth 1, and doing nothing less."""
         try:
             found = []
             for solved in (True, False):
@@ -175,7 +158,7 @@ class TerminalEnv(ToolEnv):
         return found
 
     def solve(self) -> Solution | None:
-        """Run the task's solution, and submit; None where there is no shell to do it with."""
+        """Run the task's solution, and submit; None without a shell."""
         return self._solution() if "shell" in self.names else None
 
     def _solution(self) -> Solution:
@@ -218,7 +201,6 @@ def _spec(folder: TaskFolder) -> SandboxSpec:
 
 
 async def _reward(box: Sandbox, logs: str) -> float | None:
-    """Return the reward that the tests wrote, or None where they wrote none that can be read."""
     for name in ("reward.txt", "reward.json"):
         try:
             text = (await box.read_file(f"{logs}/{name}", max_bytes=65_536)).decode()

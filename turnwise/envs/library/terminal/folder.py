@@ -1,8 +1,8 @@
-"""Folders of tasks, as Harbor and Terminal-Bench have them.
+"""Task folders in the formats of Harbor and Terminal-Bench.
 
 Harbor: ``task.toml``, ``instruction.md``, ``environment/Dockerfile``, ``tests/test.sh``, ``solution/solve.sh``.
 Terminal-Bench: ``task.yaml`` with the instruction, ``Dockerfile``, ``run-tests.sh``, ``tests/``, ``solution.sh``.
-Either may have ``workspace/``: files that the workdir has at the start; without an image it runs on any backend.
+Either may have ``workspace/``, the initial files of the workdir; without an image it runs on any backend.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ class TaskFolder:
     """One task.
 
     Attributes:
-        name: What its folder is called.
-        path: The folder.
-        instruction: What the agent is asked.
-        script: What is run to judge it, relative to ``path``.
-        tests: The folder that comes in with it.
-        solution: A script that solves it; None where there is none.
-        workspace: Files that the workdir has at the start; None: what the image has.
-        image: An image's name, or a folder with a Dockerfile; None: the backend's own.
-        workdir: Where commands run.
-        test_timeout: Seconds that the tests may take; None: the folder does not say.
-        limits: What may be used.
-        parser: Whose log the tests write, where they write no reward.
+        script: The test script, relative to ``path``.
+        tests: The folder copied in with it.
+        solution: A script that solves it, or None.
+        workspace: Initial files of the workdir; None: the image's.
+        image: An image's name, or a folder with a Dockerfile; None: the backend's default.
+        test_timeout: Seconds for the tests, or None.
+        parser: Format of the tests' log, where they write no reward.
     """
 
     name: str
@@ -62,11 +57,8 @@ def tasks(path: str | None = None, n: int | None = None) -> Iterator[Task]:
     """Yield the tasks of a folder of task folders.
 
     Args:
-        path: The folder, or a single task; without, those that come with the package.
-        n: At most so many.
-
-    Raises:
-        TaskError: There is no task in it, or one cannot be read.
+        path: The folder, or a single task; by default the built-in ones.
+        n: Most tasks.
     """
     root = _shipped_root() if path is None else Path(path).expanduser()
     places = [root] if _is_task(root) else sorted(each for each in root.glob("*") if _is_task(each))
@@ -86,11 +78,7 @@ def _is_task(place: Path) -> bool:
 
 
 def read_folder(name: str) -> TaskFolder:
-    """Return the task of a folder; ``shipped:NAME`` is one that comes with the package.
-
-    Raises:
-        TaskError: It is none; the message names the file and what is wrong with it.
-    """
+    """Read a task folder; ``shipped:NAME`` is a built-in one."""
     path = Path(name).expanduser()
     if name.startswith(SHIPPED):
         path = _shipped_root() / name.removeprefix(SHIPPED)
@@ -210,7 +198,7 @@ def _section(settings: Mapping[str, Any], name: str, path: Path) -> Mapping[str,
 
 
 def _bytes(place: Mapping[str, Any], name: str, path: Path) -> int | None:
-    """Return a size: ``memory_mb = 2048``, or ``memory = "2G"`` as older tasks say it."""
+    """Parse a size: ``memory_mb = 2048``, or ``memory = "2G"`` in older tasks."""
     number, text = place.get(f"{name}_mb"), place.get(name)
     if number is not None and not isinstance(number, bool) and isinstance(number, (int, float)) and number > 0:
         return int(number * 2**20)

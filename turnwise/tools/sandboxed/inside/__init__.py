@@ -1,4 +1,4 @@
-"""Programs that tools run inside a sandbox, sent there as text. They import nothing but the standard library."""
+"""Programs that tools send into a sandbox as text; they use the standard library only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,5 @@ from pathlib import Path
 
 
 def source(name: str) -> str:
-    """Return the text of one of these programs.
-
-    Args:
-        name: The file's name, without its ending.
-    """
+    """Return the text of a program, by its file name without suffix."""
     return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")

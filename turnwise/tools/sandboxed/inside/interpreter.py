@@ -1,4 +1,4 @@
-"""An interpreter that lasts: reads cells of Python, runs them, and says how each ended."""
+"""A persistent interpreter: reads cells of Python, runs them and reports how each ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_PLOTS = 4
 
 
 def show(value: Any, names: dict[str, Any]) -> None:
-    """Show the value of a cell's last expression, as an interactive interpreter does."""
+    """Print the value of a cell's last expression, as an interactive interpreter does."""
     if value is not None:
         sys.stdout.write(f"{value!r}\n")
         names["_"] = value
@@ -60,7 +60,7 @@ def report(error: BaseException) -> None:
 
 
 def plots() -> list[str]:
-    """Save the figures that are open, close them, and return where they are."""
+    """Save and close the open figures; return their files."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
@@ -75,7 +75,7 @@ def plots() -> list[str]:
 
 
 def cell(request: dict[str, Any], number: int, names: dict[str, Any], loop: Any) -> dict[str, Any]:
-    """Run what a request asks for, and return how it ended."""
+    """Run a request's code and return how it ended."""
     error: BaseException | None = None
     saved: list[str] = []
     try:
@@ -94,7 +94,7 @@ def cell(request: dict[str, Any], number: int, names: dict[str, Any], loop: Any)
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Cells neither read requests nor can close the way back.
     requests = os.fdopen(os.dup(0), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Losses: pure functions of tensors that return sums, and the registry of policy losses.
 
-Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and by name what else it
-reads of :data:`LOSS_DATA` and its options.
+A policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and by keyword its options and
+the :data:`LOSS_DATA` that it names.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ SELECT_DATA = ("seed",)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A policy loss and what the trainer has to know of it.
+    """A policy loss and its properties.
 
     Attributes:
         function: The formula.
-        aggregation: What it is averaged over unless ``algorithm.loss_aggregation`` says otherwise.
-        select: Chooses tokens of a whole optimizer step before its first pass, from the old policy's
-            log-probabilities and the advantages; the loss gets its answer as ``selected``.
-        idle_at_zero: Whether a row whose advantages are all zero has no gradient, so that no pass is spent on it.
-        uses_ratio: Whether it weighs a token by its ratio to the old policy.
+        aggregation: Default of ``algorithm.loss_aggregation``.
+        select: Selects tokens of a whole optimizer step before its first pass, from the old policy's log-probabilities
+            and the advantages; passed to the loss as ``selected``.
+        idle_at_zero: Whether a row whose advantages are all zero has no gradient and can be skipped.
+        uses_ratio: Whether tokens are weighted by their ratio to the old policy.
     """
 
     function: LossFn
@@ -94,19 +94,10 @@ def register_loss(
     idle_at_zero: bool = False,
     uses_ratio: bool = True,
 ) -> Any:
-    """Give a policy loss a name that ``algorithm.loss`` takes; without a function, as the decorator of one.
+    """Register a policy loss for ``algorithm.loss``; without a function, return a decorator.
 
-    Args:
-        name: The name.
-        function: The formula, called as every loss is (:data:`LOSS_ARGUMENTS`, :data:`LOSS_DATA`), or a whole
-            :class:`Loss`, to which the other arguments do not apply.
-        aggregation: See :class:`Loss`, as for the rest.
-        select: Chooses tokens of a step.
-        idle_at_zero: Whether rows without advantage have no gradient; unless that is said, they are computed.
-        uses_ratio: Whether tokens are weighed by their ratio to the old policy.
-
-    Returns:
-        What it was given, or the decorator.
+    It is called with :data:`LOSS_ARGUMENTS` and the part of :data:`LOSS_DATA` that it names. The other arguments are
+    those of :class:`Loss`; ``function`` may be a whole :class:`Loss`, to which they do not apply.
 
     Raises:
         RegistryError: The name is taken by another loss.
@@ -121,10 +112,10 @@ def register_loss(
 
 
 def find_loss(name: str) -> Loss:
-    """Return a loss by its name, or a user's own by a reference (``pkg.mod:function``, ``path/file.py:function``).
+    """Return a loss by its name or by reference (``pkg.mod:function``, ``path/file.py:function``).
 
     Raises:
-        RegistryError: No such loss, or what the reference names is no function.
+        RegistryError: No such loss, or the reference is no function.
     """
     found: Any = find(name, LOSSES, "algorithm.loss")
     return found if isinstance(found, Loss) else Loss(found, idle_at_zero=False)

@@ -1,7 +1,7 @@
-"""What losses share: the sums that they return, the bounded log-ratio, and means over spans of tokens.
+"""What losses share: sums over tokens, the clamped log-ratio, and means over spans of tokens.
 
-Sums are not divided here but by the normaliser of the whole step (``aggregation.py``): gradients do not depend on how
-rows are split over micro-batches and ranks.
+Losses are summed and divided only by the normaliser of the whole step (``aggregation.py``), so that gradients do not
+depend on how rows are split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 @dataclass(slots=True)
 class LossSums:
-    """What a loss returns for one micro-batch.
+    """The loss of one micro-batch.
 
     Attributes:
         loss: Scalar to differentiate: a weighted sum over tokens.
-        sums: Scalars summed over tokens (unweighted, detached); divided by the number of tokens they are means.
-        maxima: Scalars of which the largest over micro-batches counts (detached).
+        sums: Detached scalars, unweighted sums over tokens; reported as means.
+        maxima: Detached scalars, reported as the maximum over micro-batches.
     """
 
     loss: Tensor
@@ -44,19 +44,15 @@ class LossSums:
 
 
 def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return ``clamp(logprobs - old_logprobs, -20, 20)``; beyond the bounds it has no gradient."""
+    """Return ``clamp(logprobs - old_logprobs, -20, 20)``; no gradient beyond the bounds."""
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio_sums(log_ratio: Tensor, ratio: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the sums ``ratio`` and ``approx_kl`` and the maximum ``ratio_max``, as every loss reports them.
+    """Return the sums ``ratio`` and ``approx_kl`` and the maximum ``ratio_max``, reported by every loss.
 
     ``approx_kl`` is the estimator k3 of KL(old || trained), ``exp(log_ratio) - 1 - log_ratio``: Schulman,
-    "Approximating KL divergence", 2020.
-
-    Args:
-        log_ratio: Shape [N], of the tokens.
-        ratio: Shape [N], what the loss weighs tokens by (that of the sequence in a loss of sequences).
+    "Approximating KL divergence", 2020. ``ratio`` is the weight of a token: in a sequence loss the sequence's ratio.
     """
     with torch.no_grad():
         sums = {"ratio": ratio.sum(), "approx_kl": (log_ratio.exp() - 1.0 - log_ratio).sum()}
@@ -64,12 +60,7 @@ def ratio_sums(log_ratio: Tensor, ratio: Tensor) -> tuple[dict[str, Tensor], dic
 
 
 def span_mean(values: Tensor, spans: Tensor) -> Tensor:
-    """Return for each element the mean over all elements of its span, shape [N].
-
-    Args:
-        values: Shape [N]; gradients flow through it.
-        spans: int64 of shape [N], the number (from 0) of the span that each element belongs to.
-    """
+    """Return for each element the mean over its span, shape [N]; ``spans`` is int64 of shape [N], numbered from 0."""
     if not values.numel():
         return values
     count = int(spans.max()) + 1
@@ -78,30 +69,19 @@ def span_mean(values: Tensor, spans: Tensor) -> Tensor:
 
 
 def cross_entropy_loss(logprobs: Tensor, weights: Tensor) -> LossSums:
-    """Negative log-likelihood of the trained tokens: ``sum(weights * -logprobs)``, with its unweighted sum ``nll``.
-
-    Args:
-        logprobs: Shape [N]; gradients flow through it.
-        weights: Shape [N]; constants.
-    """
+    """Negative log-likelihood of the trained tokens: ``sum(weights * -logprobs)``, with its unweighted sum ``nll``."""
     return LossSums(-(weights * logprobs).sum(), {"nll": -logprobs.detach().sum()})
 
 
 def entropy_bonus(entropy: Tensor, weights: Tensor, coef: float) -> Tensor:
-    """Return ``-coef * sum(weights * entropy)``, to be added to a loss (Mnih et al. 2016, arXiv:1602.01783, section 4).
-
-    Args:
-        entropy: Shape [N], of the distribution that each token was drawn from; gradients flow through it.
-        weights: Shape [N]; constants.
-        coef: How strongly entropy is rewarded.
-    """
+    """Return ``-coef * sum(weights * entropy)``, to be added to a loss (Mnih et al. 2016, arXiv:1602.01783, sec. 4)."""
     return -coef * (weights * entropy).sum()
 
 
 def value_loss(
     values: Tensor, returns: Tensor, weights: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> LossSums:
-    """Half the squared error of a critic, that does not reward moving further than ``clip`` from where it stood.
+    """Half the squared error of a critic, with clipped value updates.
 
     ``L = sum_t w_t 1/2 max((V_t - R_t)^2, (C_t - R_t)^2)`` with ``C = V_old + clamp(V - V_old, -clip, clip)``; without
     ``clip`` the first square alone. The square is that of Schulman et al. 2017, PPO (arXiv:1707.06347), eq. 9;
@@ -110,10 +90,10 @@ def value_loss(
 
     Args:
         values: Shape [N]; gradients flow through it.
-        returns: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        old_values: Shape [N], the critic's before the first update of the step; constants. Needed with ``clip``.
-        clip: How far a value may move with profit, in units of reward.
+        returns: Shape [N].
+        weights: Shape [N].
+        old_values: The critic's values before the first update of the step, shape [N]. Needed with ``clip``.
+        clip: Clip range of a value, in units of reward.
 
     Returns:
         The weighted sum, and the sums ``critic/loss`` (unweighted) and ``critic/clip_fraction`` (tokens whose gradient
@@ -133,11 +113,7 @@ def value_loss(
 
 
 def logprob_gap(trainer: Tensor, rollout: Tensor) -> LossSums:
-    """How far the trainer's log-probabilities lie from the inference server's, on equal weights and ids.
-
-    Args:
-        trainer: Shape [N].
-        rollout: Shape [N].
+    """Return the difference between the trainer's and the server's log-probabilities on equal weights and ids.
 
     Returns:
         No loss (0); the sums ``gap_abs`` (``|trainer - rollout|``) and ``gap_kl`` (k3 estimate of
@@ -165,7 +141,7 @@ LossAggregation: TypeAlias = Literal[
 def weigh(
     rows: Sequence[TrainRow], mode: LossAggregation, *, scale: float | None = None
 ) -> tuple[list[TrainRow], float]:
-    """Return the rows of one optimizer step with their loss weights, and the normaliser of that step."""
+    """Return the rows of one optimizer step with their loss weights, and the step's normaliser."""
     weights, normalizer = loss_weights(
         [row.sample.trained_tokens for row in rows], [row.sample.trajectory_id for row in rows], mode, scale=scale
     )
@@ -175,11 +151,11 @@ def weigh(
 def loss_weights(
     trained_tokens: Sequence[int], trajectory_ids: Sequence[str], mode: LossAggregation, *, scale: float | None = None
 ) -> tuple[list[float], float]:
-    """Return the weight of each row's tokens and the normaliser of the step.
+    """Return the token weight of each row and the normaliser of the step.
 
-    The loss of a step is ``sum over tokens of weight * token loss / normaliser``. Rows without a trained token count
-    in nothing; a trajectory counts once, however many rows (branches) it has. A sequence is one row, so in the modes
-    of sequences a trajectory with more branches weighs more.
+    The loss of a step is ``sum over tokens of weight * token loss / normaliser``. Rows without a trained token do not
+    count. A sequence is one row, so the sequence modes weigh a trajectory by its number of branches; the trajectory
+    modes count it once.
 
     ``token_mean``: weight 1, divided by the number of trained tokens (Yu et al. 2025, DAPO, arXiv:2503.14476).
     ``seq_mean_token_mean``: the mean over a row's tokens, averaged over rows (DeepSeekMath, arXiv:2402.03300, eq. 3,
@@ -191,10 +167,10 @@ def loss_weights(
     ``trajectory_sum``: the sum over a trajectory's tokens, averaged over trajectories.
 
     Args:
-        trained_tokens: Per row, how many tokens it trains.
-        trajectory_ids: Per row, its trajectory.
-        mode: How tokens are aggregated.
-        scale: Read by ``seq_mean_token_sum_norm``, which needs it.
+        trained_tokens: Trained tokens per row.
+        trajectory_ids: Trajectory of each row.
+        mode: The aggregation.
+        scale: Required by ``seq_mean_token_sum_norm``.
 
     Returns:
         Weights, one per row, and the normaliser, at least 1.

@@ -41,17 +41,7 @@ def ppo_clip_loss(
     ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))`` and per token
     ``L = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))``: Schulman et al. 2017, PPO
     (arXiv:1707.06347), eq. 7, with separate bounds as in DAPO (arXiv:2503.14476). With ``dual_clip`` c > 1
-    and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729). The sum is
-    ``sum(weights * L)``.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N], of the policy that sampled; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        clip_low: How far the ratio may fall below 1 (in [0, 1)).
-        clip_high: How far it may rise above 1.
-        dual_clip: The bound for tokens with negative advantage, or None.
+    and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729). The sum is ``sum(weights * L)``.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` (k3, ``ratio - 1 - log ratio``: Schulman, "Approximating KL
@@ -87,20 +77,10 @@ def gspo_loss(
 ) -> LossSums:
     """Group sequence policy optimization: PPO's clipping on the ratio of the whole sequence.
 
-    ``s_i = exp(mean_t log ratio_t)`` over the tokens of sequence i, and per token ``s_it = sg[s_i] * p_t / sg[p_t]``
-    (equal in value, each token with a gradient of its own); ``L = max(-A * s_it, -A * clip(s_it, 1 - clip_low,
-    1 + clip_high))``: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7 in the form of GSPO-token, which also
-    takes advantages that differ within a sequence. The sum is ``sum(weights * L)``; the paper's objective
-    is the aggregation ``seq_mean_token_mean``.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        sequences: int64 of shape [N], the number of each token's sequence.
-        clip_low: How far the sequence's ratio may fall below 1.
-        clip_high: How far it may rise above 1.
+    ``s_i = exp(mean_t log ratio_t)`` over the tokens of sequence i, and per token ``s_it = sg[s_i] * p_t / sg[p_t]``;
+    ``L = max(-A * s_it, -A * clip(s_it, 1 - clip_low, 1 + clip_high))``: Zheng et al. 2025, GSPO (arXiv:2507.18071),
+    eq. 7 in the form of GSPO-token, which also takes advantages that differ within a sequence. The sum is
+    ``sum(weights * L)``; the paper's objective is the aggregation ``seq_mean_token_mean``.
 
     Returns:
         The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
@@ -125,22 +105,13 @@ def gmpo_loss(
     clip_low: NotNegative = 0.4,
     clip_high: NotNegative = 0.4,
 ) -> LossSums:
-    """Geometric-mean policy optimization: tokens are clipped, then the geometric mean of their ratios is taken.
+    """Geometric-mean policy optimization: the geometric mean of clipped token ratios.
 
     Per token ``c_t = sign(A) * min(sign(A) * x_t, sign(A) * clip(x_t, -clip_low, clip_high))`` with ``x_t`` the
-    log-ratio, per sequence ``L_i = -A_i * exp(mean_t c_t)``: Zhao et al. 2025, GMPO (arXiv:2507.20673), the
-    objective (its bounds are exp(-clip_low) and exp(clip_high)). As in GSPO's token form each token
-    has a gradient of its own, so that advantages may differ within a sequence: ``L_it = -A_it * sg[exp(mean_t c_t)] *
-    exp(c_t - sg[c_t])``. The sum is ``sum(weights * L)``; ``seq_mean_token_mean`` is the paper's objective.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        sequences: int64 of shape [N], the number of each token's sequence.
-        clip_low: How far the log-ratio of a token may fall below 0.
-        clip_high: How far it may rise above 0.
+    log-ratio, per sequence ``L_i = -A_i * exp(mean_t c_t)``: Zhao et al. 2025, GMPO (arXiv:2507.20673), whose bounds
+    are exp(-clip_low) and exp(clip_high). Computed per token, so that advantages may differ within a sequence:
+    ``L_it = -A_it * sg[exp(mean_t c_t)] * exp(c_t - sg[c_t])``. The sum is ``sum(weights * L)``;
+    ``seq_mean_token_mean`` is the paper's objective.
 
     Returns:
         The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
@@ -164,18 +135,10 @@ def sapo_loss(
     tau_pos: Positive = 1.0,
     tau_neg: Positive = 1.05,
 ) -> LossSums:
-    """Soft adaptive policy optimization: a sigmoid fades a token's gradient out as its ratio leaves 1.
+    """Soft adaptive policy optimization: a sigmoid gate in place of clipping.
 
     ``L = -A * (4 / tau) * sigmoid(tau * (ratio - 1))`` with tau_pos where A > 0 and tau_neg elsewhere: Gao et al.
-    2025, SAPO (arXiv:2511.20347), eq. 6. At ratio 1 the gradient is that of REINFORCE, whatever tau is.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        tau_pos: How fast tokens with positive advantage fade.
-        tau_neg: How fast the others fade.
+    2025, SAPO (arXiv:2511.20347), eq. 6. At ratio 1 the gradient is that of REINFORCE for any tau.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``gate`` (the gradient's weight, 1 at ratio 1); ``ratio_max``.
@@ -192,18 +155,11 @@ def sapo_loss(
 def dro_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, beta: Positive = 0.1
 ) -> LossSums:
-    """Direct reward optimization: REINFORCE with a quadratic pull towards the policy that sampled.
+    """Direct reward optimization: REINFORCE with a quadratic penalty on the log-ratio.
 
     ``L = -(A * log p - beta / 2 * (log p - log p_old)^2)``: Richemond et al. 2024, DRO (arXiv:2405.19107), the policy's
-    update of DRO-V, here per token with the advantage in place of ``r - V``. The log-ratio is not clamped: its square
-    pulls the harder the further a token has gone.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants. Tokens without any are pulled, too.
-        weights: Shape [N]; constants.
-        beta: How strong the pull is.
+    update of DRO-V, here per token with the advantage in place of ``r - V``. The log-ratio is not clamped, and tokens
+    without advantage are penalised, too.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``quadratic`` (half the squared log-ratio); ``ratio_max``.
@@ -224,22 +180,13 @@ def cispo_loss(
     clip_low: NotNegative = 1.0,
     clip_high: NotNegative = 0.28,
 ) -> LossSums:
-    """Clipped importance-sampling weights: no token ever loses its gradient.
+    """Clipped importance-sampling weights: no token loses its gradient.
 
     ``L = -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * log p``: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585),
     eq. 4 and 5. With clip_low 1 there is no lower bound, as in the paper.
 
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        clip_low: How far the weight may fall below 1; from 1 on it is not bounded below.
-        clip_high: How far it may rise above 1.
-
     Returns:
-        The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens whose weight a bound changed);
-        ``ratio_max``.
+        The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens with a clipped weight); ``ratio_max``.
     """
     log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
     ratio = log_ratio.exp()
@@ -259,21 +206,12 @@ def dppo_tv_loss(
     clip_high: Positive = 0.2,
     ratio_cap: Positive = 20.0,
 ) -> LossSums:
-    """Divergence PPO with the binary total variation: tokens are masked by how far their probability moved.
+    """Divergence PPO with the binary total variation: tokens are masked by the change of their probability.
 
     ``L = -m * sg[min(ratio, ratio_cap)] * A * log p``, where m is 0 if A > 0 and ``p - p_old > clip_high``, or A < 0
     and ``p - p_old < -clip_low``, else 1: Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning
-    (arXiv:2602.04879), DPPO with the binary approximation of TV. Rare tokens, whose ratio moves freely at next to no
-    change of the distribution, keep their gradient.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N], of the policy that sampled (the paper trusts no other); constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        clip_low: How far a probability may fall.
-        clip_high: How far it may rise.
-        ratio_cap: The largest weight of a token.
+    (arXiv:2602.04879), DPPO with the binary approximation of TV. ``old_logprobs`` are those of the policy that sampled,
+    the only ones that the paper uses. Rare tokens keep their gradient.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
@@ -300,15 +238,6 @@ def dppo_kl_loss(
     A > 0, p > p_old and ``D > clip_high``, or A < 0, p < p_old and ``D > clip_low``, else 1: Qi et al. 2026
     (arXiv:2602.04879), DPPO with the binary approximation of KL.
 
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N], of the policy that sampled; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        clip_low: The largest divergence of a token that becomes less likely.
-        clip_high: The largest of one that becomes likelier.
-        ratio_cap: The largest weight of a token.
-
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
     """
@@ -325,17 +254,8 @@ def dppo_kl_loss(
 def gpg_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> LossSums:
     """Group policy gradient: REINFORCE without a ratio.
 
-    ``L = -A * log p``: Chu et al. 2025, GPG (arXiv:2504.02546): the policy gradient of Williams 1992;
-    what is GPG's own, how it scales advantages, is the estimator ``gpg``.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; only for what is reported.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-
-    Returns:
-        The loss; the sums ``ratio`` and ``approx_kl``; ``ratio_max``.
+    ``L = -A * log p``: Chu et al. 2025, GPG (arXiv:2504.02546): the policy gradient of Williams 1992; GPG's scaling of
+    advantages is the estimator ``gpg``. ``old_logprobs`` is only reported.
     """
     log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
     sums, maxima = ratio_sums(log_ratio, log_ratio.exp())
@@ -345,7 +265,7 @@ def gpg_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights
 def _masked_gradient(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, weights: Tensor, masked: Tensor, ratio_cap: float
 ) -> LossSums:
-    """Return ``-sum(weights * kept * min(ratio, cap) * A * log p)`` and what was masked of tokens with an advantage."""
+    """Return ``-sum(weights * kept * min(ratio, cap) * A * log p)`` and the masked share of tokens with advantage."""
     ratio = log_ratio.exp()
     kept = (~masked).to(ratio.dtype)
     sums, maxima = ratio_sums(log_ratio, ratio)
@@ -357,13 +277,9 @@ Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
 def covariance(old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return ``(A - mean A) * (log p - mean log p)`` per token, shape [N].
+    """Return ``(A - mean A) * (log p - mean log p)`` per token of an optimizer step, shape [N].
 
     Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs (arXiv:2505.22617), token-wise covariance.
-
-    Args:
-        old_logprobs: Shape [N], of all trained tokens of an optimizer step.
-        advantages: Shape [N].
     """
     return (advantages - advantages.mean()) * (old_logprobs - old_logprobs.mean())
 
@@ -377,20 +293,9 @@ def select_clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Tensor:
-    """Return which tokens of an optimizer step lose their gradient: some with ``cov_low < cov_t < cov_high``.
+    """Return the tokens that lose their gradient, drawn from those with ``cov_low < cov_t < cov_high``: bool [N].
 
-    ``share`` of all tokens (at least one) are drawn at random from them: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
-
-    Args:
-        old_logprobs: Shape [N], of all trained tokens of the step.
-        advantages: Shape [N].
-        seed: Decides the draw.
-        share: How many of all tokens are drawn.
-        cov_low: Only tokens with a larger covariance.
-        cov_high: Only tokens with a smaller covariance.
-
-    Returns:
-        bool of shape [N].
+    ``share`` of the tokens of an optimizer step (at least one) are drawn: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
     """
     selected = torch.zeros(old_logprobs.shape, dtype=torch.bool)
     if not old_logprobs.numel():
@@ -403,17 +308,9 @@ def select_clip_cov(
 
 
 def select_kl_cov(old_logprobs: Tensor, advantages: Tensor, *, share: Share = 2e-4) -> Tensor:
-    """Return which tokens of an optimizer step are held back by a KL penalty: those with the largest covariance.
+    """Return the tokens that get a KL penalty: the ``max(1, share * N)`` of largest :func:`covariance`, bool [N].
 
-    The ``max(1, share * N)`` tokens of largest :func:`covariance`: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
-
-    Args:
-        old_logprobs: Shape [N], of all trained tokens of the step.
-        advantages: Shape [N].
-        share: How many of all tokens, at least one.
-
-    Returns:
-        bool of shape [N].
+    Cui et al. 2025 (arXiv:2505.22617), KL-Cov. The tensors are those of a whole optimizer step, of shape [N].
     """
     selected = torch.zeros(old_logprobs.shape, dtype=torch.bool)
     if old_logprobs.numel():
@@ -432,19 +329,10 @@ def clip_cov_loss(
     clip_low: ClipLow = 0.2,
     clip_high: NotNegative = 0.2,
 ) -> LossSums:
-    """PPO's clipped loss without the gradient of the selected tokens.
+    """PPO's clipped loss without the gradient of the ``selected`` tokens, bool of shape [N].
 
     ``L = 0`` where ``selected``, else ``max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))``: Cui et al.
     2025 (arXiv:2505.22617), Clip-Cov; tokens by :func:`select_clip_cov`.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        selected: bool of shape [N].
-        clip_low: How far the ratio may fall below 1.
-        clip_high: How far it may rise above 1.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl``, ``clip_fraction`` and ``selected_fraction``; ``ratio_max``.
@@ -468,18 +356,10 @@ def kl_cov_loss(
     selected: Tensor,
     penalty: NotNegative = 1.0,
 ) -> LossSums:
-    """The unclipped policy gradient with a KL penalty on the selected tokens.
+    """The unclipped policy gradient with a KL penalty on the ``selected`` tokens, bool of shape [N].
 
     ``L = -A * ratio``, plus ``penalty * |log ratio|`` where ``selected``: Cui et al. 2025 (arXiv:2505.22617), KL-Cov;
     tokens by :func:`select_kl_cov`.
-
-    Args:
-        logprobs: Shape [N], of the policy being trained; gradients flow through it.
-        old_logprobs: Shape [N]; constants.
-        advantages: Shape [N]; constants.
-        weights: Shape [N]; constants.
-        selected: bool of shape [N].
-        penalty: Weight of the penalty.
 
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``selected_fraction``; ``ratio_max``.

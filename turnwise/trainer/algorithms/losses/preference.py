@@ -1,7 +1,7 @@
 """Losses of preference pairs, for policies (DPO, IPO, RPO) and reward models.
 
 With ``s_c`` and ``s_r`` the log-probabilities of the chosen and the rejected completion (sums over their tokens, or
-means where lengths are normalised), the losses of policies read ``margins``: ``(s_c - ref_c) - (s_r - ref_r)``.
+means where lengths are normalised), policy losses read ``margins``: ``(s_c - ref_c) - (s_r - ref_r)``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from turnwise.trainer.algorithms.losses.core import LossSums
 
 
 def pair_sums(values: Tensor, sides: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Add values up by the side of a pair that they belong to.
-
-    Args:
-        values: Shape [N]; gradients flow through it.
-        sides: int64 of shape [N]: ``2 * pair`` for what was chosen, ``2 * pair + 1`` for what was rejected.
-        pairs: How many pairs there are, P.
+    """Sum values by pair and side: ``sides`` is ``2 * pair`` for chosen and ``2 * pair + 1`` for rejected ones.
 
     Returns:
-        The sums, and how many values each has; both of shape [P, 2], chosen first.
+        The sums, and the number of values in each; both of shape [pairs, 2], chosen first.
     """
     sums = values.new_zeros(2 * pairs).index_add(0, sides, values)
     counts = torch.bincount(sides, minlength=2 * pairs)
@@ -33,12 +28,12 @@ def dpo_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> L
     """Direct preference optimisation: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``, summed over pairs.
 
     Rafailov et al. 2023, Direct Preference Optimization (arXiv:2305.18290), eq. 7; with ``label_smoothing`` e the
-    conservative form of its section "cDPO" (Mitchell 2023), which takes that share of the labels to be wrong.
+    conservative form of its section "cDPO" (Mitchell 2023).
 
     Args:
         margins: Shape [P]; gradients flow through it.
-        beta: How strongly the policy is held to the reference.
-        label_smoothing: In [0, 0.5).
+        beta: Strength of the pull to the reference.
+        label_smoothing: Assumed share of wrong labels, in [0, 0.5).
     """
     h = beta * margins
     loss = -(1.0 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
@@ -46,27 +41,19 @@ def dpo_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> L
 
 
 def ipo_loss(margins: Tensor, *, beta: float) -> LossSums:
-    """Identity preference optimisation: ``(m - 1 / (2 beta))^2``, summed over pairs.
+    """Identity preference optimisation: ``(m - 1 / (2 beta))^2``, summed over P pairs.
 
     Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Human Preferences (arXiv:2310.12036),
-    eq. 17, with beta for tau: margins are drawn to a finite value, also where preferences are deterministic.
-
-    Args:
-        margins: Shape [P]; gradients flow through it.
-        beta: How strongly the policy is held to the reference.
+    eq. 17, with beta for tau: margins converge to a finite value even for deterministic preferences.
     """
     return LossSums((margins - 0.5 / beta).square().sum(), _told(beta * margins))
 
 
 def rpo_term(chosen: Tensor, lengths: Tensor, *, coef: float) -> Tensor:
-    """Return ``-coef * sum(s_c / |y_c|)``: the likelihood of what was chosen, to be added to a loss of pairs.
+    """Return ``-coef * sum(s_c / |y_c|)``: the chosen completions' likelihood, to be added to a loss of pairs.
 
-    Pang et al. 2024, Iterative Reasoning Preference Optimization (arXiv:2404.19733), eq. 1.
-
-    Args:
-        chosen: Shape [P], sums of log-probabilities; gradients flow through it.
-        lengths: Shape [P], tokens of each.
-        coef: Its weight.
+    Pang et al. 2024, Iterative Reasoning Preference Optimization (arXiv:2404.19733), eq. 1. ``chosen`` are summed
+    log-probabilities and ``lengths`` their tokens, both of shape [P].
     """
     return -coef * (chosen / lengths).sum()
 
@@ -79,9 +66,9 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, cen
     Herding? (arXiv:2312.09244), section 2.
 
     Args:
-        chosen: Shape [P], rewards; gradients flow through it.
-        rejected: Shape [P], likewise.
-        margins: Shape [P]; by how much the chosen one should be better at least.
+        chosen: Rewards, shape [P]; gradients flow through it.
+        rejected: Rewards, shape [P]; gradients flow through it.
+        margins: Minimal difference of rewards, shape [P].
         center_coef: The weight c.
     """
     difference = chosen - rejected

@@ -1,4 +1,4 @@
-"""Programs that grading runs inside sandboxes, sent there as text. They import nothing but the standard library."""
+"""Grading programs, sent into sandboxes as text; standard library only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _MARK = "from turnwise.envs.library.code.inside.wire import "
 
 
 def source(name: str) -> str:
-    """Return the text of one of these programs, with that of the wire in the place of its import.
+    """Return the text of a program, with the wire module inlined.
 
     Args:
-        name: The file's name, without its ending.
+        name: File name without suffix.
     """
     folder = Path(__file__).parent
     lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The process that runs a solution as a program, once for each input."""
+"""Runs a solution as a program inside the sandbox, once for each input."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def adopt() -> None:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     read = os.fdopen(os.dup(0), "rb").readline
     write = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""The process of a solution: runs its code and calls its functions as it is told."""
+"""Process of a solution: runs its code and calls its functions on request."""
 
 from __future__ import annotations
 
