@@ -25,15 +25,12 @@ if TYPE_CHECKING:
     from turnwise.envs.rewards.symbolic import Symbolic
 
 _HOMES = {
-    "answers": ("extract_answer", "normalize"),
-    "core": ("Part", "RewardFunction", "Rubric", "as_rubric"),
+    "core": ("Part", "RewardFunction", "Rubric", "VerlScore", "as_rubric"),
     "groups": ("PairwiseJudge", "RankBy", "answer_of", "centred_ranks", "conversation_of"),
     "judge": ("Judge",),
-    "matching": ("ExactMatch", "JSONSchema", "Regex"),
+    "matching": ("ExactMatch", "JSONSchema", "Numeric", "Regex", "extract_answer", "normalize", "parse_number"),
     "model": ("RewardModel",),
-    "numeric": ("Numeric", "parse_number"),
     "symbolic": ("Symbolic",),
-    "verl": ("VerlScore",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
