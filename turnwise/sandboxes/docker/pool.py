@@ -8,19 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import http.client
-import json
 import os
-import select
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final
@@ -361,88 +354,3 @@ def _holds_files(client: Any, container: str, folder: str) -> bool:
     pieces.close()
     # The folder itself takes one block; the second is of what is in it, or nothing.
     return not state["mode"] & (1 << 31) or bool(head[tarfile.BLOCKSIZE : 2 * tarfile.BLOCKSIZE].strip(b"\0"))
-
-
-_ROUNDS = 20
-_CLEAN_ROUNDS = 2
-
-
-class Connection(http.client.HTTPConnection):
-    """An HTTP connection to a unix socket or an address."""
-
-    def __init__(self, url: str) -> None:
-        scheme, _, rest = url.partition("://")
-        self.path = rest if scheme.endswith("unix") else ""
-        super().__init__("localhost" if self.path else rest.rstrip("/"), timeout=60)
-
-    def connect(self) -> None:
-        """Connect."""
-        if not self.path:
-            super().connect()
-            return
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(60)
-        self.sock.connect(self.path)
-
-
-def ask(url: str, method: str, path: str) -> tuple[int, bytes]:
-    """Make one request; return status and body."""
-    connection = Connection(url)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def sweep(url: str, label: str) -> int:
-    """Remove everything with a label; return the count."""
-    chosen = urllib.parse.quote(json.dumps({"label": [label]}))
-    found = 0
-    for kind, options, rows in (
-        ("containers", "force=1&v=1", f"/containers/json?all=1&filters={chosen}"),
-        ("images", "force=1", f"/images/json?filters={chosen}"),
-    ):
-        status, body = ask(url, "GET", rows)
-        for row in json.loads(body) if status == http.client.OK else []:
-            found += 1
-            ask(url, "DELETE", f"/{kind}/{row['Id']}?{options}")
-    return found
-
-
-def started(pid: int) -> str:
-    """Return a process's start time, empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until the pipe closes or, where a child of the host holds it too, the host is gone."""
-    alive = started(pid)
-    while alive and started(pid) == alive:
-        if select.select([0], [], [], 1.0)[0] and not os.read(0, 1):
-            return
-
-
-def main(url: str, label: str, pid: int, folder: str) -> None:
-    """Wait for the host's end, and clean up until nothing new appears."""
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    wait_for_end(pid)
-    shutil.rmtree(folder, ignore_errors=True)
-    clean = 0
-    for number in range(_ROUNDS):
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            clean = 0 if sweep(url, label) else clean + 1
-        if clean == _CLEAN_ROUNDS:
-            return
-        # What the engine was making when the host died appears a little later.
-        time.sleep(0.2 + 0.1 * number)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
