@@ -31,9 +31,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "turnwise"
 
 # What still breaks each rule: at most so many. A rule that is not here has nothing against it.
-NOT_YET: dict[str, int] = {
-    "lines are not too many": 1,
-}
+NOT_YET: dict[str, int] = {}
 
 
 def sources(*folders: str) -> list[Path]:

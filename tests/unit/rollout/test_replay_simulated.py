@@ -31,7 +31,7 @@ SECTIONS = {
     "wait_far": {"strategy": "bounded", "when_stale": "wait", "max_staleness": 4, "ahead": 1},
     "drop": {"strategy": "bounded", "when_stale": "drop", "max_staleness": 1, "ahead": 2},
     "fifo": {"strategy": "fifo"},
-    "prioritised": {"strategy": "prioritised", "max_staleness": 3, "ahead": 2},
+    "prioritized": {"strategy": "prioritized", "max_staleness": 3, "ahead": 2},
     "mixed": {"strategy": "mixed", "max_staleness": 4, "stored_share": 0.5, "max_uses": 3, "keep_groups": 5},
 }
 

@@ -66,7 +66,7 @@ def test_priority_is_the_mean_magnitude_of_grpo_s_advantages() -> None:
     assert priority((1, 1, 1)) == priority((1,)) == 0.01
 
 
-def test_prioritised_draws_in_proportion() -> None:
+def test_prioritized_draws_in_proportion() -> None:
     ready = [facts("a", 0, EVEN), facts("b", 0, MIXED_REWARDS)]
 
     def share(alpha: float) -> float:
@@ -161,7 +161,7 @@ def test_staleness_of_lost_weights_is_that_of_the_step() -> None:
 
 @pytest.mark.parametrize("section", [
     {}, {"strategy": "bounded", "max_staleness": 3, "when_stale": "drop"}, {"strategy": "on_policy"},
-    {"strategy": "prioritised", "alpha": 0.2}, {"strategy": "mixed", "keep_groups": 4}, {"strategy": "fifo"},
+    {"strategy": "prioritized", "alpha": 0.2}, {"strategy": "mixed", "keep_groups": 4}, {"strategy": "fifo"},
 ])  # fmt: skip
 def test_a_section_that_was_written_down_is_read_again(section: dict, tmp_path: Path) -> None:
     config = ReplayConfig.model_validate(section)

@@ -44,7 +44,7 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "on_policy": (),
     "bounded": ("max_staleness", "when_stale"),
     "fifo": (),
-    "prioritised": ("max_staleness", "alpha"),
+    "prioritized": ("max_staleness", "alpha"),
     "mixed": ("max_staleness", "stored_share", "max_uses", "keep_groups"),
 }
 """The strategies that ship, and which keys each reads."""
@@ -72,14 +72,14 @@ class ReplayConfig(BaseModel):
     """Which finished groups a train step learns from, and where they are kept.
 
     Attributes:
-        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritised``, ``mixed``, or a custom class as
+        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritized``, ``mixed``, or a custom class as
             ``path/to/file.py:Class``, with arguments as ``{name: ..., config: {...}}``. By default ``on_policy`` in
             ``sync``, else ``bounded``.
         max_staleness: Most train steps between the oldest weights that sampled a group and the weights it trains. By
-            default 1 with ``bounded``; unbounded with ``prioritised`` and ``mixed``.
+            default 1 with ``bounded``; unbounded with ``prioritized`` and ``mixed``.
         when_stale: ``bounded``: ``wait`` for groups that would become too old; ``drop`` those that arrive too late.
         ahead: Batches requested beyond the one trained next.
-        alpha: ``prioritised``: exponent; 0 draws uniformly.
+        alpha: ``prioritized``: exponent; 0 draws uniformly.
         stored_share: ``mixed``: share of a batch that may be groups trained before.
         max_uses: ``mixed``: most batches of a group, its first included.
         keep_groups: ``mixed``: most trained groups kept.

@@ -246,7 +246,7 @@ def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
     return Arrival(facts.order)
 
 
-def _prioritised(config: ReplayConfig, facts: RunFacts) -> Strategy:
+def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:
     return Prioritized(config.alpha, config.max_staleness, seed=facts.seed)
 
 
@@ -259,7 +259,7 @@ STRATEGIES: dict[str, Maker] = {
     "on_policy": _on_policy,
     "bounded": _bounded,
     "fifo": _fifo,
-    "prioritised": _prioritised,
+    "prioritized": _prioritized,
     "mixed": _mixed,
 }
 

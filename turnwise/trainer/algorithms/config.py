@@ -75,7 +75,7 @@ class AlgorithmConfig(BaseModel):
         clip_high: How far it may rise above 1; None is the default of the loss.
         dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
         entropy_coef: Weight of the entropy bonus.
-        loss_aggregation: What the loss is averaged over (``algorithms/aggregation.py``); None is the aggregation that
+        loss_aggregation: What the loss is averaged over (``algorithms/losses/core.py``); None is the aggregation that
             the loss was published with.
         loss_scale: The divisor of ``seq_mean_token_sum_norm``, such as the longest completion.
         epochs: Passes over a batch.

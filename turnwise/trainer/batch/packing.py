@@ -188,7 +188,7 @@ class TrainRow:
     Attributes:
         sample: The token ids, the loss mask and the rollout's records.
         advantage: A scalar for all trained tokens, or float32 of shape [tokens]; 0 where the loss reads none.
-        weight: Loss weight of each trained token (``algorithms/aggregation.py``).
+        weight: Loss weight of each trained token (``algorithms/losses/core.py``).
         importance: Factor of ``weight`` (``algorithms/correction.py``): a scalar, or float32 of shape [tokens].
         temperature: Of sampling; 0 (greedy) counts as 1.
         values: float32 of shape [tokens], the critic's values; None without a critic.

@@ -102,7 +102,7 @@ class Learner(ABC):
         Args:
             batches: The micro-batches; may be empty.
             objective: The loss.
-            normalizer: The divisor of the whole optimizer step (``algorithms/aggregation.py``).
+            normalizer: The divisor of the whole optimizer step (``algorithms/losses/core.py``).
 
         Returns:
             Statistics of this call; losses of several calls add up.
