@@ -40,7 +40,6 @@ REGISTRIES = {
     "agents": ("react", "single_turn"),
     "agent programs": ("codex", "opencode"),
     "placeholders of agent programs": ("base_url", "prompt_file"),
-    "algorithms": ("GRPO", "GSPO"),
     "chat formats": ("hermes", "glm"),
     "engines": ("torch",),
     "environments": ("lookup", "calculator"),
