@@ -67,5 +67,5 @@ def test_the_rows_of_a_configuration(tmp_path):
 
 
 def test_the_step_to_read_is_as_short_as_it_says():
-    assert "a `step` of 25 lines" in SECTIONS["guess_number"]
-    assert len(inspect.getsource(GuessNumberEnv.step).splitlines()) == 25
+    assert "a `step` of 21 lines" in SECTIONS["guess_number"]
+    assert len(inspect.getsource(GuessNumberEnv.step).splitlines()) == 21

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from turnwise.envs import SingleTurnEnv, ToolEnv, invoke, make
 from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core
 from turnwise.errors import ConfigError, EnvError
+from turnwise.plugins import load_object
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import ToolCall
@@ -416,3 +417,8 @@ async def test_scoring_costs_little():
     for _ in range(200):
         await rubric.score(env, TASK, FINAL)
     assert (time.process_time() - began) / 200 < 0.005
+
+
+@pytest.mark.parametrize("name", sorted(core.SHIPPED))
+def test_every_shipped_name_is_a_reward_function(name: str) -> None:
+    assert isinstance(load_object(core.SHIPPED[name], "reward function"), type)

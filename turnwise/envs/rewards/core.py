@@ -34,11 +34,11 @@ SHIPPED: Final[Mapping[str, str]] = MappingProxyType(
         "exact_match": f"{_HERE}.matching:ExactMatch",
         "regex": f"{_HERE}.matching:Regex",
         "json_schema": f"{_HERE}.matching:JSONSchema",
-        "numeric": f"{_HERE}.numeric:Numeric",
+        "numeric": f"{_HERE}.matching:Numeric",
         "symbolic": f"{_HERE}.symbolic:Symbolic",
         "reward_model": f"{_HERE}.model:RewardModel",
         "judge": f"{_HERE}.judge:Judge",
-        "verl": f"{_HERE}.verl:VerlScore",
+        "verl": f"{_HERE}.core:VerlScore",
         "rank_by": f"{_HERE}.groups:RankBy",
         "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
     }

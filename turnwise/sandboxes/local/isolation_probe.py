@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -99,7 +100,9 @@ async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabili
     workspace = backend.place("probe").state / "probe"
     workspace.mkdir(exist_ok=True)
     (workspace / "file").write_text("seen")
-    sandbox = LocalSandbox(backend, SandboxSpec(workspace=workspace), f"{backend.place('probe').state.name}-probe")
+    # A launcher that was killed leaves its sandbox's folder: the next probe takes another name.
+    name = f"{backend.place('probe').state.name}-probe-{secrets.token_hex(3)}"
+    sandbox = LocalSandbox(backend, SandboxSpec(workspace=workspace), name)
     try:
         await sandbox.launch()
         seen = await sandbox.exec("cat file && echo changed > file && cat /proc/self/mounts")

@@ -449,8 +449,8 @@ def check(spec: SandboxSpec) -> None:
 
 
 def check_python(version: int) -> None:
-    """Raise SandboxUnavailable unless the agent's ``sys.hexversion`` is that of this process."""
-    if version != sys.hexversion:
+    """Raise SandboxUnavailable unless the agent's ``sys.hexversion`` is of the same minor version as this process's."""
+    if version >> 16 != sys.hexversion >> 16:
         found = ".".join(str(version >> shift & 0xFF) for shift in (24, 16, 8))
         raise SandboxUnavailable(
             f"inside a sandbox Python is {found}, and this process runs on {sys.version.split()[0]}: the standard "
