@@ -40,6 +40,8 @@ async def select_isolation(
             capabilities = await _try_isolation(backend, rung)
         except SandboxError as error:
             reasons.append(f"{rung.isolation}: {error}")
+            if backend.launcher.dead:
+                break
             continue
         if rung.isolation == "plain":
             logger.warning("sandboxes hold NOTHING back (isolation: plain, unsafe)")
@@ -48,6 +50,9 @@ async def select_isolation(
         else:
             logger.info("sandboxes are held back by bubblewrap")
         return rung, capabilities
+    if backend.launcher.dead:
+        # Nothing is known of this machine: a killed launcher takes every probe with it, and may be started again.
+        raise SandboxStartError(f"the sandbox launcher died while isolation was probed. {' '.join(reasons)}")
     raise SandboxUnavailable(f"no isolation for local sandboxes. {' '.join(reasons)} {_REMEDY}")
 
 
