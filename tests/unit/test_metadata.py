@@ -78,7 +78,7 @@ def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
     text = script.read_text()
     assert "set -euo pipefail" in text
     stages = re.findall(r"^stage (\S+) ", text, re.MULTILINE)
-    assert stages == ["setup", "style", "format", "types", "imports", "test", "test-long", "test-real"]
+    assert stages == ["setup", "style", "format", "types", "imports", "test", "test-long", "test-real", "train"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_ci_says_passed_only_when_every_stage_has_passed(
 
 
 def test_make_train_is_the_main_job_of_the_long_tests() -> None:
-    """``tests/e2e/test_main_job.py`` runs this command, so that CI need not train once more."""
+    """``tests/e2e/test_main_job.py`` runs this command from a shared warm start, and is killed on the way."""
     assert dry_run("train").splitlines()[-1] == ".venv/bin/python examples/lookup/main.py --seed 0"
 
 
