@@ -63,7 +63,7 @@ ROOTS = (
 )  # fmt: skip
 TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
 METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"}
-FILE_NAME = re.compile(r"[\w.{}*-]*\.(jsonl|json|safetensors|ya?ml|pt|html|svg|jinja|lock|toml|log|txt|sock)")
+FILE_NAME = re.compile(r"[\w.{}*-]*\.(jsonl|json|safetensors|ya?ml|pt|html|jinja|lock|toml|log|txt|sock)")
 ROUTE = re.compile(r"/?(v1|s|inference|sessions|runners|chat|responses|messages|models|classify|health)(/[\w{}]+)*")
 NOT_IMPORTED = re.compile(r"\.(inside|boot|programs|guard|vllm_side|shipped|__main__)(\.|$)")
 

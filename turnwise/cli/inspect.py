@@ -49,21 +49,24 @@ def timeline(
     begin: Annotated[float | None, typer.Option("--from", help="Seconds since that process began.")] = None,
     end: Annotated[float | None, typer.Option("--to", help="Seconds since that process began.")] = None,
     width: Annotated[int, typer.Option("--width", min=20, help="Columns of the time axis.")] = 100,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file instead.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a trace for Perfetto or chrome://tracing to this file instead."),
+    ] = None,
 ) -> None:
     """Draw what ran when: rollouts, the trainer, weights on their way, evaluations and checkpoints."""
     from turnwise.errors import TurnwiseError
-    from turnwise.trainer.observe.timeline import Window, draw_svg, draw_text, read_timeline
+    from turnwise.trainer.observe.timeline import Window, draw_text, read_timeline, trace_json
 
     parts = read_timeline(run / "timeline.jsonl")
     if not -len(parts) <= part < len(parts):
         raise TurnwiseError(f"--part is {part}, but {run} had {len(parts)} processes: 0 is the first, -1 the last")
     window = Window.of(parts[part], (begin, end))
-    if svg is None:
+    if trace is None:
         typer.echo("\n".join(draw_text(window, width=width)))
         return
-    svg.write_text(draw_svg(window), encoding="utf-8")
-    typer.echo(f"written: {svg}")
+    trace.write_bytes(trace_json(window))
+    typer.echo(f"written: {trace}")
 
 
 def evaluate(

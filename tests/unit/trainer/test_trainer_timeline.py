@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
 
+from turnwise.cli import main
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.timeline import Part, Span, Timeline, Window, draw_svg, draw_text, read_timeline
+from turnwise.trainer.observe.timeline import Part, Span, Timeline, Window, draw_text, read_timeline, trace_json
 
 # Two groups, of which the second reaches into the update of step 1; ten seconds.
 PART = Part(0, "separate_async", 0.0, [
@@ -81,8 +83,70 @@ def test_a_part_without_work_is_drawn_empty() -> None:
     assert draw_text(Window.of(Part(0, "sync", 0.0)), width=20)[2:] == ["rollouts", "trainer", "weights", "step"]
 
 
-def test_the_picture_has_a_bar_for_each_piece_of_work() -> None:
-    root = ElementTree.fromstring(draw_svg(Window.of(PART)))
-    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == len(PART.spans)
-    assert "update 1: 6.00 to 9.00 s" in titles
+def traced(window: Window) -> tuple[dict[int, str], list[dict[str, Any]], list[tuple[int, int]]]:
+    """Return the names of a trace's threads, its spans, and its counts of groups in flight."""
+    events = json.loads(trace_json(window))["traceEvents"]
+    assert {each["pid"] for each in events} == {window.part.number}
+    named = [each for each in events if each["name"] == "thread_name"]
+    assert all(each["ph"] == "M" for each in named)
+    flying = [(each["ts"], each["args"]["groups"]) for each in events if each["ph"] == "C"]
+    return {each["tid"]: each["args"]["name"] for each in named}, [each for each in events if each["ph"] == "X"], flying
+
+
+def test_the_trace_has_each_span_in_its_row() -> None:
+    rows, spans, flying = traced(Window.of(PART))
+    assert {(rows[each["tid"]], each["name"], each["cat"], each["ts"], each["dur"]) for each in spans} == {
+        ("rollouts", "group a", "group", 2_000_000, 4_000_000),
+        ("rollouts 2", "group b", "group", 2_000_000, 6_000_000),
+        ("trainer", "wait 1", "wait", 2_000_000, 4_000_000),
+        ("trainer", "update 1", "update", 6_000_000, 3_000_000),
+        ("weights", "sync 1", "sync", 9_000_000, 1_000_000),
+        ("checkpoint", "checkpoint 1", "checkpoint", 11_000_000, 1_000_000),
+    }
+    assert len(spans) == len(PART.spans)
+    assert all(each["args"]["finished"] for each in spans)
+    assert flying == [(2_000_000, 2), (6_000_000, 1), (8_000_000, 0)]
+    (process,) = (
+        each for each in json.loads(trace_json(Window.of(PART)))["traceEvents"] if each["name"] == "process_name"
+    )
+    assert process["args"]["name"] == "separate_async, process 0"
+
+
+def test_a_traced_window_has_the_whole_spans_that_reach_into_it() -> None:
+    _, spans, _ = traced(Window.of(PART, (8.5, 9.5)))
+    assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
+        ("update 1", 6_000_000, 3_000_000), ("sync 1", 9_000_000, 1_000_000),
+    ]  # fmt: skip
+
+
+def test_an_interrupted_span_lasts_until_the_end_of_its_process_in_the_trace() -> None:
+    part = Part(
+        3, "sync", 0.0, [Span("wait", "1", 0.5, 2.5), Span("update", "1", 2.5, None), Span("group", "a", 1.0, 4.0)]
+    )
+    rows, spans, _ = traced(Window.of(part))
+    (update,) = (each for each in spans if each["cat"] == "update")
+    assert (rows[update["tid"]], update["ts"], update["dur"]) == ("trainer", 2_500_000, 1_500_000)
+    assert [each["cat"] for each in spans if not each["args"]["finished"]] == ["update"]
+
+
+def test_work_that_was_interrupted_last_is_shown_although_nothing_says_how_long_it_ran() -> None:
+    window = Window.of(Part(0, "sync", 0.0, [Span("wait", "1", 0.0, 2.0), Span("update", "1", 2.0, None)]))
+    _, spans, _ = traced(window)
+    assert [(each["cat"], each["ts"], each["dur"]) for each in spans] == [
+        ("wait", 0, 2_000_000),
+        ("update", 2_000_000, 0),
+    ]
+    assert draw_text(window, width=10)[3] == "trainer     ·········█"
+
+
+def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", part=0, mode="sync")
+    with timeline.span("update", 1):
+        pass
+    timeline.close()
+    with pytest.raises(SystemExit) as ended:
+        main(("timeline", str(tmp_path), "--trace", str(tmp_path / "trace.json")))
+    assert not ended.value.code
+    assert "trace.json" in capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    assert [each["name"] for each in events if each["ph"] == "X"] == ["update 1"]

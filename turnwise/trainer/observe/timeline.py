@@ -8,12 +8,13 @@ since that start. A span still open at an orderly exit has ``null`` for its end;
 from __future__ import annotations
 
 import contextlib
-import html
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
@@ -165,9 +166,6 @@ _LEVELS: Final = " ▁▂▃▄▅▆▇█"
 _NAMES: Final = 12
 _ROWS: Final = (("trainer", {WAIT: "·", UPDATE: "█"}), ("weights", {SYNC: "█"}))
 _RARE: Final = (("evaluation", {EVALUATION: "█"}), ("checkpoint", {CHECKPOINT: "█"}))
-_COLOURS: Final = {
-    GROUP: "#8fb8de", WAIT: "#e6e6e6", UPDATE: "#d98850", SYNC: "#5b8c5a", EVALUATION: "#9a7bb5", CHECKPOINT: "#777777",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +187,18 @@ class Window:
 
     def spans(self, what: str) -> list[Span]:
         """Return the spans of one kind that overlap the window, by begin."""
-        found = [each for each in self.part.spans if each.what == what]
-        inside = [each for each in found if each.begin < self.end and self.until(each) > self.begin]
-        return sorted(inside, key=lambda each: each.begin)
+        found = [each for each in self.part.spans if each.what == what and self._overlaps(each)]
+        return sorted(found, key=lambda each: each.begin)
 
     def until(self, span: Span) -> float:
         """Return the end of a span; open ones end with the process."""
         return self.part.seconds if span.end is None else span.end
+
+    def _overlaps(self, span: Span) -> bool:
+        # The work that was interrupted last has no length.
+        if span.begin == (until := self.until(span)):
+            return self.begin <= span.begin <= self.end
+        return span.begin < self.end and until > self.begin
 
 
 def draw_text(window: Window, *, width: int = 100) -> list[str]:
@@ -222,53 +225,53 @@ def draw_text(window: Window, *, width: int = 100) -> list[str]:
     return lines
 
 
-def draw_svg(window: Window, *, width: int = 960) -> str:
-    """Return a picture ``width`` pixels wide: one bar per span, overlapping groups stacked."""
-    left, bar, gap = 90, 14, 6
-    scale = (width - left - 10) / (window.end - window.begin)
-    parts: list[str] = []
-    top = 30.0
+def trace_json(window: Window) -> bytes:
+    """Return the spans that overlap the window, uncut, as Chrome trace events.
 
-    def draw(span: Span, y: float, height: float) -> None:
-        begin, end = max(span.begin, window.begin), min(window.until(span), window.end)
-        x, long = left + (begin - window.begin) * scale, max(1.0, (end - begin) * scale)
-        title = html.escape(f"{span.what} {span.name}: {span.begin:.2f} to {window.until(span):.2f} s")
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{long:.1f}" height="{height:.1f}" fill="{_COLOURS[span.what]}">'
-            f"<title>{title}</title></rect>"
-        )
-
-    lanes = _lanes(window)
-    thin = max(2.0, min(6.0, 120 / max(1, len(lanes))))
-    parts.append(_text("rollouts", top + 10))
-    for lane in lanes:
-        for span in lane:
-            draw(span, top, thin - 0.5)
-        top += thin
-    top += gap
-    rows = list(_ROWS) + [(name, marks) for name, marks in _RARE if any(window.spans(what) for what in marks)]
-    for name, marks in rows:
-        parts.append(_text(name, top + 11))
-        for what in marks:
-            for span in window.spans(what):
-                draw(span, top, bar)
-        top += bar + gap
-    title = f"{window.part.mode}: {window.end - window.begin:.2f} s"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top:.0f}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        f'<text x="10" y="18" font-weight="bold">{html.escape(title)}</text>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _text(text: str, y: float) -> str:
-    return f'<text x="10" y="{y:.1f}">{text}</text>'
-
-
-def _lanes(window: Window) -> list[list[Span]]:
-    """Assign groups to rows without overlap."""
-    lanes: list[list[Span]] = []
+    The process of the run is a process of the trace, each row a thread, and the number of groups in flight a counter.
+    Spans of a row that overlap take further threads, since those of one thread may only nest. Times are in microseconds
+    since the process began.
+    """
+    events = [_named("process_name", window.part, 0, f"{window.part.mode}, process {window.part.number}")]
+    tid = 0
+    for row, marks in (("rollouts", {GROUP: ""}), *_ROWS, *_RARE):
+        spans = sorted((span for what in marks for span in window.spans(what)), key=lambda each: each.begin)
+        for number, lane in enumerate(_lanes(window, spans), 1):
+            tid += 1
+            events.append(_named("thread_name", window.part, tid, row if number == 1 else f"{row} {number}"))
+            events.append(_event("M", "thread_sort_index", window.part, tid, args={"sort_index": tid}))
+            events += [_complete(window, span, tid) for span in lane]
+    changes: Counter[int] = Counter()
     for span in window.spans(GROUP):
+        changes[_us(span.begin)] += 1
+        changes[_us(window.until(span))] -= 1
+    for ts, flying in zip(sorted(changes), accumulate(changes[ts] for ts in sorted(changes)), strict=True):
+        events.append(_event("C", "groups in flight", window.part, 0, ts=ts, args={"groups": flying}))
+    return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _complete(window: Window, span: Span, tid: int) -> dict[str, Any]:
+    ts = _us(span.begin)
+    found = _event("X", f"{span.what} {span.name}", window.part, tid, ts=ts, dur=_us(window.until(span)) - ts)
+    return {**found, "cat": span.what, "args": {"finished": span.end is not None}}
+
+
+def _named(event: str, part: Part, tid: int, name: str) -> dict[str, Any]:
+    return _event("M", event, part, tid, args={"name": name})
+
+
+def _event(phase: str, name: str, part: Part, tid: int, **rest: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": part.number, "tid": tid, **rest}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _lanes(window: Window, spans: Sequence[Span]) -> list[list[Span]]:
+    """Assign spans, given by begin, to lanes without overlap."""
+    lanes: list[list[Span]] = []
+    for span in spans:
         free = next((lane for lane in lanes if window.until(lane[-1]) <= span.begin), None)
         if free is None:
             lanes.append([span])
