@@ -1,4 +1,4 @@
-"""Contract check of learners (``learn/learner.py``)."""
+"""Contract check of custom learners, for their authors' tests (docs/extending.md)."""
 
 from __future__ import annotations
 
