@@ -13,9 +13,10 @@ import hmac
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -43,54 +44,45 @@ from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
 _CHAT, _MESSAGES = OpenAIChat(), Anthropic()
+_POSTED = ("chat/completions", "responses", "messages", "messages/count_tokens")
 _MOST_TEMPERATURES = 100
 _ABOUT = ("episode_id", "group_id", "task_id", "partition")
 _MAY_CREATE = SETTINGS.union(_ABOUT, ("id", "seconds"))
 
 
-class GatewayApp:
-    """The ASGI application.
+class SessionApp(ABC):
+    """Routes of agents, controllers and rewarders; subclasses answer the agents.
 
     Args:
         sessions: All sessions.
         admin_key: Controllers' ``Authorization: Bearer KEY``.
-        model: Name that ``/v1/models`` lists; agents may ask for any.
         context_length: Maximum tokens of prompt plus completion.
-        abilities: Capabilities of the model.
-        fixed: Sampling parameters that requests cannot change.
 
     Attributes:
         answering: Number of agent requests in flight.
         when_idle: Called when the last of them was answered.
     """
 
-    exchange: ClassVar[type[Exchange]] = Exchange
-    """How a request is answered."""
-
-    def __init__(
-        self,
-        sessions: Sessions,
-        *,
-        admin_key: str,
-        model: str,
-        context_length: int,
-        abilities: Abilities | None = None,
-        fixed: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, sessions: Sessions, *, admin_key: str, context_length: int) -> None:
         self.sessions = sessions
         self._admin_key = admin_key
-        self._model = model
         self._context_length = context_length
-        self._abilities = abilities or Abilities()
-        self._fixed = fixed
         self.answering = 0
         self.when_idle: Callable[[], None] | None = None
+
+    @abstractmethod
+    async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        """Answer a request to a route of a session, or pass it to :meth:`_post`."""
+
+    @abstractmethod
+    async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        """Answer an admitted request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        exchange = self.exchange(scope, receive, send, self.sessions.limits)
+        exchange = Exchange(scope, receive, send, self.sessions.limits)
         dialect: Dialect = _CHAT
         try:
             parts = [part for part in scope["path"].split("/") if part]
@@ -134,14 +126,10 @@ class GatewayApp:
         except RecursionError:
             await exchange.refuse(dialect, too_deep())
 
-    async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
-        method = exchange.method
-        route = route.removeprefix("v1/") if route.startswith("v1/") else route
-        if method in ("GET", "HEAD") and (route in ("", "v1", "models") or route.startswith("models/")):
-            await exchange.answer(200, self._models(exchange, route))
-            return
-        if method != "POST" or route not in ("chat/completions", "responses", "messages", "messages/count_tokens"):
-            raise not_found(f"{method} /{route} is no route of a session")
+    async def _post(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        """Admit a request that only a model answers."""
+        if exchange.method != "POST" or route not in _POSTED:
+            raise not_found(f"{exchange.method} /{route} is no route of a session")
         await self._admit(exchange, entry, dialect, route)
 
     async def _admit(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -171,58 +159,6 @@ class GatewayApp:
             if not self.answering and self.when_idle is not None:
                 # Event loops write what they were given before they call what comes next.
                 task.get_loop().call_soon(self.when_idle)
-
-    async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
-        body = read_json(await exchange.body())
-        if route == "messages/count_tokens":
-            await self._count(exchange, entry, dialect, body)
-            return
-        request = asked_of(entry.reader, dialect.read(body, self._abilities))
-        params = request.params(entry.session.params, self._fixed_for(entry))
-        if len(entry.temperatures) < _MOST_TEMPERATURES:
-            entry.temperatures.add(params.temperature)
-        try:
-            await exchange.converse(entry, dialect, request, params)
-        except StructuredOutputError as error:
-            raise api_error(error, request.guide_field) from error
-
-    def _fixed_for(self, entry: GatewaySession) -> frozenset[str]:
-        if entry.fixed_sampling is None:
-            return self._fixed
-        return FIXED_SAMPLING if entry.fixed_sampling else frozenset()
-
-    async def _count(
-        self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, body: Mapping[str, Any]
-    ) -> None:
-        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities))
-        reader = reader_of(entry.reader, request)
-        tokens = len(reader.render(canonical_messages(request.messages), request.tools))
-        await exchange.answer(200, {"input_tokens": tokens})
-
-    def _models(self, exchange: Exchange, route: str) -> dict[str, Any]:
-        if exchange.speaks_anthropic:
-            card: dict[str, Any] = {
-                "type": "model",
-                "id": self._model,
-                "display_name": self._model,
-                "created_at": "1970-01-01T00:00:00Z",
-            }
-            listed = {"data": [card], "has_more": False, "first_id": self._model, "last_id": self._model}
-        else:
-            card = {
-                "id": self._model,
-                "object": "model",
-                "created": 0,
-                "owned_by": "turnwise",
-                "max_model_len": self._context_length,
-            }
-            listed = {"object": "list", "data": [card]}
-        if not route.startswith("models/"):
-            return listed
-        wanted = route.removeprefix("models/")
-        if wanted != self._model:
-            raise not_found(f"model {shown(wanted)} does not exist; there is {self._model!r}")
-        return card
 
     # -- controllers and rewarders
 
@@ -275,6 +211,93 @@ class GatewayApp:
                 await self.sessions.end(session_id, StopReason.CANCELLED)
                 return {"id": session_id, "status": "aborted"}
         raise not_found(f"{exchange.method} /{'/'.join(parts)} is no route of this gateway")
+
+
+class GatewayApp(SessionApp):
+    """The ASGI application in front of a model.
+
+    Args:
+        sessions: All sessions.
+        admin_key: Controllers' ``Authorization: Bearer KEY``.
+        model: Name that ``/v1/models`` lists; agents may ask for any.
+        context_length: Maximum tokens of prompt plus completion.
+        abilities: Capabilities of the model.
+        fixed: Sampling parameters that requests cannot change.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        *,
+        admin_key: str,
+        model: str,
+        context_length: int,
+        abilities: Abilities | None = None,
+        fixed: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(sessions, admin_key=admin_key, context_length=context_length)
+        self._model = model
+        self._abilities = abilities or Abilities()
+        self._fixed = fixed
+
+    async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        route = route.removeprefix("v1/")
+        if exchange.method in ("GET", "HEAD") and (route in ("", "v1", "models") or route.startswith("models/")):
+            await exchange.answer(200, self._models(exchange, route))
+            return
+        await self._post(exchange, entry, dialect, route)
+
+    async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        body = read_json(await exchange.body())
+        if route == "messages/count_tokens":
+            await self._count(exchange, entry, dialect, body)
+            return
+        request = asked_of(entry.reader, dialect.read(body, self._abilities))
+        params = request.params(entry.session.params, self._fixed_for(entry))
+        if len(entry.temperatures) < _MOST_TEMPERATURES:
+            entry.temperatures.add(params.temperature)
+        try:
+            await exchange.converse(entry, dialect, request, params)
+        except StructuredOutputError as error:
+            raise api_error(error, request.guide_field) from error
+
+    def _fixed_for(self, entry: GatewaySession) -> frozenset[str]:
+        if entry.fixed_sampling is None:
+            return self._fixed
+        return FIXED_SAMPLING if entry.fixed_sampling else frozenset()
+
+    async def _count(
+        self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, body: Mapping[str, Any]
+    ) -> None:
+        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities))
+        reader = reader_of(entry.reader, request)
+        tokens = len(reader.render(canonical_messages(request.messages), request.tools))
+        await exchange.answer(200, {"input_tokens": tokens})
+
+    def _models(self, exchange: Exchange, route: str) -> dict[str, Any]:
+        if exchange.speaks_anthropic:
+            card: dict[str, Any] = {
+                "type": "model",
+                "id": self._model,
+                "display_name": self._model,
+                "created_at": "1970-01-01T00:00:00Z",
+            }
+            listed = {"data": [card], "has_more": False, "first_id": self._model, "last_id": self._model}
+        else:
+            card = {
+                "id": self._model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "turnwise",
+                "max_model_len": self._context_length,
+            }
+            listed = {"object": "list", "data": [card]}
+        if not route.startswith("models/"):
+            return listed
+        wanted = route.removeprefix("models/")
+        if wanted != self._model:
+            raise not_found(f"model {shown(wanted)} does not exist; there is {self._model!r}")
+        return card
 
 
 def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import types
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from turnwise.chat.formats.live import LiveTurn, StreamedTurn
 from turnwise.errors import TurnwiseError
@@ -19,39 +19,11 @@ from turnwise.gateway.errors import ApiError, api_error, too_deep
 from turnwise.gateway.sessions import GatewaySession
 from turnwise.inference.process import Receive, Scope, Send, answer_json
 from turnwise.model.canonical import template_arguments
-from turnwise.recorder.session import PromptPlacement, RecordedTurn
-from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, ToolSchema
+from turnwise.recorder.session import PromptPlacement, Session
+from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
 
 _TAIL = 64
 """In how many last ids a stop string is looked for."""
-
-
-class Recorder(Protocol):
-    """The part of :class:`~turnwise.recorder.session.Session` used here."""
-
-    params: SamplingParams
-
-    async def record(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] | None = None,
-        params: SamplingParams | None = None,
-        *,
-        fork: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> RecordedTurn:
-        """Record a turn."""
-
-    def stream(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] | None = None,
-        params: SamplingParams | None = None,
-        *,
-        fork: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
-        """Record a turn and stream it."""
 
 
 def reader_of(reader: Reader, request: ChatRequest) -> Reader:
@@ -64,7 +36,7 @@ def reader_of(reader: Reader, request: ChatRequest) -> Reader:
 
 
 async def follow(
-    recorder: Recorder, reader: Reader, request: ChatRequest, params: SamplingParams
+    recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams
 ) -> AsyncGenerator[PromptPlacement | StreamedTurn | Answer, None]:
     """Record one turn; yield its placement, the certain pieces, and last the answer. Errors are the session's.
 
@@ -94,7 +66,7 @@ async def follow(
                 yield _answer(reader, request, params, opened, pieces, item)
 
 
-async def ask(recorder: Recorder, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
+async def ask(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
     """Record one turn and return it; errors are the session's."""
     done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
     return _answer(reader, request, params, done.opened, [done.completion], done.message)
@@ -208,13 +180,14 @@ _Event = tuple[int, StreamedTurn | Answer | ApiError | None]
 class Exchange:
     """A request and its response (ASGI), within the limits for clients; ``task`` handles the request."""
 
-    __slots__ = ("_headers", "_limits", "_receive", "_send", "_started", "_writer", "method", "task")
+    __slots__ = ("_headers", "_limits", "_receive", "_scope", "_send", "_started", "_writer", "method", "task")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task: asyncio.Task[Any] = task
         self.method: str = scope["method"]
+        self._scope = scope
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._send = send
@@ -234,6 +207,16 @@ class Exchange:
         return self._headers.get(b"originator", b"").startswith(b"codex") or self._headers.get(
             b"user-agent", b""
         ).startswith(b"codex")
+
+    @property
+    def all_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Request headers as received."""
+        return cast("Sequence[tuple[bytes, bytes]]", self._scope["headers"])
+
+    @property
+    def query(self) -> bytes:
+        """Query string."""
+        return bytes(self._scope.get("query_string", b""))
 
     def key(self) -> str:
         """Return the client's key, or ``""``."""
@@ -280,9 +263,23 @@ class Exchange:
             (b"content-length", str(len(encoded)).encode()),
             (b"retry-after", str(retry_after).encode()),
         ]
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send({"type": "http.response.start", "status": status, "headers": headers})
-            await self._send({"type": "http.response.body", "body": encoded})
+        await self.begin(status, headers)
+        await self.more(encoded, last=True)
+
+    async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send the head of a response."""
+        self._started = True
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def more(self, data: bytes, *, last: bool = False) -> None:
+        """Send a piece of a response."""
+        if data or last:
+            await self._write({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def disconnected(self) -> None:
+        """Wait until the client disconnects; the request body must have been received."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
 
     async def refuse(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error; an open stream ends with it."""
@@ -298,7 +295,7 @@ class Exchange:
 
         Raises ApiError or the session's TurnwiseError if nothing was answered.
         """
-        departure = _Departure(self._receive, self.task)
+        departure = _Departure(self)
         try:
             if request.stream:
                 await self._stream(entry, dialect, request, params)
@@ -377,20 +374,18 @@ class Exchange:
 
     async def _begin(self, writer: StreamWriter) -> None:
         first = writer.begin()
-        self._started = True
-        start = {"type": "http.response.start", "status": 200, "headers": sse.HEADERS}
-        await within(self._limits.write_seconds, self._sent(start))
+        await self.begin(200, sse.HEADERS)
         self._writer = writer
         await self._more(first)
 
     async def _more(self, data: bytes, *, last: bool = False) -> None:
-        if not data and not last:
-            return
-        # A client that takes nothing is as good as gone: it is told nothing more.
+        # A client that takes nothing is as good as gone: it is sent nothing more.
         writer, self._writer = self._writer, None
-        body = {"type": "http.response.body", "body": data, "more_body": not last}
-        await within(self._limits.write_seconds, self._sent(body))
+        await self.more(data, last=last)
         self._writer = None if last else writer
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        await within(self._limits.write_seconds, self._sent(message))
 
     async def _sent(self, message: dict[str, Any]) -> None:
         await self._send(message)
@@ -435,17 +430,16 @@ def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 class _Departure:
-    """Cancels a task when its client disconnects (``seen``); the request body must have been received."""
+    """Cancels the task of an exchange when its client disconnects (``seen``)."""
 
-    __slots__ = ("_receive", "_task", "_timer", "_watch", "seen")
+    __slots__ = ("_exchange", "_timer", "_watch", "seen")
 
-    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.seen = False
-        self._receive = receive
-        self._task = task
+        self._exchange = exchange
         self._watch: asyncio.Task[None] | None = None
         # Most answers that cost nothing are there before anybody could go away.
-        self._timer = task.get_loop().call_later(_WATCH_AFTER, self._begin)
+        self._timer = exchange.task.get_loop().call_later(_WATCH_AFTER, self._begin)
 
     def close(self) -> None:
         self._timer.cancel()
@@ -458,10 +452,9 @@ class _Departure:
         self._watch = asyncio.ensure_future(self._wait())
 
     async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await self._exchange.disconnected()
         self.seen = True
-        self._task.cancel()
+        self._exchange.task.cancel()
 
 
 class _Group:

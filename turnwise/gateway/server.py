@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, EngineDied, MissingExtraError, TurnwiseError
-from turnwise.gateway.app import GatewayApp
+from turnwise.gateway.app import GatewayApp, SessionApp
 from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.openai_chat import abilities_of
@@ -136,7 +136,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         return await process.serve(app, what=what, report_fd=spec.report_fd, report=report, protocol=protocol)
 
 
-async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
+async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[SessionApp, dict[str, Any]]:
     """Return the application in front of an inference server, and its report."""
     renderer = config.renderer.load(config.directory)
     key = _prepare(config)
@@ -156,7 +156,7 @@ async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
     return app, {"max_model_len": context, "admin_key": key}
 
 
-async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
+async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[SessionApp, dict[str, Any]]:
     """Return the application in front of a hosted endpoint, and its report."""
     assert config.hosted is not None
     endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())

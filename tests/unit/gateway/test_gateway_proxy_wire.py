@@ -21,8 +21,8 @@ from turnwise.errors import AuditError, ConfigError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.view import Selection, show
 from turnwise.gateway.config import GatewayConfig, GatewayLimits, HostedConfig, base_url
+from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import answer_reader
-from turnwise.gateway.proxy.app import HostedExchange
 from turnwise.gateway.proxy.endpoint import SecretFilter
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
@@ -338,13 +338,13 @@ async def test_the_last_piece_is_sent_when_the_turn_is_on_record(
         return await streamed(request, *STREAMS[route]) if stream else web.json_response(WHOLES[route])
 
     sent: list[tuple[bytes, int]] = []
-    send = HostedExchange.more
+    send = Exchange.more
 
-    async def more(self: HostedExchange, data: bytes, *, last: bool = False) -> None:
+    async def more(self: Exchange, data: bytes, *, last: bool = False) -> None:
         sent.append((data, hosted.session(opened).turns))
         await send(self, data, last=last)
 
-    monkeypatch.setattr(HostedExchange, "more", more)
+    monkeypatch.setattr(Exchange, "more", more)
     async with provider(respond) as there, hosting(there.url) as hosted:
         opened = await hosted.open()
         assert (await post(hosted, opened, {**ASK, "input": "Go.", "stream": stream}, route))[0] == 200

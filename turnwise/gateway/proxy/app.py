@@ -9,22 +9,20 @@ import asyncio
 import logging
 import re
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import aiohttp
 
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError
-from turnwise.gateway.app import GatewayApp, read_json
-from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.app import SessionApp, read_json
 from turnwise.gateway.dialects.core import Dialect, not_found
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.request import Asked, read_asked, unread
-from turnwise.gateway.proxy.session import TextSession, Usage
+from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, TextSession, Usage
 from turnwise.gateway.sessions import GatewaySession, Sessions
-from turnwise.inference.process import Receive, Scope, Send
 from turnwise.recorder.session import PendingRequest
 from turnwise.types import Message, text_of
 
@@ -34,53 +32,17 @@ _MOST_ITEMS = 10_000
 _SHOWN = 300
 
 
-class HostedExchange(Exchange):
-    """A forwarded request and its response."""
-
-    __slots__ = ("_scope",)
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
-        super().__init__(scope, receive, send, limits)
-        self._scope = scope
-
-    @property
-    def all_headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """Request headers as received."""
-        return cast("Sequence[tuple[bytes, bytes]]", self._scope["headers"])
-
-    @property
-    def query(self) -> bytes:
-        """Query string."""
-        return bytes(self._scope.get("query_string", b""))
-
-    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the head of a response."""
-        self._started = True
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def more(self, data: bytes, *, last: bool = False) -> None:
-        """Send a piece of a response."""
-        if not data and not last:
-            return
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-
-    async def watched(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, cancelled if the client disconnects."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
-        try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-            gone.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-        if not task.cancelled():
-            task.result()
-
-    async def _left(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+async def _while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``, cancelled if the client disconnects."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(exchange.disconnected())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
 
 
 class _Turn:
@@ -171,13 +133,11 @@ def _behind(prefill: str, message: Message) -> Message:
     return {**message, "content": prefill + text_of(message)} if prefill else message
 
 
-class HostedApp(GatewayApp):
+class HostedApp(SessionApp):
     """The ASGI application in front of a hosted endpoint."""
 
-    exchange: ClassVar[type[Exchange]] = HostedExchange
-
     def __init__(self, sessions: Sessions, *, admin_key: str, endpoint: Endpoint) -> None:
-        super().__init__(sessions, admin_key=admin_key, model="", context_length=2**53)
+        super().__init__(sessions, admin_key=admin_key, context_length=UNKNOWN_CONTEXT)
         self._endpoint = endpoint
 
     async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -190,30 +150,29 @@ class HostedApp(GatewayApp):
         if exchange.method in ("GET", "HEAD") and short in ("", "v1"):
             await exchange.answer(200, {"object": "gateway", "recorded": "text"})
             return
-        await super()._route(exchange, entry, dialect, route)
+        await self._post(exchange, entry, dialect, short)
 
     async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
-        assert isinstance(exchange, HostedExchange)
         if exchange.method != "POST":
-            await exchange.watched(self._pass_on(exchange, entry, dialect, route, b"", None))
+            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, b"", None))
             return
         raw = await exchange.body()
         body = read_json(raw)
         data = self._endpoint.body(raw, body)
         if route == "messages/count_tokens":
-            await exchange.watched(self._pass_on(exchange, entry, dialect, route, data, None))
+            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, None))
             return
         assert isinstance(entry.session, TextSession)
         asked = read_asked(dialect.name, body, entry.conversations, entry.session.items)
         turn = _Turn(entry, dialect.name, body, asked)
         try:
-            await exchange.watched(self._pass_on(exchange, entry, dialect, route, data, turn))
+            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, turn))
         finally:
             turn.close()
 
     async def _pass_on(
         self,
-        exchange: HostedExchange,
+        exchange: Exchange,
         entry: GatewaySession,
         dialect: Dialect,
         route: str,
@@ -240,7 +199,7 @@ class HostedApp(GatewayApp):
             # What began stays without its end; what did not can be told.
             raise ApiError(502, "the hosted endpoint broke off its answer", code="server_error") from None
 
-    async def _whole(self, exchange: HostedExchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:
+    async def _whole(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:
         raw = self._endpoint.hidden(await answer.read())
         if answer.status != 200:
             _log.warning("the hosted endpoint answered %d to %s", answer.status, answer.url.path)
@@ -258,7 +217,7 @@ class HostedApp(GatewayApp):
         await exchange.begin(answer.status, [*headers, (b"content-length", str(len(raw)).encode())])
         await exchange.more(b"" if exchange.method == "HEAD" else raw, last=True)
 
-    async def _stream(self, exchange: HostedExchange, answer: aiohttp.ClientResponse, turn: _Turn) -> None:
+    async def _stream(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn) -> None:
         reader, veil = turn.reader, self._endpoint.veil()
         await exchange.begin(answer.status, self._endpoint.returned(answer))
         async for piece in answer.content.iter_any():
