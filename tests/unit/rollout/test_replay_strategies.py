@@ -18,7 +18,6 @@ from turnwise.rollout.replay.strategies import (
     Flight,
     GroupFacts,
     Mixed,
-    OnPolicy,
     Prioritized,
     priority,
 )
@@ -36,8 +35,9 @@ def flight(version: int) -> Flight:
 
 def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
     ready = [facts("b", 4), facts("a", 4), facts("o", 3)]
-    assert OnPolicy().choose(ready, [], 5, 2) == Choice(("a", "b"), (("o", "stale"),))
-    assert OnPolicy().choose(ready, [], 5, 3) == Choice(None, (("o", "stale"),))
+    on_policy = make_strategy(load_config(ReplayConfig, defaults={"strategy": "on_policy"}), RunFacts(4, sync=False))
+    assert on_policy.choose(ready, [], 5, 2) == Choice(("a", "b"), (("o", "stale"),))
+    assert on_policy.choose(ready, [], 5, 3) == Choice(None, (("o", "stale"),))
 
 
 def test_bounded_waits_for_what_no_later_step_could_train() -> None:
@@ -107,8 +107,8 @@ def test_room_is_what_can_be_trained_in_time() -> None:
 
 def test_defaults_by_mode() -> None:
     sync, apart = RunFacts(4, sync=True), RunFacts(4, sync=False)
-    assert isinstance(make_strategy(ReplayConfig(), sync), OnPolicy)
-    assert type(make_strategy(ReplayConfig(), apart)) is Bounded
+    assert make_strategy(ReplayConfig(), sync).choose([facts("a", 3)], [], 5, 1).drop == (("a", "stale"),)
+    assert make_strategy(ReplayConfig(), apart).choose([facts("a", 3)], [], 5, 1).take == ("a",)
     assert make_admission(ReplayConfig(), sync) == StalenessBound(4, 1, 0)
     assert make_admission(ReplayConfig(), apart) == StalenessBound(4, 1, 1)
     mixed = load_config(ReplayConfig, defaults={"strategy": "mixed", "stored_share": 0.3})

@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, OnPolicy
+from turnwise.rollout.replay.strategies import Arrival, Bounded
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
@@ -138,7 +138,7 @@ async def test_bad_arguments_are_named() -> None:
 
 
 async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_sampling_for_ever() -> None:
-    buffer = LocalReplayBuffer(OnPolicy())
+    buffer = LocalReplayBuffer(Bounded(0, "drop"))
     asked = []
 
     def refill(missing: int) -> bool:
@@ -153,7 +153,7 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
 
 
 async def test_what_a_frozen_policy_sampled_makes_no_group_old() -> None:
-    buffer = LocalReplayBuffer(OnPolicy())
+    buffer = LocalReplayBuffer(Bounded(0, "drop"))
     whole = sampled_by(1, "g")
     frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival")
     await buffer.put(replace(whole, trajectories=[*whole.trajectories, frozen]))

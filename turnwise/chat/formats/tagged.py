@@ -319,7 +319,29 @@ class _Grammar:
         return tags.json_value({**shared, **schema}, (self._word,))
 
 
-class Glm(ChatFormat):
+class TaggedFormat(ChatFormat):
+    """Base of the formats whose calls are tags with unquoted values."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._call = Tagged(self.markers, self.marks)
+
+    def openers(self) -> tuple[str, ...]:
+        """Return the opening marker of the section, or of a call where calls share no section."""
+        return (self._mark("section_open") or self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, with parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
+
+    def block(self, region: Region) -> Block | None:
+        """Parse one call, or the section."""
+        return tagged_block(self._call, region)
+
+
+class Glm(TaggedFormat):
     """Calls as a name with key and value elements."""
 
     name: ClassVar[str] = "glm"
@@ -337,32 +359,14 @@ class Glm(ChatFormat):
     }
     extra_stops: ClassVar[tuple[str, ...]] = ("<|observation|>", "<|user|>")
 
-    __slots__ = ("_call",)
-
-    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
-        super().__init__(markers, added)
-        self._call = Tagged(self.markers, self.marks)
-
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
         """Return the grammar if the name follows the opening marker and calls share no section."""
         markers = derive(probe)
         return markers if markers and not markers["head"] and not markers["section_open"] else None
 
-    def openers(self) -> tuple[str, ...]:
-        """Return the call's opening marker."""
-        return (self._mark("open"),)
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, with parameters in the order of the schema."""
-        return tagged_calls(self.markers, self._added, tools, most)
-
-    def block(self, region: Region) -> Block | None:
-        """Parse one call."""
-        return tagged_block(self._call, region)
-
-
-class MiniMax(ChatFormat):
+class MiniMax(TaggedFormat):
     """Calls as elements of one section."""
 
     name: ClassVar[str] = "minimax"
@@ -379,32 +383,14 @@ class MiniMax(ChatFormat):
         "empty": '">\n',
     }
 
-    __slots__ = ("_call",)
-
-    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
-        super().__init__(markers, added)
-        self._call = Tagged(self.markers, self.marks)
-
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
         """Return the grammar if one pair of markers encloses all calls."""
         markers = derive(probe)
         return markers if markers and markers["section_open"] else None
 
-    def openers(self) -> tuple[str, ...]:
-        """Return the section's opening marker."""
-        return (self._mark("section_open"),)
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, with parameters in the order of the schema."""
-        return tagged_calls(self.markers, self._added, tools, most)
-
-    def block(self, region: Region) -> Block | None:
-        """Parse the section."""
-        return tagged_block(self._call, region)
-
-
-class Qwen3Coder(ChatFormat):
+class Qwen3Coder(TaggedFormat):
     """Calls as tags that contain the names of function and parameters."""
 
     name: ClassVar[str] = "qwen3_coder"
@@ -421,26 +407,8 @@ class Qwen3Coder(ChatFormat):
         "empty": ">\n</function>\n",
     }
 
-    __slots__ = ("_call",)
-
-    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
-        super().__init__(markers, added)
-        self._call = Tagged(self.markers, self.marks)
-
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
         """Return the grammar if a tag precedes the name and calls share no section."""
         markers = derive(probe)
         return markers if markers and markers["head"] and not markers["section_open"] else None
-
-    def openers(self) -> tuple[str, ...]:
-        """Return the call's opening marker."""
-        return (self._mark("open"),)
-
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
-        """Return the tag of calls, with parameters in the order of the schema."""
-        return tagged_calls(self.markers, self._added, tools, most)
-
-    def block(self, region: Region) -> Block | None:
-        """Parse one call."""
-        return tagged_block(self._call, region)

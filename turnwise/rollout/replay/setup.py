@@ -30,7 +30,6 @@ from turnwise.rollout.replay.strategies import (
     Filtered,
     GroupFacts,
     Mixed,
-    OnPolicy,
     Prioritized,
     Strategy,
     stored_groups,
@@ -233,7 +232,7 @@ Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
 
 def _on_policy(config: ReplayConfig, facts: RunFacts) -> Strategy:
     del config, facts
-    return OnPolicy()
+    return Bounded(0, "drop", order="key")
 
 
 def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:

@@ -220,13 +220,6 @@ class Bounded(Strategy):
         return False
 
 
-class OnPolicy(Bounded):
-    """Only groups sampled by the weights of this step."""
-
-    def __init__(self, order: Order = "key") -> None:
-        super().__init__(0, "drop", order=order)
-
-
 FLOOR = 0.01
 """The priority of a group that teaches nothing: it may still be drawn."""
 
@@ -346,7 +339,7 @@ def stored_groups(share: float, groups: int) -> int:
     return int(share * groups + 1e-9)
 
 
-__all__ = ["Arrival", "Bounded", "Choice", "Flight", "GroupFacts", "Mixed", "OnPolicy", "Prioritized", "Strategy"]
+__all__ = ["Arrival", "Bounded", "Choice", "Flight", "GroupFacts", "Mixed", "Prioritized", "Strategy"]
 
 
 EQUAL = "equal"
