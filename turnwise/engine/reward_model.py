@@ -8,7 +8,6 @@ regression), ``chat_template_kwargs`` (with messages), ``add_special_tokens`` (w
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -30,10 +29,10 @@ import torch
 from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, TurnwiseError, shown
+from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
-from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest
 from turnwise.types import text_of
 
@@ -479,19 +478,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the process; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m turnwise.engine.reward_model")
-    parser.add_argument("--config-json", required=True, help="a RewardServerSpec as JSON")
-    options = parser.parse_args(arguments)
-    spec = RewardServerSpec.model_validate_json(options.config_json)
-    logging.basicConfig(
-        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    try:
-        serve_reward(spec)
-    except TurnwiseError as error:
-        _log.critical("%s", error)
-        return 1
-    return 0
+    return process_main("turnwise.engine.reward_model", RewardServerSpec, serve_reward, arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Routes (vLLM's, except ``/stats``): ``POST /inference/v1/generate`` (``stream``:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -27,10 +26,10 @@ from turnwise.engine.batch_state import Generation, Output
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, Held, structured_output_available
 from turnwise.engine.weights import read_weights
-from turnwise.errors import FormatError, InferenceError, TurnwiseError
+from turnwise.errors import FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.types import SamplingParams
 
@@ -401,19 +400,7 @@ def serve(spec: ServerSpec) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the process; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m turnwise.engine.server")
-    parser.add_argument("--config-json", required=True, help="a ServerSpec as JSON")
-    options = parser.parse_args(arguments)
-    spec = ServerSpec.model_validate_json(options.config_json)
-    logging.basicConfig(
-        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    try:
-        serve(spec)
-    except TurnwiseError as error:
-        _log.critical("%s", error)
-        return 1
-    return 0
+    return process_main("turnwise.engine.server", ServerSpec, serve, arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ connections and foreign code are collected when idle, or when there may be many.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -19,11 +18,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.config import dump_config
-from turnwise.errors import ConfigError, EngineDied, MissingExtraError, TurnwiseError
+from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
 from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
 from turnwise.gateway.dialects.core import Reader
@@ -33,7 +31,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.process import HTTPProcess, ServerProcess
+from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient
@@ -265,20 +263,13 @@ def run_gateway(spec: GatewaySpec) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the process; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m turnwise.gateway.server")
-    parser.add_argument("--config-json", required=True, help="a GatewaySpec as JSON")
-    options = parser.parse_args(arguments)
     # Texts are encoded one by one here, which is a fifth quicker where the tokenizer keeps no threads for batches.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    spec = GatewaySpec.model_validate(orjson.loads(options.config_json))
-    logging.basicConfig(
-        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    try:
-        ended = run_gateway(spec)
-    except TurnwiseError as error:
-        _log.critical("%s", error)
-        return 1
+    return process_main("turnwise.gateway.server", GatewaySpec, _exit_code, arguments)
+
+
+def _exit_code(spec: GatewaySpec) -> int:
+    ended = run_gateway(spec)
     return 128 + ended if ended == signal.SIGINT else 0
 
 
@@ -286,46 +277,26 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-class GatewayProcess:
+class GatewayProcess(LaunchedServer):
     """A gateway in its own process, which ends with this one."""
 
     def __init__(self, config: GatewayConfig, *, log_file: str | Path | None = None) -> None:
         """Configure a gateway; :meth:`launch` starts it. Default ``log_file``: ``config.out``/``logs/gateway.log``."""
         self._config = config
-        self._port = config.port
         self.admin_key = ""
-        self._process = ServerProcess(
+        process = ServerProcess(
             f"the gateway of {config.url or config.model}",
             log_file=Path(log_file or config.out / "logs" / "gateway.log"),
             launch_timeout=config.inference.launch_timeout,
             # What is open is written down first, and servers that it launched are ended before it.
             close_timeout=config.inference.close_timeout + 10,
         )
-
-    @property
-    def url(self) -> str:
-        """Base URL; valid after :meth:`launch`."""
-        host = self._config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        super().__init__(process, config.host, config.port)
 
     @property
     def admin_headers(self) -> dict[str, str]:
         """Headers of the controllers' routes; valid after :meth:`launch`."""
         return {"authorization": f"Bearer {self.admin_key}"}
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is running."""
-        return self._process.running
-
-    async def wait_died(self) -> EngineDied:
-        """Wait until it ends unexpectedly; return the error that describes it."""
-        return await self._process.wait_died()
 
     async def launch(self) -> None:
         """Start it and wait until it is ready. Raises InferenceError with the end of its log."""

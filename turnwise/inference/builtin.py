@@ -12,14 +12,14 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.errors import EngineDied, InferenceError
+from turnwise.errors import InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
-from turnwise.inference.process import ControlRoutes, ServerProcess
-from turnwise.model.core import Replica, WeightManifest
+from turnwise.inference.process import LaunchedReplica, LaunchedServer, ServerProcess
+from turnwise.model.core import WeightManifest
 
 
-class BuiltinReplica(Replica):
+class BuiltinReplica(LaunchedReplica):
     """A built-in inference server in its own process, which ends with its parent (lifeline pipe)."""
 
     def __init__(
@@ -47,32 +47,15 @@ class BuiltinReplica(Replica):
         # What a restart brings back, and what the process that runs has loaded.
         self._manifest: WeightManifest | None = None
         self._loaded: WeightManifest | None = None
-        self._port = self._config.port
-        self._control = ControlRoutes()
-        self._process = ServerProcess(
+        process = ServerProcess(
             str(self._model),
             log_file=Path(log_file),
             launch_timeout=self._config.launch_timeout,
             close_timeout=self._config.close_timeout,
         )
+        super().__init__(process, self._config.host, self._config.port)
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
-
-    @property
-    def died(self) -> asyncio.Event:
-        """Set when the process ends unexpectedly; cleared by :meth:`restart`."""
-        return self._process.died
-
-    @property
-    def url(self) -> str:
-        """Base URL; valid after :meth:`launch`."""
-        host = self._config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid
 
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
@@ -95,22 +78,6 @@ class BuiltinReplica(Replica):
         threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
         reported = await self._process.start(command, {**os.environ, **threads})
         self._port = int(reported["port"])
-
-    async def health(self) -> bool:
-        """Return whether the server responds."""
-        return self._process.running and await self._control.health(self.url)
-
-    async def pause(self, *, abort: bool = False) -> None:
-        """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._reachable(), abort=abort)
-
-    async def resume(self) -> None:
-        """Resume sampling."""
-        await self._control.resume(self._reachable())
-
-    async def abort(self) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._reachable())
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Load a version in place and return the version now served.
@@ -145,10 +112,6 @@ class BuiltinReplica(Replica):
                 running = float((await self.stats())["cpu_seconds"])
         return self._process.spent_cpu + (running or 0.0)
 
-    async def wait_died(self) -> EngineDied:
-        """Wait until the server ends unexpectedly; return the error that describes it."""
-        return await self._process.wait_died()
-
     async def restart(self) -> None:
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
         async with self._loading:
@@ -166,16 +129,6 @@ class BuiltinReplica(Replica):
             if manifest is not None:
                 await self._load(manifest)
                 await self.resume()
-
-    async def close(self) -> None:
-        """Stop the server and wait for its process; idempotent."""
-        await self._process.end()
-        await self._control.close()
-
-    def _reachable(self) -> str:
-        if not self._process.running:
-            raise InferenceError(f"the server of {self._model} does not run: launch() or restart() it")
-        return self.url
 
 
 class RewardServerSpec(BaseModel):
@@ -198,7 +151,7 @@ class RewardServerSpec(BaseModel):
     lifeline_fd: int | None = None
 
 
-class RewardReplica:
+class RewardReplica(LaunchedServer):
     """A reward model's server in its own process, which ends with this one."""
 
     def __init__(
@@ -213,33 +166,13 @@ class RewardReplica:
         self._model = Path(model)
         self._config = config or RewardServerConfig()
         self._name = name
-        self._port = self._config.port
-        self._process = ServerProcess(
+        process = ServerProcess(
             str(self._model),
             log_file=Path(log_file),
             launch_timeout=self._config.launch_timeout,
             close_timeout=self._config.close_timeout,
         )
-
-    @property
-    def url(self) -> str:
-        """Base URL; valid after :meth:`launch`."""
-        host = self._config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is running."""
-        return self._process.running
-
-    async def wait_died(self) -> EngineDied:
-        """Wait until the process ends unexpectedly; return the error that describes it."""
-        return await self._process.wait_died()
+        super().__init__(process, self._config.host, self._config.port)
 
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
@@ -253,7 +186,3 @@ class RewardReplica:
         threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
         reported = await self._process.start(command, {**os.environ, **threads})
         self._port = int(reported["port"])
-
-    async def close(self) -> None:
-        """Stop the server and wait for its process; idempotent."""
-        await self._process.end()

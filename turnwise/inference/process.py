@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -9,18 +10,23 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import aiohttp
 import orjson
+from pydantic import BaseModel
 
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused
+from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused, TurnwiseError
 from turnwise.inference import wire
 from turnwise.inference.wire import BadRequest
+from turnwise.model.core import Replica
+
+S = TypeVar("S", bound=BaseModel)
 
 _LOG_END = 2000
 Command = Callable[[int, int], Sequence[str]]
@@ -82,7 +88,7 @@ class ServerProcess:
         """
         self.died = asyncio.Event()
         self.spent_cpu = 0.0
-        self._what = what
+        self.what = what
         self._log_file = log_file
         self._launch_timeout = launch_timeout
         self._close_timeout = close_timeout
@@ -112,24 +118,24 @@ class ServerProcess:
                 refused to start it: too many open files or processes, no memory, no such program.
         """
         if self._child is not None:
-            raise InferenceError(f"the server of {self._what} runs already as process {self._child.pid}")
+            raise InferenceError(f"the server of {self.what} runs already as process {self._child.pid}")
         self.died.clear()
         try:
             self._child, report = child, _ = self._spawn(command, environment)
         except OSError as error:
-            raise InferenceError(f"the server of {self._what} could not be started: {error}") from error
+            raise InferenceError(f"the server of {self.what} could not be started: {error}") from error
         try:
             line = await asyncio.wait_for(_read_line(report, child), self._launch_timeout)
         except TimeoutError:
             await self._stop(child)
             limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
-            raise InferenceError(f"the server of {self._what} did not answer {limit}: {self._story(child)}") from None
+            raise InferenceError(f"the server of {self.what} did not answer {limit}: {self._story(child)}") from None
         except BaseException:  # also a cancellation: the process is stopped
             await self._stop(child)
             raise
         if line is None:
             await self._stop(child)
-            raise InferenceError(f"the server of {self._what} did not start: {self._story(child)}")
+            raise InferenceError(f"the server of {self.what} did not start: {self._story(child)}")
         self._watch = asyncio.create_task(self._notice_death(child))
         reported: dict[str, Any] = orjson.loads(line)
         return reported
@@ -205,7 +211,7 @@ class ServerProcess:
         await child.ended.wait()
         if not child.expected:
             story = self._story(child)
-            self._death = EngineDied(f"the server of {self._what} (process {child.pid}) died: {story}")
+            self._death = EngineDied(f"the server of {self.what} (process {child.pid}) died: {story}")
             self.died.set()
 
     def _story(self, child: _Child) -> str:
@@ -288,6 +294,77 @@ class ControlRoutes:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class LaunchedServer:
+    """A server in its own process, which ends with this one."""
+
+    def __init__(self, process: ServerProcess, host: str, port: int) -> None:
+        self._process = process
+        self._host = host
+        self._port = port
+
+    @property
+    def url(self) -> str:
+        """Base URL; valid after the launch."""
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs, and leader of its process group."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is running."""
+        return self._process.running
+
+    async def wait_died(self) -> EngineDied:
+        """Wait until the process ends unexpectedly; return the error that describes it."""
+        return await self._process.wait_died()
+
+    async def close(self) -> None:
+        """Stop the server and wait for its process; idempotent."""
+        await self._process.end()
+
+
+class LaunchedReplica(LaunchedServer, Replica):
+    """An inference server in its own process, with the control routes that vLLM and the built-in server share."""
+
+    def __init__(self, process: ServerProcess, host: str, port: int) -> None:
+        super().__init__(process, host, port)
+        self._control = ControlRoutes()
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the process ends unexpectedly; cleared by the next launch."""
+        return self._process.died
+
+    async def health(self) -> bool:
+        """Return whether the server responds."""
+        return self._process.running and await self._control.health(self.url)
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Pause sampling; see :meth:`Replica.pause`."""
+        await self._control.pause(self._reachable(), abort=abort)
+
+    async def resume(self) -> None:
+        """Resume sampling."""
+        await self._control.resume(self._reachable())
+
+    async def abort(self) -> int:
+        """Finish every request in flight with what it has; return their number."""
+        return await self._control.abort(self._reachable())
+
+    async def close(self) -> None:
+        """Stop the server and wait for its process; idempotent."""
+        await super().close()
+        await self._control.close()
+
+    def _reachable(self) -> str:
+        if not self._process.running:
+            raise InferenceError(f"the server of {self._process.what} does not run: launch() it")
+        return self.url
 
 
 _log = logging.getLogger(__name__)
@@ -398,6 +475,27 @@ class HTTPProcess:
         if report_fd is not None:
             os.write(report_fd, orjson.dumps({"port": self.port, "pid": os.getpid(), **(report or {})}) + b"\n")
             os.close(report_fd)
+
+
+def process_main(module: str, spec: type[S], serve: Callable[[S], int | None], arguments: list[str] | None) -> int:
+    """Parse a server's specification, log to standard error and serve; the entry point of its process.
+
+    Args:
+        module: Module that ``python -m`` starts.
+        spec: Model of ``--config-json``, with the log's level as ``config.log_level``.
+        serve: Serves until the end and returns the exit code, by default 0; a TurnwiseError is logged.
+        arguments: Command line; None for that of this process.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--config-json", required=True, help=f"a {spec.__name__} as JSON")
+    given: Any = spec.model_validate_json(parser.parse_args(arguments).config_json)
+    level = given.config.log_level.upper()
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return serve(given) or 0
+    except TurnwiseError as error:
+        logging.getLogger(module).critical("%s", error)
+        return 1
 
 
 def deaf_server(options: Any) -> Any:

@@ -5,7 +5,6 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Literal
@@ -13,9 +12,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from turnwise.config import ConfigPath
-from turnwise.errors import EngineDied, InferenceError, RequestRefused
-from turnwise.inference.process import ControlRoutes, ServerProcess
-from turnwise.model.core import Replica, WeightManifest
+from turnwise.errors import InferenceError, RequestRefused
+from turnwise.inference.process import LaunchedReplica, ServerProcess
+from turnwise.model.core import WeightManifest
 
 _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 _OWN_ARGUMENTS = (
@@ -119,7 +118,7 @@ class VLLMConfig(BaseModel):
         }
 
 
-class VLLMReplica(Replica):
+class VLLMReplica(LaunchedReplica):
     """A vLLM server in its own process, which ends with its parent."""
 
     def __init__(
@@ -131,30 +130,13 @@ class VLLMReplica(Replica):
         self._config = config
         self._name = name or self._model.name
         self._weight_version = weight_version
-        self._port = config.port
-        self._control = ControlRoutes()
-        self._process = ServerProcess(
+        process = ServerProcess(
             str(self._model),
             log_file=Path(log_file),
             launch_timeout=config.launch_timeout,
             close_timeout=config.close_timeout,
         )
-
-    @property
-    def url(self) -> str:
-        """Base URL; valid after :meth:`launch`."""
-        host = self._config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs, and leader of its process group."""
-        return self._process.pid
-
-    @property
-    def died(self) -> asyncio.Event:
-        """Set when the process ends unexpectedly."""
-        return self._process.died
+        super().__init__(process, config.host, config.port)
 
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
@@ -174,39 +156,9 @@ class VLLMReplica(Replica):
             await self.close()
             raise
 
-    async def health(self) -> bool:
-        """Return whether the server responds."""
-        return self._process.running and await self._control.health(self.url)
-
-    async def pause(self, *, abort: bool = False) -> None:
-        """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._reachable(), abort=abort)
-
-    async def resume(self) -> None:
-        """Resume sampling."""
-        await self._control.resume(self._reachable())
-
-    async def abort(self) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._reachable())
-
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Raise RequestRefused: a running vLLM server keeps its launch weights."""
         raise RequestRefused(
             f"weights version {manifest.version} cannot be loaded into the vLLM server at {self.url}: save them as a "
             "checkpoint and launch a server of it, or sample with the built-in server"
         )
-
-    async def wait_died(self) -> EngineDied:
-        """Wait until the server ends unexpectedly; return the error that describes it."""
-        return await self._process.wait_died()
-
-    async def close(self) -> None:
-        """Stop the server with all of its processes; idempotent."""
-        await self._process.end()
-        await self._control.close()
-
-    def _reachable(self) -> str:
-        if not self._process.running:
-            raise InferenceError(f"the vLLM server of {self._model} does not run: launch() it")
-        return self.url
