@@ -1,7 +1,9 @@
-"""The exception hierarchy: one class per boundary that an error can cross."""
+"""The exception hierarchy, one class per boundary that an error can cross, and what undoes and names at a boundary."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar
 
 
@@ -157,3 +159,34 @@ def shown(value: object, limit: int = 80) -> str:
         return text
     tail = limit // 4
     return f"{text[: limit - tail - 3]}...{text[-tail:]}"
+
+
+@contextmanager
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` if the block raises anything, a cancellation included; the error is raised again."""
+    try:
+        yield
+    except BaseException:  # raised again: only what was begun is undone
+        undo()
+        raise
+
+
+@asynccontextmanager
+async def undo_on_error_async(undo: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Await ``undo`` if the block raises anything, a cancellation included; the error is raised again."""
+    try:
+        yield
+    except BaseException:  # raised again: only what was begun is undone
+        await undo()
+        raise
+
+
+@contextmanager
+def user_code(kind: type[TurnwiseError], what: str) -> Iterator[None]:
+    """Name what a user's code raises in the block: as ``kind``, ``what`` and the error. A TurnwiseError passes."""
+    try:
+        yield
+    except TurnwiseError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise kind(f"{what} {type(error).__name__}: {error}") from error

@@ -21,7 +21,7 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
-from turnwise.errors import FormatError
+from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -103,11 +103,8 @@ def write_weights(
     spare = older[: max(0, len(older) - max(1, keep - 1))]
     if spare:
         spare[-1].rename(partial)
-    try:
+    with undo_on_error(lambda: partial.unlink(missing_ok=True)):
         _fill(partial, stored)
-    except BaseException:  # an interrupted write leaves no partial file, whatever interrupts it
-        partial.unlink(missing_ok=True)
-        raise
     partial.rename(path)
     written = _versions(home, version)
     for outdated in written[: max(0, len(written) - max(1, keep))]:

@@ -22,7 +22,7 @@ from turnwise.sandboxes.core import Mount, Sandbox, SandboxSpec
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
-from turnwise.tools.execute import ToolThreads, default_threads
+from turnwise.tools.execute import ToolThreads, default_threads, guarded
 from turnwise.tools.response import CountTokens
 from turnwise.tools.secrets import Secret, Secrets
 from turnwise.types import Message, ToolCall, ToolSchema
@@ -393,7 +393,7 @@ async def in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...
     """Run a plain function in one of an environment's threads; on cancellation the thread is abandoned."""
     executor = default_threads() if env.executor is None else env.executor
     context = contextvars.copy_context()
-    future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))
+    future = executor.submit(lambda: guarded(context.run, (function, *args), kwargs))
     try:
         result, raised = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -404,13 +404,3 @@ async def in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...
     if raised is not None:
         raise raised
     return result
-
-
-def _guarded(
-    run: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, BaseException | None]:
-    # A future refuses some exceptions (StopIteration), so they travel as values.
-    try:
-        return run(function, *args, **kwargs), None
-    except BaseException as error:  # noqa: BLE001 - raised again on the loop
-        return None, error

@@ -126,11 +126,10 @@ async def open_frozen(
     ]
     try:
         await asyncio.gather(*opening)
-    except BaseException:  # also a cancellation: the others are not opened any more
+    finally:
+        # After an error or a cancellation the others are not opened any more.
         for task in opening:
             task.cancel()
-        raise
-    finally:
         for done in await asyncio.gather(*opening, return_exceptions=True):
             if isinstance(done, contextlib.AsyncExitStack):
                 stack.push_async_callback(done.aclose)

@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Self
 
-from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError
+from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
@@ -248,11 +248,8 @@ class LocalGateway:
 
     async def answer_at(self, door: Door, listener: socket.socket) -> str:
         """Serve an open door's session on another socket, too; see :meth:`Door.answer_at`."""
-        try:
+        with undo_on_error(listener.close):
             hatch = await SessionSocket.open(self._plain, door.entry.token, listener, self._sessions.limits)
-        except BaseException:  # also a cancellation: the socket is closed
-            listener.close()
-            raise
         self._hatches.setdefault(door.entry.token, []).append(hatch)
         return hatch.url
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from turnwise.config import ConfigPath
-from turnwise.errors import InferenceError, RequestRefused
+from turnwise.errors import InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference.process import LaunchedReplica, ServerProcess
 from turnwise.model.core import WeightManifest
 
@@ -149,12 +149,9 @@ class VLLMReplica(LaunchedReplica):
             lambda report, lifeline: [*script, str(report), str(lifeline), *arguments], self._config.environment()
         )
         self._port = int(reported["port"])
-        try:
+        async with undo_on_error_async(self.close):
             # Answered once the application takes connections; also the first words of the server's own name for 0.
             await self._control.set_version(self.url, self._weight_version)
-        except BaseException:  # also a cancellation: the server is closed
-            await self.close()
-            raise
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Raise RequestRefused: a running vLLM server keeps its launch weights."""

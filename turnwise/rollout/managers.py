@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
+from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown, user_code
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.config import RolloutConfig
@@ -253,12 +253,9 @@ class OutsideManager(RolloutManager):
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
         try:
-            made = create(**arguments)
-            inner = await made if inspect.isawaitable(made) else made
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a user's class: what it raises is named as its own
-            raise ConfigError(f"{KEY} {reference!r}: create failed: {type(error).__name__}: {error}") from error
+            with user_code(ConfigError, f"{KEY} {reference!r}: create failed:"):
+                made = create(**arguments)
+                inner = await made if inspect.isawaitable(made) else made
         finally:
             _CURRENT.reset(token)
         if not isinstance(inner, found):
@@ -282,14 +279,11 @@ class OutsideManager(RolloutManager):
         before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
-            started = self._inner.generate_sequences(list(requests))
+            with user_code(TrainError, f"{self._name}.generate_sequences raised"):
+                started = self._inner.generate_sequences(list(requests))
             if inspect.iscoroutine(started):
                 # Written as ``async def``: it does not block the run for that.
                 self._started.add(asyncio.ensure_future(started))
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a user's class: what it raises is named as its own
-            raise TrainError(f"{self._name}.generate_sequences raised {type(error).__name__}: {error}") from error
         finally:
             _CURRENT.reset(token)
         for task in asyncio.all_tasks() - before:
@@ -337,13 +331,9 @@ class OutsideManager(RolloutManager):
         """Cancel unfinished groups, where the manager can; return their keys."""
         if not callable(_attribute(type(self._inner), "cancel")):
             return frozenset()
-        try:
+        with user_code(TrainError, f"{self._name}.cancel raised"):
             ended = self._inner.cancel(keys)
             found = frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a user's class: what it raises is named as its own
-            raise TrainError(f"{self._name}.cancel raised {type(error).__name__}: {error}") from error
         if self._current.handed_out is not None:
             self._current.handed_out.remove(found)
         return found

@@ -32,6 +32,7 @@ from turnwise.errors import (
     TrainError,
     TurnwiseError,
     shown,
+    undo_on_error_async,
 )
 from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, Renderer
@@ -288,11 +289,8 @@ class RolloutProducer(RolloutManager):
         await runner.prepare()
         remote = None
         if config.remote is not None:
-            try:
+            async with undo_on_error_async(runner.close):
                 remote = await RemoteRunners.start(config.remote, runner.gateway, parts.notify)
-            except BaseException:  # also a cancellation: the runner is closed
-                await runner.close()
-                raise
         return cls(config, runner, buffer, parts, threads, rewarder, remote)
 
     @property

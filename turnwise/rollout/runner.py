@@ -18,7 +18,16 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import AgentError, BudgetExceeded, ConfigError, EnvError, RegistryError, TurnwiseError
+from turnwise.errors import (
+    AgentError,
+    BudgetExceeded,
+    ConfigError,
+    EnvError,
+    RegistryError,
+    TurnwiseError,
+    undo_on_error_async,
+    user_code,
+)
 from turnwise.gateway.endpoints import EndpointTemplate
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
@@ -263,12 +272,9 @@ class EpisodeRunner:
         The environment made for it serves the first episode; its other faults show in trajectories.
         """
         name = self._config.env.name
-        try:
+        async with undo_on_error_async(self.close):
             await self._toolbox.tools()
             await self._sandboxes.check()
-        except BaseException:  # also a cancellation: what was opened is closed
-            await self.close()
-            raise
         try:
             self._spare = await self._make(name, {})
             self._hold(name, self._spare)
@@ -392,12 +398,8 @@ class EpisodeRunner:
         if configured and not own and self._spare is not None:
             spare, self._spare = self._spare, None
             return spare
-        try:
+        with user_code(EnvError, f"environment {name!r} cannot be made:"):
             env = make(name, **{**(self._config.env.config if configured else {}), **own})
-        except TurnwiseError:
-            raise
-        except Exception as error:  # an environment's code: what it raises is named as its own
-            raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
         if tools:
             env.add_tools(tools)
         for wrapper in self._config.env.wrappers if configured else ():

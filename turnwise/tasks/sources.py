@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from turnwise.errors import ConfigError, MissingExtraError, TaskError, TurnwiseError
+from turnwise.errors import ConfigError, MissingExtraError, TaskError, user_code
 from turnwise.plugins import load_object
 from turnwise.tasks.core import Task, kind
 
@@ -113,12 +113,8 @@ class FunctionRows(Rows):
                 yield Row(number, f"{self.name}: row {number}", f"{self.name}-{number}", value)
 
     def _checked(self, call: Callable[[], Any], where: str) -> Any:
-        try:
+        with user_code(TaskError, f"{self._reference}{where}: it raised"):
             return call()
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a function of the user's: what it raises is named as its own
-            raise TaskError(f"{self._reference}{where}: it raised {type(error).__name__}: {error}") from error
 
 
 class IterableRows(Rows):

@@ -402,7 +402,7 @@ class ToolRunner:
     ) -> Any:
         executor = default_threads() if self._executor is None else self._executor
         try:
-            future = executor.submit(contextvars.copy_context().run, _guarded, fn, positional, arguments)
+            future = executor.submit(contextvars.copy_context().run, guarded, fn, positional, arguments)
         except RuntimeError as error:
             raise EnvError(f"the executor of tools takes no calls: {error}") from error
         wrapped = asyncio.wrap_future(future)
@@ -432,10 +432,10 @@ async def _settled(awaitable: Awaitable[Any]) -> tuple[Any, SystemExit | None]:
         return None, error
 
 
-def _guarded(
-    fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any]
+def guarded(
+    fn: Callable[..., Any], positional: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> tuple[Any, BaseException | None]:
-    # A future refuses some exceptions (StopIteration), so they travel as values.
+    """Call a function; return its result and no error, or the error, since a future refuses some (StopIteration)."""
     try:
         return fn(*positional, **arguments), None
     except BaseException as error:  # noqa: BLE001 - raised again on the loop

@@ -14,7 +14,15 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import SecretStr, ValidationError
 
-from turnwise.errors import ConfigError, EnvError, MissingExtraError, ToolError, ToolSchemaError
+from turnwise.errors import (
+    ConfigError,
+    EnvError,
+    MissingExtraError,
+    ToolError,
+    ToolSchemaError,
+    undo_on_error,
+    undo_on_error_async,
+)
 from turnwise.tools.config import MCPServerConfig
 from turnwise.tools.core import AgentData, BaseTool, nearest
 from turnwise.tools.response import ToolResponse
@@ -263,11 +271,8 @@ class _Watched:
         self._gone = gone
 
     async def receive(self) -> Any:
-        try:
+        with undo_on_error(self._gone.set):
             return await self._stream.receive()
-        except BaseException:  # whatever the transport raises ends the stream
-            self._gone.set()
-            raise
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -276,11 +281,8 @@ class _Watched:
         return self
 
     async def __anext__(self) -> Any:
-        try:
+        with undo_on_error(self._gone.set):
             return await self._stream.__anext__()
-        except BaseException:  # whatever the transport raises ends the stream
-            self._gone.set()
-            raise
 
     async def __aenter__(self) -> _Watched:
         await self._stream.__aenter__()
@@ -363,11 +365,8 @@ class MCPServer:
             return
         connection, users = self._of_episodes.get(episode) or (Connection(self._endpoint, reconnects=False), 0)
         self._of_episodes[episode] = (connection, users + 1)
-        try:
+        async with undo_on_error_async(lambda: self.leave(episode)):
             await connection.open()
-        except BaseException:  # also a cancellation: the episode leaves the connection
-            await self.leave(episode)
-            raise
 
     async def leave(self, episode: str) -> None:
         """Close an episode's connection when its last tool is released."""

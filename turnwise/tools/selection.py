@@ -15,7 +15,16 @@ from typing import Any, Self, TypeAlias
 import yaml
 
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError, ToolSchemaError, TurnwiseError, shown
+from turnwise.errors import (
+    ConfigError,
+    EnvError,
+    RegistryError,
+    TaskError,
+    ToolSchemaError,
+    TurnwiseError,
+    shown,
+    undo_on_error_async,
+)
 from turnwise.plugins import load_file, load_object
 from turnwise.tasks.core import Task
 from turnwise.tools.config import NamedToolConfig, ToolEntry, ToolFile, ToolsConfig
@@ -67,16 +76,13 @@ class Instances:
     async def create(self) -> None:
         """Create all instances; on EnvError those created before are released."""
         for name, tool in self._tools.items():
-            try:
+            async with undo_on_error_async(self.release):
                 made = await self._foreign(name, "create", None)
                 if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], str)):
                     raise EnvError(
                         f"{type(tool).__qualname__}.create returned {made!r}: it must return (instance_id, "
                         "ToolResponse)"
                     )
-            except BaseException:  # also a cancellation: the instances made before are released
-                await self.release()
-                raise
             self._ids[name] = made[0]
             response = as_response(name, made[1])
             if response.reward is not None:

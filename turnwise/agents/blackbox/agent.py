@@ -29,7 +29,7 @@ from turnwise.agents.blackbox.workdir import (
     told_of,
 )
 from turnwise.agents.core import Agent, Episode
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, shown, undo_on_error
 from turnwise.gateway.local import Door
 from turnwise.model.canonical import clean
 from turnwise.sandboxes.core import Mount, Sandbox
@@ -267,7 +267,7 @@ class BlackBoxAgent(Agent):
         places = await asyncio.to_thread(Workdir.make, self._config.scratch, self._config.workspace, None)
         values = dict.fromkeys(PLACEHOLDERS, "") | {"model": self._config.model, "api_key": API_KEY}
         values |= {"home": str(places.home), "work": str(places.work), "python": sys.executable}
-        try:
+        with undo_on_error(places.remove):
             places.write({fill(name, values): fill(text, values) for name, text in self._recipe.files.items()})
             env = environment(
                 *(self._recipe.dialect, values, self._recipe.env, self._config.pass_env),
@@ -279,9 +279,6 @@ class BlackBoxAgent(Agent):
             program = await Program.start(
                 argv, env=env, cwd=places.work, stdin=stdin, most_output=most, on_line=on_line
             )
-        except BaseException:  # also a cancellation: the folders are removed
-            places.remove()
-            raise
         return program, places.remove
 
     # -- what it came to

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Final, Self
 
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, shown, undo_on_error, undo_on_error_async
 
 MARK: Final = "TURNWISE_PROGRAM"
 """Environment variable that every process of a program has, unless it takes it away."""
@@ -128,11 +128,8 @@ class Program:
         finally:
             given.close()
         program = cls(process, mark, stdout, stderr)
-        try:
+        async with undo_on_error_async(program.end):
             await program._begin({"argv": list(argv), "cwd": str(cwd), "env": {**env, MARK: mark}})
-        except BaseException:  # also a cancellation: the process is ended
-            await program.end()
-            raise
         return program
 
     @property
@@ -329,11 +326,8 @@ class Worker:
         read, write = os.pipe()
         file = os.fdopen(write, "wb", buffering=0)
         self._lines, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, file)
-        try:
+        with undo_on_error(self._hang_up):
             self._program, self._ended = await start(read, self._read)
-        except BaseException:  # also a cancellation: the pipe is closed
-            self._hang_up()
-            raise
 
     @property
     def program(self) -> Program:
@@ -398,11 +392,8 @@ class Workers:
         """Lend a worker. One that exited, or whose block raised, is not reused."""
         async with self._slots:
             worker = await self._one()
-            try:
+            async with undo_on_error_async(worker.end):
                 yield worker
-            except BaseException:  # also a cancellation: a worker in the middle of a call is not reused
-                await worker.end()
-                raise
             if worker.program.running:
                 self._idle.append(worker)
             else:

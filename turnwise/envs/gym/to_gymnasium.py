@@ -16,7 +16,7 @@ import orjson
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, announce, make
-from turnwise.errors import EnvError, TaskError, shown
+from turnwise.errors import EnvError, TaskError, shown, undo_on_error
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import load_tasks
 from turnwise.tasks.sources import TaskSource
@@ -198,12 +198,9 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
+        # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
+        with undo_on_error(running.cancel):
             return running.result()
-        except BaseException:  # also Ctrl-C
-            # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
-            running.cancel()
-            raise
 
     def close(self) -> None:
         self._end()

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from turnwise.errors import BudgetExceeded, InferenceError, SessionError
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError, undo_on_error
 from turnwise.gateway.app import SessionApp, read_json
 from turnwise.gateway.dialects.core import Dialect, not_found
 from turnwise.gateway.errors import ApiError
@@ -119,12 +119,9 @@ def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tupl
 
 def _place(session: TextSession, asked: Asked) -> list[PendingRequest]:
     placed: list[PendingRequest] = []
-    try:
+    with undo_on_error(lambda: session.withdraw(placed)):
         while len(placed) < asked.n:
             placed.append(session.place(asked.messages, asked.tools))
-    except BaseException:  # all or none of the turns are placed
-        session.withdraw(placed)
-        raise
     return placed
 
 

@@ -24,6 +24,7 @@ from turnwise.errors import (
     SandboxFileTooLarge,
     SandboxStartError,
     SandboxUnavailable,
+    undo_on_error_async,
 )
 from turnwise.sandboxes import archives
 from turnwise.sandboxes.core import (
@@ -151,13 +152,10 @@ class DockerSandbox(Sandbox):
         if self._asked or self._closed:
             raise SandboxStartError(f"sandbox {self.id} was started before")
         self._asked = True
-        try:
+        async with undo_on_error_async(lambda: asyncio.shield(asyncio.create_task(self._remove()))):
             if self._ready is not None:
                 await self._ready()
             await self._start()
-        except BaseException:  # also a cancellation: the container is removed
-            await asyncio.shield(asyncio.create_task(self._remove()))
-            raise
         assert self._keeper.capabilities is not None
         self.capabilities = self._keeper.capabilities
 
@@ -271,11 +269,8 @@ class DockerSandbox(Sandbox):
         snapshot = await self.snapshot()
         made = DockerSandbox(replace(self.spec, snapshot=snapshot, workspace=None), self._keeper, self._ready)
         made._own_snapshot = snapshot
-        try:
+        async with undo_on_error_async(made.close):
             await made.start()
-        except BaseException:  # also a cancellation: the copy is closed
-            await made.close()
-            raise
         return made
 
     async def listen(self, port: int = 0) -> socket.socket:

@@ -26,6 +26,7 @@ from turnwise.errors import (
     SandboxFileNotFound,
     SandboxFileTooLarge,
     SandboxUnavailable,
+    undo_on_error_async,
 )
 from turnwise.sandboxes import packing
 from turnwise.sandboxes.archives import HEADERS, pack, unpack
@@ -82,11 +83,8 @@ class E2BSandbox(Sandbox):
         self.id = self._sdk.sandbox_id
         self.capabilities = self._owner.capabilities
         self._refresh = asyncio.create_task(self._refreshed(self._sdk))
-        try:
+        async with undo_on_error_async(lambda: asyncio.shield(self.close())):
             await self._furnish()
-        except BaseException:  # also a cancellation: the sandbox is closed
-            await asyncio.shield(self.close())
-            raise
 
     async def close(self) -> None:
         """Kill it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from turnwise.errors import SandboxDied, SandboxStartError
+from turnwise.errors import SandboxDied, SandboxStartError, undo_on_error
 
 _DIRECT: Final = 60_000
 """Bytes of a request that fits into one message; a longer one travels in memory that is passed along."""
@@ -99,11 +99,8 @@ class Channel:
         for each in (made.started, made.ended, made.gone):
             each.add_done_callback(retrieved)
         self._open[name] = made
-        try:
+        with undo_on_error(lambda: self._open.pop(name, None)):
             await self.send({**message, "id": name}, fds)
-        except BaseException:  # also a cancellation: no answer is waited for
-            self._open.pop(name, None)
-            raise
         return made
 
     async def kill(self, request: Request, seconds: float) -> bool:

@@ -21,6 +21,8 @@ from turnwise.errors import (
     SandboxStartError,
     SandboxUnavailable,
     shown,
+    undo_on_error,
+    undo_on_error_async,
 )
 from turnwise.sandboxes import archives
 from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
@@ -118,11 +120,8 @@ class LocalSandbox(Sandbox):
         self.capabilities = self._backend.capabilities
         plans.check(self.spec)
         origin = self._backend.origin(self)
-        try:
+        async with undo_on_error_async(self.close):
             await self._launch(plans.plan(self._backend.rung, self.spec, self._backend.place(self.id), origin))
-        except BaseException:  # also a cancellation: the sandbox is closed
-            await self.close()
-            raise
 
     async def close(self) -> None:
         """Kill everything inside and free its resources."""
@@ -164,11 +163,8 @@ class LocalSandbox(Sandbox):
                 streams.append(self._hold(Collector(reading, max_output)))
                 ends.callback(os.close, writing)
                 given.append(writing)
-            try:
+            with undo_on_error(lambda: self._release(streams)):
                 request = await channel.request(message | {"spawned": False}, given)
-            except BaseException:  # also a cancellation: the streams are closed
-                self._release(streams)
-                raise
         timed_out = False
         try:
             done, _ = await asyncio.wait([request.ended], timeout=timeout)
@@ -260,10 +256,8 @@ class LocalSandbox(Sandbox):
         if source.is_dir():
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
-                request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
-            except BaseException:  # also a cancellation: the pipe is closed
-                os.close(writing)
-                raise
+                with undo_on_error(lambda: os.close(writing)):
+                    request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
             finally:
                 os.close(reading)
             packing = asyncio.create_task(asyncio.to_thread(archives.send, source, writing))
@@ -286,10 +280,8 @@ class LocalSandbox(Sandbox):
         """Copy a file or folder to the host."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
-        except BaseException:  # also a cancellation: the pipe is closed
-            os.close(reading)
-            raise
+            with undo_on_error(lambda: os.close(reading)):
+                request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
         finally:
             os.close(writing)
         unpacking = asyncio.create_task(asyncio.to_thread(archives.receive, reading, target, max_bytes))

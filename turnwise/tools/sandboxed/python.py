@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from turnwise.errors import SandboxFileError, ToolError
+from turnwise.errors import SandboxFileError, ToolError, undo_on_error_async
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.base import Dialogue, Reply, SandboxTool, TimedConfig, as_schema_of, tool_config
@@ -81,7 +81,8 @@ class PythonTool(SandboxTool[Place]):
         marker = secrets.token_hex(16)
         request = {"code": str(parameters["code"]), "marker": marker, "plots": settings.plots}
         program = await self._open(place)
-        try:
+        # Given up in the middle: whatever is read next would be read as the answer to something else.
+        async with undo_on_error_async(lambda: self.leave(place)):
             reply = await program.ask(json.dumps(request).encode() + b"\n", marker, timeout)
             timed_out = reply.note is None and not reply.ended
             if timed_out:
@@ -90,10 +91,6 @@ class PythonTool(SandboxTool[Place]):
                 reply = Reply(reply.output + last.output, last.note, last.ended)
             if reply.note is None:
                 return await self._restart(place, program, reply, timeout, timed_out=timed_out), None, {}
-        except BaseException:  # also a cancellation
-            # Given up in the middle: whatever is read next would be read as the answer to something else.
-            await self.leave(place)
-            raise
         try:
             ended: Any = json.loads(reply.note)
             plots, failed = [str(path) for path in ended["plots"]], ended["error"] is not None

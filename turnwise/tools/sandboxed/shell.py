@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from turnwise.errors import SandboxFileNotFound, ToolError
+from turnwise.errors import SandboxFileNotFound, ToolError, undo_on_error_async
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.base import Dialogue, Reply, SandboxTool, TimedConfig, as_schema_of, tool_config
@@ -146,17 +146,14 @@ class ShellSession:
     async def run(self, command: str, timeout: float) -> Ran:
         """Run a command until it ends or times out. Raises SandboxError."""
         shell = await self._open()
-        try:
+        # Given up in the middle: whatever is read next would be read as the answer to something else.
+        async with undo_on_error_async(self.close):
             asked = await self._ask(shell, f"eval {shlex.quote(command)} </dev/null\n", timeout)
             timed_out = asked.note is None and not asked.ended
             output = asked.output
             if timed_out:
                 asked = await self._stop(shell)
                 output += asked.output
-        except BaseException:  # also a cancellation
-            # Given up in the middle: whatever is read next would be read as the answer to something else.
-            await self.close()
-            raise
         if asked.note is not None:
             return Ran(output, self._noted(asked.note), self._cwd or "", timed_out=timed_out, restarted=False)
         exit_code = await shell.exit_code() if asked.ended else 137
@@ -189,11 +186,8 @@ class ShellSession:
             # The folder in which the last shell was is gone.
             process = await self.sandbox.spawn(_START, env=self._env)
         shell = Dialogue(process, self._limit)
-        try:
+        async with undo_on_error_async(shell.close):
             reply = await self._ask(shell, _SETUP, _START_S)
-        except BaseException:  # also a cancellation: the shell is closed
-            await shell.close()
-            raise
         if reply.note is None:
             await shell.close()
             text = reply.output.decode("utf-8", "replace").strip()

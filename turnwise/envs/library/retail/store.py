@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from turnwise.envs.library.retail.world import World
-from turnwise.errors import ToolError, shown
+from turnwise.errors import ToolError, shown, undo_on_error
 
 _TABLES: Final = """
 CREATE TABLE users (user_id TEXT PRIMARY KEY, first_name TEXT NOT NULL, last_name TEXT NOT NULL,
@@ -86,11 +86,8 @@ class Store:
         self._connection.execute("PRAGMA query_only = OFF")
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with undo_on_error(lambda: self._connection.execute("ROLLBACK")):
                 yield
-            except BaseException:  # any end of the block undoes its writes
-                self._connection.execute("ROLLBACK")
-                raise
             self._connection.execute("COMMIT")
         finally:
             self._connection.execute("PRAGMA query_only = ON")
