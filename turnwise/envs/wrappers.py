@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, ClassVar, Final, TypeAlias, cast
 
 import orjson
 
@@ -30,94 +30,29 @@ from turnwise.tools.secrets import Secret
 from turnwise.types import Message, StopReason, ToolCall
 
 
-class _Inside(Env):
-    """Forwards attributes of Env to the wrapped environment."""
+class _Forwarded:
+    """An attribute of the wrapped environment; set through the wrapper only if ``writable``."""
 
-    env: Env
+    def __init__(self, *, writable: bool = False) -> None:
+        self._writable = writable
 
-    @property
-    def tools(self) -> Sequence[Any]:  # type: ignore[override]
-        return self.env.tools
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    @property
-    def score_range(self) -> tuple[float, float] | None:  # type: ignore[override]
-        return self.env.score_range
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(wrapper.env, self._name)
 
-    @property
-    def floor(self) -> float | None:  # type: ignore[override]
-        return self.env.floor
-
-    @property
-    def default_tasks(self) -> str | None:  # type: ignore[override]
-        return self.env.default_tasks
-
-    @property
-    def secrets(self) -> Sequence[Secret]:  # type: ignore[override]
-        return self.env.secrets
-
-    @property
-    def executor(self) -> Executor | None:
-        return self.env.executor
-
-    @executor.setter
-    def executor(self, value: Executor | None) -> None:
-        self.env.executor = value
-
-    @property
-    def count_tokens(self) -> CountTokens | None:
-        return self.env.count_tokens
-
-    @count_tokens.setter
-    def count_tokens(self, value: CountTokens | None) -> None:
-        self.env.count_tokens = value
-
-    @property
-    def sandboxes(self) -> SandboxManager | None:
-        return self.env.sandboxes
-
-    @sandboxes.setter
-    def sandboxes(self, value: SandboxManager | None) -> None:
-        self.env.sandboxes = value
-
-    @property
-    def guest_mounts(self) -> tuple[Mount, ...]:
-        return self.env.guest_mounts
-
-    @guest_mounts.setter
-    def guest_mounts(self, value: tuple[Mount, ...]) -> None:
-        self.env.guest_mounts = value
-
-    @property
-    def sandbox(self) -> Sandbox | None:
-        return self.env.sandbox or self._sandbox
-
-    @sandbox.setter
-    def sandbox(self, value: Sandbox | None) -> None:
-        self._sandbox = value
-
-    _sandbox: Sandbox | None = None
-
-    @property
-    def lost_thread(self) -> bool:
-        return self.env.lost_thread
-
-    @lost_thread.setter
-    def lost_thread(self, value: bool) -> None:
-        self.env.lost_thread = value
-
-    _pending: asyncio.Future[ScoreParts] | None = None
-
-    @property
-    def pending_score(self) -> asyncio.Future[ScoreParts] | None:
-        return self.env.pending_score if self._pending is None else self._pending
-
-    @pending_score.setter
-    def pending_score(self, value: asyncio.Future[ScoreParts] | None) -> None:
-        # One that began here goes on inside by itself; set inside as well, it would wait for itself.
-        self._pending = value
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        if not self._writable:
+            raise AttributeError(f"{type(wrapper).__qualname__}.{self._name} is set in the wrapped environment")
+        setattr(wrapper.env, self._name, value)
 
 
-class Wrapper(_Inside):
+def _forwarded(*, writable: bool = False) -> Any:
+    return _Forwarded(writable=writable)
+
+
+class Wrapper(Env):
     """Base of wrappers: forwards everything to the wrapped environment. Override methods to change them.
 
     ``super()`` returns validated results; observations are lists of messages.
@@ -127,6 +62,20 @@ class Wrapper(_Inside):
     """
 
     env: Env
+
+    tools: Sequence[Any] = _forwarded()
+    score_range: ClassVar[tuple[float, float] | None] = _forwarded()
+    floor: ClassVar[float | None] = _forwarded()
+    default_tasks: ClassVar[str | None] = _forwarded()
+    secrets: Sequence[Secret] = _forwarded()
+    executor: Executor | None = _forwarded(writable=True)
+    count_tokens: CountTokens | None = _forwarded(writable=True)
+    sandboxes: SandboxManager | None = _forwarded(writable=True)
+    guest_mounts: tuple[Mount, ...] = _forwarded(writable=True)
+    lost_thread: bool = _forwarded(writable=True)
+
+    _sandbox: Sandbox | None = None
+    _pending: asyncio.Future[ScoreParts] | None = None
 
     def __new__(cls, env: Env, *_args: Any, **_kwargs: Any) -> Wrapper:
         """Make a wrapper, as a ToolEnv where the wrapped environment is one."""
@@ -138,6 +87,25 @@ class Wrapper(_Inside):
         if not isinstance(env, Env):
             raise ConfigError(f"{type(self).__qualname__} wraps an environment, not {shown(env)}")
         self.env = env
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The episode's first sandbox: that of the wrapped environment, or the wrapper's own."""
+        return self.env.sandbox or self._sandbox
+
+    @sandbox.setter
+    def sandbox(self, value: Sandbox | None) -> None:
+        self._sandbox = value
+
+    @property
+    def pending_score(self) -> asyncio.Future[ScoreParts] | None:
+        """A scoring in progress, of the wrapper or inside."""
+        return self.env.pending_score if self._pending is None else self._pending
+
+    @pending_score.setter
+    def pending_score(self, value: asyncio.Future[ScoreParts] | None) -> None:
+        # One that began here goes on inside by itself; set inside as well, it would wait for itself.
+        self._pending = value
 
     @property
     def unwrapped(self) -> Env:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
-from turnwise.errors import ConfigError
-from turnwise.gateway.config import HostedConfig, base_url, without_model
+from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks.config import TasksConfig
@@ -121,11 +120,9 @@ class EvalConfig(EvalPlan):
     @property
     def directory(self) -> Path:
         """Directory of tokenizer and chat template; ConfigError for a hosted endpoint."""
-        if self.model is None:
-            raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
-        return self.model
+        return model_directory(self.model)
 
     @property
     def urls(self) -> list[str]:
         """Server URLs; empty if the model is served here."""
-        return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
+        return server_urls(self.url)

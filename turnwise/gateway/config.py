@@ -63,6 +63,18 @@ class HostedConfig(BaseModel):
         return key
 
 
+def model_directory(model: Path | None) -> Path:
+    """Return the directory of tokenizer and chat template; raise ConfigError for a hosted endpoint."""
+    if model is None:
+        raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
+    return model
+
+
+def server_urls(url: str | None) -> list[str]:
+    """Return the URLs of running servers, given comma-separated; empty if the model is served here."""
+    return [] if url is None else [each.strip().rstrip("/") for each in url.split(",") if each.strip()]
+
+
 def without_model(data: Any) -> Any:
     """Return a config with an empty model if its endpoint is hosted; otherwise the model is required."""
     return {"model": None, **data} if isinstance(data, dict) and data.get("hosted") is not None else data
@@ -215,14 +227,12 @@ class GatewayConfig(BaseModel):
     @property
     def directory(self) -> Path:
         """Directory of tokenizer and chat template. Raises ConfigError for a hosted endpoint."""
-        if self.model is None:
-            raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
-        return self.model
+        return model_directory(self.model)
 
     @property
     def urls(self) -> list[str]:
         """Server URLs; empty if the gateway serves the model."""
-        return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
+        return server_urls(self.url)
 
 
 class FrozenConfig(BaseModel):
@@ -266,7 +276,7 @@ class FrozenConfig(BaseModel):
     @property
     def urls(self) -> list[str]:
         """Server URLs; empty if the model is served here."""
-        return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
+        return server_urls(self.url)
 
     def directory(self, name: str, start: Path | None) -> Path:
         """Return the directory of tokenizer, chat template and, if served here, weights.
