@@ -488,7 +488,8 @@ def process_main(module: str, spec: type[S], serve: Callable[[S], int | None], a
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--config-json", required=True, help=f"a {spec.__name__} as JSON")
-    given: Any = spec.model_validate_json(parser.parse_args(arguments).config_json)
+    # Not as JSON: there a path that a validator has made is refused.
+    given: Any = spec.model_validate(orjson.loads(parser.parse_args(arguments).config_json))
     level = given.config.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
