@@ -168,6 +168,53 @@ class ReplayBuffer(ABC):
         del keys, why
 
 
+class ForwardingReplayBuffer(ReplayBuffer):
+    """Base of replay buffers around another one: forwards everything to it."""
+
+    def __init__(self, inner: ReplayBuffer) -> None:
+        self._inner = inner
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Take a finished group."""
+        await self._inner.put(group)
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out groups."""
+        return await self._inner.sample(global_steps, partition_id, batch_size)
+
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch."""
+        return await self._inner.fetch(ref, fields)
+
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch."""
+        await self._inner.release(ref)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise."""
+        self._inner.fail(error)
+
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Note a request as in flight."""
+        return self._inner.expect(request, version)
+
+    def refill_by(self, refill: Callable[[int], bool]) -> None:
+        """Set the callback that requests further groups."""
+        self._inner.refill_by(refill)
+
+    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+        """Set the callback for dropped groups."""
+        self._inner.drops_to(told)
+
+    def reissued(self) -> None:
+        """Count what is rolled out again."""
+        self._inner.reissued()
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget requests."""
+        self._inner.discard(keys, why)
+
+
 class RolloutManager(ABC):
     """Turns tasks into groups of trajectories in a buffer.
 

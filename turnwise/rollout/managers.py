@@ -18,7 +18,7 @@ from turnwise.model.core import LLMClient, Renderer
 from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import (
-    BatchRef,
+    ForwardingReplayBuffer,
     OnGroup,
     ReplayBuffer,
     RolloutManager,
@@ -29,11 +29,10 @@ from turnwise.rollout.core import (
 from turnwise.rollout.outstanding import OutstandingRequests
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
-class ValidatingBuffer(ReplayBuffer):
+class ValidatingBuffer(ForwardingReplayBuffer):
     """A buffer that validates the groups of a custom manager, and writes trajectories that it did not write.
 
     Args:
@@ -52,7 +51,7 @@ class ValidatingBuffer(ReplayBuffer):
         waited_for: Callable[[TrajectoryGroup], bool] | None = None,
         unclaimed: Callable[[Collection[str]], object] | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._waited_for = waited_for
         self._unclaimed = unclaimed
         self._write = write
@@ -95,42 +94,6 @@ class ValidatingBuffer(ReplayBuffer):
         self._written -= names
         if self._unclaimed is not None:
             self._unclaimed(names)
-
-    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out groups."""
-        return await self._inner.sample(global_steps, partition_id, batch_size)
-
-    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-        """Return the groups of a batch."""
-        return await self._inner.fetch(ref, fields)
-
-    async def release(self, ref: BatchRef) -> None:
-        """Forget a batch."""
-        await self._inner.release(ref)
-
-    def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise."""
-        self._inner.fail(error)
-
-    def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Note a request as in flight."""
-        return self._inner.expect(request, version)
-
-    def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set the callback that requests further groups."""
-        self._inner.refill_by(refill)
-
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set the callback for dropped groups."""
-        self._inner.drops_to(told)
-
-    def reissued(self) -> None:
-        """Count what is rolled out again."""
-        self._inner.reissued()
-
-    def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget requests."""
-        self._inner.discard(keys, why)
 
 
 def _members(group: Any) -> Iterator[Any]:

@@ -13,14 +13,14 @@ import contextlib
 import difflib
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
 from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.config import NamedConfig
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.core import BatchRef, ForwardingReplayBuffer, ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
@@ -28,13 +28,11 @@ from turnwise.rollout.replay.strategies import (
     Arrival,
     Bounded,
     Filtered,
-    GroupFacts,
     Mixed,
     Prioritized,
     Strategy,
     stored_groups,
 )
-from turnwise.trajectory import TrajectoryGroup
 
 BUFFER_KEY = "replay.buffer"
 _EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metrics"
@@ -57,16 +55,18 @@ def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
     return found
 
 
-class CustomReplayBuffer(ReplayBuffer):
+class CustomReplayBuffer(ForwardingReplayBuffer):
     """Calls a custom ``sample`` and validates its result.
 
     A plain ``def sample`` runs in a thread, where it may block; an ``async def`` on the event loop. While it waits for
     groups to train, discarded ones are replaced.
     """
 
+    _inner: LocalReplayBuffer
+
     def __init__(self, name: str, inner: LocalReplayBuffer, strategy: Strategy) -> None:
+        super().__init__(inner)
         self._name = name
-        self._inner = inner
         self._strategy = strategy
         self._refill: Callable[[int], bool] | None = None
 
@@ -158,42 +158,10 @@ class CustomReplayBuffer(ReplayBuffer):
         if not feeding.cancelled() and (error := feeding.exception()) is not None:
             self._inner.fail(error)
 
-    async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group."""
-        await self._inner.put(group)
-
-    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-        """Return the groups of a batch."""
-        return await self._inner.fetch(ref, fields)
-
-    async def release(self, ref: BatchRef) -> None:
-        """Forget a batch."""
-        await self._inner.release(ref)
-
-    def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise."""
-        self._inner.fail(error)
-
-    def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Note a request as in flight."""
-        return self._inner.expect(request, version)
-
     def refill_by(self, refill: Callable[[int], bool]) -> None:
         """Set the callback that requests further groups."""
         self._refill = refill
-        self._inner.refill_by(refill)
-
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
-        """Set the callback for dropped groups."""
-        self._inner.drops_to(told)
-
-    def reissued(self) -> None:
-        """Count what is rolled out again."""
-        self._inner.reissued()
-
-    def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget requests."""
-        self._inner.discard(keys, why)
+        super().refill_by(refill)
 
 
 @dataclass(frozen=True, slots=True)
