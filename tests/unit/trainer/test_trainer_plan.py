@@ -261,7 +261,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "the model may call calculator" in said
-    assert "math: this run can start" in said
+    assert "math: ready to start" in said
     with pytest.raises(SystemExit) as ended:
         main([*arguments, f"policies.main.model.path={tmp_path / 'nowhere'}"])
     assert ended.value.code == 1
@@ -269,7 +269,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert "✗ model: policies.main.model.path is" in said
     assert "✗ tasks: " in said
     assert "✗ held-out tasks: " in said
-    assert "3 of 9 checks failed: it cannot start" in said
+    assert "3 of 9 checks failed, the run cannot start" in said
     assert not (tmp_path / "runs").exists()
 
 
