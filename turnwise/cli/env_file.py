@@ -62,7 +62,7 @@ def _file(env: type[Env]) -> Path:
     if "." in env.__qualname__:
         raise ConfigError(
             f"{env.__qualname__} is defined inside a function or class: move it to the top level of its file, so that "
-            "every process finds it by file and name"
+            "every process can import it"
         )
     return Path(inspect.getfile(env)).absolute()
 

@@ -53,7 +53,7 @@ def attention(
         if others.get(name) is not None:
             raise ValueError(f"its attention uses {name!r}")
     if plan is None:
-        raise TypeError("this model does not hand the keywords of forward() down to its attention layers")
+        raise TypeError("this model does not pass the keyword arguments of forward() on to its attention layers")
     layer: Any = module.layer_idx
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return plan.attend(layer, query, key, value, scaling, sliding_window).unsqueeze(0), None

@@ -158,7 +158,7 @@ class RewardApp:
     def _inputs(self, body: Any) -> list[list[int]]:
         for key in body:
             if key not in _KNOWN:
-                raise BadRequest(key, f"{key} is no field of this route; fields are {', '.join(sorted(_KNOWN))}")
+                raise BadRequest(key, f"{key} is not a field of this route; fields are {', '.join(sorted(_KNOWN))}")
         if body.get("model") not in (None, self._served.name):
             raise BadRequest("model", f"model is {shown(body['model'])}, but {self._served.name!r} is served here")
         if ("input" in body) == ("messages" in body):
@@ -166,7 +166,7 @@ class RewardApp:
         inputs = self._chat(body) if "messages" in body else self._plain(body)
         for ids in inputs:
             if not ids:
-                raise BadRequest("input", "an input has no token: there is nothing to judge")
+                raise BadRequest("input", "an input has no tokens: there is nothing to score")
             if len(ids) > self._served.max_context:
                 raise BadRequest(
                     "input", f"an input has {len(ids)} tokens; the context length is {self._served.max_context}"
@@ -216,7 +216,7 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(
                 "messages",
-                f"{where}.content holds {shown(part)}: it must be a text, or text parts; no media are judged",
+                f"{where}.content holds {shown(part)}: it must be a text, or text parts; media are not supported",
             )
 
 
@@ -279,7 +279,7 @@ class Classifier:
             if not named:
                 kind = ", ".join(config.architectures or ()) or "none named"
                 raise InferenceError(
-                    f"{directory} is no sequence classifier (its architecture: {kind}): its head would be random. "
+                    f"{directory} is not a sequence classifier (its architecture: {kind}): its head would be random. "
                     "Serve it without --reward, or name a directory of a reward model"
                 )
             # No field of its own means the default of transformers, which loads it so.

@@ -174,7 +174,7 @@ class BuiltinReplica(Replica):
 
     def _reachable(self) -> str:
         if not self._process.running:
-            raise InferenceError(f"the server of {self._model} does not run: launch() or restart() it")
+            raise InferenceError(f"the server of {self._model} is not running: launch() or restart() it")
         return self.url
 
 

@@ -138,13 +138,13 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.ended and self.status:
             # Nothing was asked: whatever this is, the next answer would be taken for it.
-            self._fail(ConnectionFailed("the server sent more than it was asked for"))
+            self._fail(ConnectionFailed("the server sent data after the end of its response"))
             self.abort()
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(ConnectionFailed(f"the server does not answer in HTTP/1.1: {error!r}"))
+            self._fail(ConnectionFailed(f"the server's response is not valid HTTP/1.1: {error!r}"))
             self.abort()
             return
         self._wake()
@@ -350,9 +350,9 @@ def _parts(url: str) -> tuple[Address, str, str]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConnectionFailed(f"{url!r} has no host or port that can be: {error}") from error
+        raise ConnectionFailed(f"{url!r} has an invalid host or port: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConnectionFailed(f"{url!r} is no URL of HTTP: write http://HOST:PORT")
+        raise ConnectionFailed(f"{url!r} is not an HTTP URL: write http://HOST:PORT")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     user, _, host = parts.netloc.rpartition("@")

@@ -112,7 +112,7 @@ class ServerProcess:
                 refused to start it: too many open files or processes, no memory, no such program.
         """
         if self._child is not None:
-            raise InferenceError(f"the server of {self._what} runs already as process {self._child.pid}")
+            raise InferenceError(f"the server of {self._what} is already running as process {self._child.pid}")
         self.died.clear()
         try:
             self._child, report = child, _ = self._spawn(command, environment)
@@ -418,7 +418,7 @@ def _watch_parent(descriptor: int) -> None:
     def wait() -> None:
         while os.read(descriptor, 4096):
             pass
-        _log.info("the parent is gone")
+        _log.info("the parent process has exited")
         os._exit(0)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

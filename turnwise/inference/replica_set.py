@@ -43,7 +43,7 @@ class ReplicaSet:
     def client(self) -> HTTPClient:
         """Client over all servers; valid after :meth:`launch`."""
         if self._client is None:
-            raise InferenceError("the servers were not launched")
+            raise InferenceError("the servers have not been launched")
         return self._client
 
     async def launch(self) -> None:
@@ -75,7 +75,7 @@ class ReplicaSet:
             try:
                 await asyncio.wait_for(death.wait(), self._config.close_timeout)
             except TimeoutError:
-                raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
+                raise InferenceError(f"{silent[0].url} is running but does not respond: {error}") from error
 
     async def through_deaths(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await a call that needs all servers; retry it after their recovery, as often as servers may die.

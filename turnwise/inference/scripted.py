@@ -89,7 +89,7 @@ class ScriptedClient(LLMClient):
         if len(prompt.ids) >= self._context_length:
             raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
-            raise StructuredOutputError("this script is held to nothing: leave params.guide out")
+            raise StructuredOutputError("a scripted client does not support structured output: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
         request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
@@ -127,7 +127,7 @@ class ScriptedClient(LLMClient):
             return await line if inspect.isawaitable(line) else line
         if request.number >= len(self._script):
             return SessionError(
-                f"the script has {len(self._script)} lines; session {request.session_id!r} asks for another"
+                f"the script has {len(self._script)} lines; session {request.session_id!r} requests one more"
             )
         return self._script[request.number]
 
@@ -172,7 +172,7 @@ async def replay(
     """
     lines = [_own_form(message) for message in messages if message["role"] == "assistant"]
     if not lines:
-        raise SessionError(f"conversation {trajectory_id!r} holds no assistant message: nothing to learn from")
+        raise SessionError(f"conversation {trajectory_id!r} has no assistant message: nothing to train on")
     client = ScriptedClient(renderer, lines, tools=tools)
     session = Session(client, renderer, id=trajectory_id, limits=SessionLimits(context_length=1_000_000))
     said: list[Message] = []
@@ -202,8 +202,8 @@ def _check_said(written: Message, said: Message, name: str, index: int) -> None:
     want, got = (canonical_messages([message])[0] for message in (written, said))
     if (want.text.strip(), want.reasoning.strip(), want.calls) != (got.text.strip(), got.reasoning.strip(), got.calls):
         raise SessionError(
-            f"conversation {name!r}: messages[{index}] cannot be said in this chat format: written {want}, "
-            f"read back {got}"
+            f"conversation {name!r}: messages[{index}] cannot be expressed in this chat format: written {want}, parsed "
+            f"{got}"
         )
 
 

@@ -181,7 +181,7 @@ class TokenSession(Session):
             raise SessionError(
                 f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.ids[at])}, "
                 f"{len(wrong)} such ids), but the model did not sample it there: {self._said_there(claim.ids, at)}. "
-                "Append the ids of generate() as they came, and mark everything else with 0"
+                "Append the ids of generate() unchanged, and mark everything else with 0"
             )
 
     def _ways_of(self, ids: TokenIds) -> list[_Way]:
@@ -255,7 +255,7 @@ def _ids(what: str, values: Sequence[int]) -> TokenIds:
     except (TypeError, ValueError, OverflowError) as error:
         raise SessionError(f"{what} must be a list of token ids: {error}") from error
     if ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0:
-        raise SessionError(f"{what} must be a list of one token id at least, none below 0; its shape is {ids.shape}")
+        raise SessionError(f"{what} must be a list of at least one token id, none negative; its shape is {ids.shape}")
     return ids
 
 

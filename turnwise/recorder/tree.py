@@ -290,7 +290,7 @@ class Tree:
 
     def _check_whole(self) -> None:
         if self._dissolved:
-            raise SessionError("this session is closed: nothing more is asked or recorded in it; open another one")
+            raise SessionError("this session is closed and records nothing more: open another one")
 
     def context_of(self, match: Match) -> Node | None:
         """Return the known context with equal messages and ids, if any."""

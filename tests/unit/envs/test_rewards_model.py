@@ -186,7 +186,7 @@ async def test_the_wire_is_vllms(http, replica):
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages", "messages[0].content holds 5"),
         ({"messages": [{"content": "a"}]}, 400, "messages", "messages[0].role is None"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages",
-         "no media are judged"),
+         "media are not supported"),
         ({"input": "a", "use_activation": "no"}, 400, "use_activation", "true or false"),
         ({"input": "a", "actviation": True}, 400, "actviation", "is no field"),
         ({"input": "a", "model": "other"}, 404, "model", "'tiny' is served here"),

@@ -364,11 +364,11 @@ async def test_a_stream_goes_to_another_server_when_its_own_breaks(make):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (events({"error": {"message": "broke"}}), "broke off a stream: broke"),
+        (events({"error": {"message": "broke"}}), "aborted a stream: broke"),
         (events(b"{"), "not JSON"),
         (events(piece([5]), b"[DONE]"), "without a finish reason"),
         (events(piece([5], logprobs=None)), "1 ids with 0"),
-        (events(piece([5]), broken=True), "broke off a stream before it said which weights sampled it"),
+        (events(piece([5]), broken=True), "ended a stream before reporting which weights sampled it"),
         (events(piece([5], "stop", weight_versions=[{"version": "1", "start": 0, "end": 2}])), "1 ids with weight"),
         (reply(b'{"error": {"message": "no"}}', 400), "answered 400: no"),
     ],
@@ -466,7 +466,7 @@ async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was
     assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6]
     for broken in (events(said, broken=True), events(said, piece([], "abort", weight_versions=spans))):
         async with Fake(broken) as fake:
-            with pytest.raises(InferenceError, match="ask again"):
+            with pytest.raises(InferenceError, match="repeat the request"):
                 await collect(make(fake), HELD)
         assert len(fake.bodies) == 1
 
@@ -491,11 +491,11 @@ async def test_given_ids_are_scored(make):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (scored([5, 1, 2], prompt_logprobs=None), "answered no prompt_logprobs: it cannot score"),
-        (scored([5, 1]), "do not fit the ids"),
-        (scored([5, 1, 3]), "do not fit the ids .KeyError.*'2'"),
+        (scored([5, 1, 2], prompt_logprobs=None), "returned no prompt_logprobs: it cannot score"),
+        (scored([5, 1]), "do not match the ids"),
+        (scored([5, 1, 3]), "do not match the ids .KeyError.*'2'"),
         (scored([5, 1, 2], prompt_logprobs=[None, {"1": {"logprob": -9999.0}}, {"2": {"logprob": -1}}]), "not finite"),
-        (reply(b"[]"), "do not fit the ids"),
+        (reply(b"[]"), "do not match the ids"),
     ],
 )
 async def test_scores_that_cannot_be_used(make, script, message):

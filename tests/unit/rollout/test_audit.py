@@ -86,9 +86,9 @@ async def make_run(folder: Path) -> None:
     end(cut, stop_reason=StopReason.MAX_TOKENS)
 
     refused = Session(client, renderer, id="refused", limits=LIMITS)
-    with pytest.raises(SessionError, match="broke its contract"):
+    with pytest.raises(SessionError, match="breaks the contract"):
         await talk(refused, "more")
-    end(refused, error="SessionError: broke its contract", stop_reason=StopReason.ERROR)
+    end(refused, error="SessionError: breaks the contract", stop_reason=StopReason.ERROR)
 
     held_out = Session(client, renderer, id="held-out", limits=LIMITS)
     await talk(held_out)

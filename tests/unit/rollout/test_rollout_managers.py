@@ -155,8 +155,8 @@ class WrongModel(Bare):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Manager", "'Manager' is no reference: write pkg.mod:Name"),
-        ("no_such_package.Manager", "there is no module 'no_such_package'"),
+        ("Manager", "'Manager' is not a reference: write pkg.mod:Name"),
+        ("no_such_package.Manager", "no module named 'no_such_package'"),
         (f"{HERE}.Bear", "has no 'Bear'; did you mean 'Bare'?"),
         (f"{HERE}.config", "is a function, not a class"),
         (f"{HERE}.Deaf", "is no rollout manager, for want of generate_sequences"),

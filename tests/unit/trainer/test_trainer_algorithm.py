@@ -69,7 +69,7 @@ OPTIONS = "algorithm.loss_options"
     ("given", "message"),
     [
         ({"loss": "gpso"}, "algorithm.loss is 'gpso'; did you mean 'gspo'"),
-        ({"loss": "nowhere.mod:f"}, "there is no module 'nowhere'"),
+        ({"loss": "nowhere.mod:f"}, "no module named 'nowhere'"),
         ({"loss": "math:pi"}, "algorithm.loss is 'math:pi', which is a float; it must be a function"),
         ({"loss": "math:cos"}, "which takes (x); it is called with (logprobs, old_logprobs, advantages, weights)"),
         (

@@ -267,12 +267,12 @@ def test_what_cannot_be_found_again_is_refused() -> None:
     class Local(Agent):
         async def run(self, episode) -> None: ...
 
-    with pytest.raises(ConfigError, match="stands inside a function"):
+    with pytest.raises(ConfigError, match="is defined inside a function"):
         Trainer(BASE, agent=Local).plan()
     with pytest.raises(ConfigError, match=r"Acts is an object with a state of its own.*config"):
         Trainer(BASE).plan(Acts(size=3))
     assert Trainer(BASE).plan(Acts()).config.rollout.agent.name == f"{__name__}:Acts"
-    with pytest.raises(ConfigError, match="names something else"):
+    with pytest.raises(ConfigError, match="refers to another object"):
         reference_to(type("own_loss", (), {"__module__": __name__, "__qualname__": "own_loss"}), "thing")
     with pytest.raises(ConfigError, match="has no name"):
         reference_to(5, "thing")

@@ -406,7 +406,7 @@ def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, lis
 def test_what_cannot_be_read_is_named(model: Path, recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
     home, every = recorded
     renderer = load_renderer(model)
-    with pytest.raises(TaskError, match=r"there is no file .*nowhere"):
+    with pytest.raises(TaskError, match=r"no such file: .*nowhere"):
         read_recorded(FilterConfig(path=tmp_path / "nowhere"), renderer)
     with pytest.raises(
         TaskError, match=r"8 trajectories \(policies: main\), but none of policy other and partition val"

@@ -212,7 +212,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
     file = config.path / TRAJECTORIES if config.path.is_dir() else config.path
     if not file.is_file():
         raise TaskError(
-            f"trajectories.path is {config.path}: there is no file {file}: give the directory of a run or an "
+            f"trajectories.path is {config.path}: no such file: {file}: give the directory of a run or an "
             f"evaluation, which holds {TRAJECTORIES}, or such a file"
         )
     try:
