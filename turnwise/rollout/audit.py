@@ -81,7 +81,7 @@ class Account:
         begun, (last, closed) = self.parts[0][0], self.parts[-1]
         places = _places(file)
         return [
-            f"trajectory {name}: finished, but by the journal it is in no group, and no kill cut it off"
+            f"trajectory {name}: finished, but the journal has it in no group, and no kill explains that"
             for name in lost
             if begun <= places[name] and (closed or places[name] < last)
         ]
@@ -149,7 +149,7 @@ def _places(file: Path) -> dict[str, int]:
 
 LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
 _TEXT = "text"
-_OF_TEXT = "trajectories of text: nothing to prove"
+_OF_TEXT = "trajectories of text: not audited"
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ def audit_files(run: Path) -> AuditReport:
             raise _nothing(run, forms.total())
     for name in (LEDGER, TRAJECTORIES):
         if not (run / name).is_file():
-            raise AuditError(f"{run} holds no {name}: nothing can be proven about this run")
+            raise AuditError(f"{run} holds no {name}: this run cannot be audited")
     report = AuditReport()
     try:
         ledger = read_ledger(run / LEDGER)
@@ -216,8 +216,8 @@ def _forms(run: Path) -> Counter[str]:
 
 def _nothing(run: Path, count: int) -> AuditError:
     return AuditError(
-        f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which tells no token ids: "
-        "there is nothing to prove by tokens"
+        f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which returns no token ids: "
+        "there is nothing to audit"
     )
 
 
@@ -250,7 +250,7 @@ class _Audit:
             counts["sampled tokens"] += trajectory.sampled_tokens
             counts["forks"] += sum(trajectory.forks().values())
             if trajectory.id in seen:
-                self._say(trajectory, "stands twice in the file")
+                self._say(trajectory, "occurs twice in the file")
                 continue
             seen.add(trajectory.id)
             ended = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED

@@ -491,9 +491,9 @@ class RolloutProducer(RolloutManager):
     def _count_lost(self, error: Exception | None) -> None:
         if self._threads.lost > self._config.max_lost_threads:
             raise EnvError(
-                f"{self._threads.lost} threads run code of tools or environments that was given up, and cannot be "
-                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Give what that code waits for "
-                f"a time-out of its own, or make it async. The last error: {error or 'none'}"
+                f"{self._threads.lost} abandoned threads still run code of tools or environments and cannot be "
+                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Add time-outs to that code, or "
+                f"make it async. The last error: {error or 'none'}"
             ) from error
 
 

@@ -169,7 +169,7 @@ def read_batches(path: Path) -> Batches:
             if record.get("event") == "undo":
                 for _ in range(int(record["records"])):
                     if not records or records[-1][0] != int(record["step"]):
-                        raise ValueError("it takes back what does not stand before it")
+                        raise ValueError("it undoes a record that is not before it")
                     records.pop()
             elif record.get("event") == "start":
                 if record["schema_version"] != SCHEMA_VERSION:

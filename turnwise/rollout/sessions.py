@@ -101,7 +101,7 @@ class EpisodeSessions:
         sampler = self._samplers.get(policy)
         if sampler is None:
             raise AgentError(
-                f"session {name!r} is to be sampled by the policy {policy!r}, which is not there; there are "
+                f"session {name!r} names the policy {policy!r}, which does not exist; there are "
                 f"{', '.join(self._samplers)} (rollout.frozen)"
             )
         params = self._params

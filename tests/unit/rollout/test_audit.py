@@ -401,7 +401,7 @@ def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: P
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.undo(3, 1)
     writer.close()
-    with pytest.raises(FormatError, match=r"batches\.jsonl:\d+: malformed .* takes back what does not stand before it"):
+    with pytest.raises(FormatError, match=r"batches\.jsonl:\d+: malformed .* undoes a record that is not before it"):
         read_batches(run / "batches.jsonl")
 
 

@@ -109,7 +109,7 @@ def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: 
         "trajectory twic: was trained in more than one step: 1, 2",
     ]
     assert found.unnamed(names, tmp_path / "trajectories.jsonl") == [
-        "trajectory lost: finished, but by the journal it is in no group, and no kill cut it off"
+        "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.
     given = {"event": "drop", "step": 2, "key": "k-good", "why": "keep_groups"}

@@ -120,7 +120,7 @@ def test_what_is_lost_is_asked_for_again_and_the_late_group_is_not_taken() -> No
     assert out.heartbeat(requests[0])
     clock.move(6)
     assert again == [requests[1].key]
-    assert said == ["task t2: no sign of life for 10 s, so it is given out again"]
+    assert said == ["task t2: no heartbeat for 10 s, so it is issued again"]
     group = TrajectoryGroup("g", "t2", [], "train")
     assert out.arrived(group)
     assert not out.arrived(group)

@@ -138,7 +138,7 @@ def test_one_s_own_strategy(tmp_path: Path) -> None:
     found = make(f"{tmp_path}/mine.py:Newest", most=3)
     assert found.most == 3
     assert found.choose([facts("a", 0), facts("b", 0)], [], 1, 1).take == ("b",)
-    with pytest.raises(ConfigError, match="is no strategy: subclass"):
+    with pytest.raises(ConfigError, match="is not a strategy: subclass"):
         make(f"{tmp_path}/mine.py:Other")
     with pytest.raises(ConfigError, match=r"cannot be made with its config \{'least': 1\}"):
         make(f"{tmp_path}/mine.py:Newest", least=1)

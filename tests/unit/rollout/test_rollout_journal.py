@@ -158,7 +158,7 @@ def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
     file.write_bytes(good)
     payloads = tmp_path / "trajectories.jsonl"
     payloads.write_bytes(payloads.read_bytes().replace(b"hi", b"ho", 1))
-    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is not as it was written"):
+    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is corrupt"):
         Journal.open(tmp_path, part=1)
 
 

@@ -147,7 +147,7 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
         return True
 
     buffer.refill_by(refill)
-    with pytest.raises(TrainError, match=r"groups that were asked for came back too old .* the new weights"):
+    with pytest.raises(TrainError, match=r"requested groups came back too stale .* the new weights"):
         await buffer.sample(2, "train", 1)
     assert len(asked) == 17
 

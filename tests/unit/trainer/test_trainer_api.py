@@ -255,7 +255,7 @@ def test_what_is_an_algorithm() -> None:
 
     for given, said in [
         (Blocking(), "Blocking: its run is not async"),
-        (Wants(), "Wants: its run wants store; it may name training, train_dataset, val_dataset"),
+        (Wants(), "Wants: its run has the unknown parameters store; allowed are training, train_dataset, val_dataset"),
         ("grop", "algorithm 'grop' is unknown; did you mean 'grpo'?"),
         (3, "the algorithm is 3: give a name such as 'grpo'"),
     ]:
@@ -269,7 +269,7 @@ def test_what_cannot_be_found_again_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="is defined inside a function"):
         Trainer(BASE, agent=Local).plan()
-    with pytest.raises(ConfigError, match=r"Acts is an object with a state of its own.*config"):
+    with pytest.raises(ConfigError, match=r"Acts is an object with state.*config"):
         Trainer(BASE).plan(Acts(size=3))
     assert Trainer(BASE).plan(Acts()).config.rollout.agent.name == f"{__name__}:Acts"
     with pytest.raises(ConfigError, match="refers to another object"):

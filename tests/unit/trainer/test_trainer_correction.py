@@ -228,7 +228,7 @@ def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows
         ({"loss": "gpg", "correction": {"weights": "none"}}, "nothing is corrected; leave algorithm.correction out"),
         (
             {"correction": {"weights": "none", "high": 5.0, "reject": [{"statistic": "k1", "high": 2.0}]}},
-            "high is 5.0, but weights is none, so nothing is weighed: remove it",
+            "high is 5.0, but weights is none, so nothing is weighted: remove it",
         ),
         ({"loss": "gpg", "correction": {"low": 0.5}}, "only weights: mask has a lower bound"),
         ({"loss": "gpg", "correction": {"weights": "mask", "low": 3.0}}, "weights from 3 to 2 keep nothing"),

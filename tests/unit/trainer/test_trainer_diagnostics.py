@@ -162,7 +162,7 @@ AMISS = {
     "failed": ({"batch/failed": 3.0, "batch/trajectories": 5.0}, "38% of trajectories ended in an error"),
     "cut": ({"dropped/cut_tokens": 10.0, "batch/trained_tokens": 90.0}, "10% of the tokens to train were cut off"),
     "correction": ({"correction/rejected": 0.5, "correction/ess": 0.1}, "rejects 50% of tokens"),
-    "not_finite": ({"train/non_finite_updates": 2.0}, "2 optimizer steps were left out"),
+    "not_finite": ({"train/non_finite_updates": 2.0}, "2 optimizer steps were skipped"),
 }
 
 

@@ -153,7 +153,7 @@ def test_a_seed_decides_them_and_a_saved_one_goes_on(base: Path, rows: list[Trai
     [
         ({"targets": ["q_project"]}, r"model\.lora\.targets is \['q_project'\]: .*not found"),
         ({"targets": ["lm_head"]}, r"lm_head is the output matrix, which cannot be a target"),
-        ({"targets": ["embed_tokens"]}, r"embed_tokens is no linear layer"),
+        ({"targets": ["embed_tokens"]}, r"embed_tokens is not a linear layer"),
         ({"path": "nowhere"}, r"model\.lora\.path is .*nowhere.* cannot be read as the settings of an adapter"),
     ],
 )

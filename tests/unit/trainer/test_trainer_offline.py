@@ -399,7 +399,7 @@ def test_dpo_and_reward_models_learn_from_recorded_pairs(
 def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
     home, _ = recorded
     other = load_renderer(chat_model(tmp_path / "other", "llama3_1"))
-    with pytest.raises(TaskError, match=r"trajectory t0: its ids do not mean its messages to the tokenizer"):
+    with pytest.raises(TaskError, match=r"trajectory t0: its ids do not encode its messages with the tokenizer"):
         read_recorded(FilterConfig(path=home), other)
 
 

@@ -86,7 +86,7 @@ async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -
         policies = {"main": {"model": {"path": model}, "critic": critic}}
         return config(model, tmp_path / "runs", policies=policies, algorithm={"advantage": "gae"})
 
-    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a model of its own"
+    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a separate model"
     nowhere = by_name(await dry_run(judged(path=tmp_path / "nowhere")))
     assert nowhere["critic"].startswith(
         f"failed: policies.main.critic.path is {tmp_path / 'nowhere'}: there is no such"
@@ -189,7 +189,7 @@ async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
     checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
-    assert "of 512 tokens of the context: nothing is left to answer in" in checks["episodes"]
+    assert "of 512 tokens of the context: no room is left to answer" in checks["episodes"]
 
 
 async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ async def test_a_run_goes_on_with_the_template_that_it_was_trained_with_only(mod
     store = CheckpointStore(home.path / "checkpoints")
     checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
     checks = by_name(await dry_run(wanted))
-    assert "goes on after step 2" in checks["run directory"]
+    assert "resumes after step 2" in checks["run directory"]
     assert checks["chat format"] == "ok: hermes"
 
     template.write_text(template.read_text().replace("Tools:", "What you may call:"))
-    words = "was trained with another chat template .* than the run would go on with .*: make renderer.chat_template"
+    words = "was trained with another chat template .* than the run would resume with .*: make renderer.chat_template"
     assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(wanted))["chat format"])
     assert by_name(await dry_run(wanted, fresh=True))["chat format"] == "ok: hermes"
     with pytest.raises(CheckpointError, match=words):

@@ -41,7 +41,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
         with (
-            pytest.raises(TrainError, match=r"another process works on the run .*: wait for it"),
+            pytest.raises(TrainError, match=r"another process is using the run .*: wait for it"),
             home.alone(),
         ):
             pytest.fail("two are in")

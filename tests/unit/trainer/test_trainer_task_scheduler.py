@@ -289,8 +289,8 @@ async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() ->
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"batch": {"leftover": "carry"}}, "every group that is started is waited for"),
-        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights began"),
+        ({"batch": {"leftover": "carry"}}, "a step waits for every group that it starts"),
+        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights started"),
         ({"batch": {"over_sample": 2}, "mode": "colocate_async"}, "over_sample is 2, but an asynchronous mode"),
         ({"batch": {"leftover": "cancel", **TAIL}, "mode": "colocate_async"}, "leftover is cancel"),
         ({"batch": {"over_sample": 0.5}}, "over_sample"),
@@ -334,7 +334,7 @@ async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, ex
     # Two for the batch; in the place of each dropped one another, but no more than two batches' worth of them.
     assert len(asked.requests) == 6
     if expected is None:
-        with pytest.raises(TrainError, match=r"all groups that were asked for were dropped \(equal\)"):
+        with pytest.raises(TrainError, match=r"all requested groups were dropped \(equal\)"):
             await waiting
     else:
         ref, metrics = await waiting

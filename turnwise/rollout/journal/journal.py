@@ -41,9 +41,9 @@ def drop_lost(
         if not each.pending and each.place.offset < last:
             line = _line_number(payloads, each.place.offset)
             raise FormatError(
-                f"{payloads}:{line}: trajectory {each.id} is not as it was written (its checksum "
-                f"differs), and whole ones follow: restore the file from a copy, or remove {journal}: what "
-                "no checkpoint has trained is then rolled out again"
+                f"{payloads}:{line}: trajectory {each.id} is corrupt (its checksum differs), and intact ones follow: "
+                f"restore the file from a copy, or remove {journal}: what no checkpoint has trained is then rolled out "
+                "again"
             )
     for key, entry in waiting.items():
         if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
@@ -53,8 +53,8 @@ def drop_lost(
             del state.entries[key]
     if lost := [each for each in bad if not each.pending]:
         say(
-            f"{payloads}: {len(lost)} finished trajectories are not whole on disk (power was cut before "
-            "they were forced there): they are rolled out again"
+            f"{payloads}: {len(lost)} finished trajectories are incomplete on disk (power was lost before they were "
+            "synced): they are rolled out again"
         )
 
 
@@ -97,7 +97,7 @@ def unnamed(
         elif spoilt is None:
             spoilt = place.offset
     if spoilt is not None:
-        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes were not written whole: cut")
+        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes are an incomplete write: truncated")
         payloads.truncate(spoilt)
     return found
 
@@ -205,7 +205,8 @@ class Journal:
                 raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
         if read.spoilt:
             say(
-                f"{path}: the last {read.spoilt} bytes were not written whole (a process was killed, or power cut): cut"
+                f"{path}: the last {read.spoilt} bytes are an incomplete write (a process was killed, or power was "
+                "lost): truncated"
             )
         with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
@@ -311,7 +312,7 @@ class Journal:
         """Read a complete group; return it with its bytes on disk."""
         entry = self._state.entries.get(key)
         if entry is None or entry.whole is None:
-            raise TrainError(f"{self._file_path} knows no whole group of {key!r}")
+            raise TrainError(f"{self._file_path} has no complete group of {key!r}")
         whole = entry.whole
         group = TrajectoryGroup(
             entry.group_id,
@@ -389,7 +390,7 @@ class Journal:
         for each in stored:
             file = self._file_of(each)
             if file is None:
-                raise FormatError(f"{self._directory / PENDING} is gone, and trajectory {each.id} was in it")
+                raise FormatError(f"{self._directory / PENDING} is missing, and it held trajectory {each.id}")
             found.append(file.read(each.place))
         return found
 

@@ -272,9 +272,8 @@ def read_journal(path: Path) -> JournalFile:
                     raise FormatError(f"{path}:{number}: schema version {version}; this version reads {SCHEMA_VERSION}")
             elif spoilt is not None:
                 raise FormatError(
-                    f"{path}:{spoilt}: the line is not as it was written (its checksum differs), and whole lines "
-                    "follow: restore the file from a copy, or remove it: what no checkpoint has trained is then rolled "
-                    "out again"
+                    f"{path}:{spoilt}: the line is corrupt (its checksum differs), and intact lines follow: restore "
+                    "the file from a copy, or remove it: what no checkpoint has trained is then rolled out again"
                 )
             spoilt, end = None, offset
             events.append((number, record))

@@ -144,7 +144,7 @@ class RunnerHub:
             RunnerDisconnected: The runner has gone.
         """
         if runner.id not in self.runners:
-            raise RunnerDisconnected(f"runner {runner.name} went while an episode was begun for it")
+            raise RunnerDisconnected(f"runner {runner.name} disconnected while an episode was starting")
         lease = Lease(secrets.token_urlsafe(16), episode, asyncio.get_running_loop().create_future())
         runner.leases[lease.id] = lease
         runner.events.put_nowait({"event": "work", "lease": lease.id, **work})
@@ -191,7 +191,7 @@ class RunnerHub:
             self._notify("no runner is connected: episodes wait for one")
 
     def _silent(self, runner_id: str) -> None:
-        self.leave(self.runners[runner_id], f"no sign of life for {self.lost_after:g} s")
+        self.leave(self.runners[runner_id], f"no heartbeat for {self.lost_after:g} s")
 
 
 _LINE = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
@@ -247,19 +247,19 @@ class RunnerApp:
     def _authorise(self, scope: Scope) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, b"Bearer " + self._key):
-            raise _Refused(401, "this is not the key of the run: give the file that rollout.remote.key_file names")
+            raise _Refused(401, "wrong key: give the file that rollout.remote.key_file names")
 
     def _runner(self, runner_id: str) -> Runner:
         runner = self._hub.runners.get(runner_id)
         if runner is None:
-            raise _Refused(410, "the run has given this runner up: open a line anew")
+            raise _Refused(410, "the run has dropped this runner: reconnect")
         self._hub.heartbeat(runner)
         return runner
 
     def _lease(self, runner: Runner, lease_id: str) -> Lease:
         lease = runner.leases.get(lease_id)
         if lease is None or lease.done.done():
-            raise _Refused(410, "this attempt has ended: what comes late is not taken")
+            raise _Refused(410, "this attempt has ended: late results are not accepted")
         return lease
 
     async def _line(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -306,7 +306,7 @@ class RunnerApp:
             if not task.cancelled() or (current := asyncio.current_task()) is None or current.cancelling():
                 task.cancel()
                 raise
-            raise _Refused(410, "this attempt has ended: what comes late is not taken") from None
+            raise _Refused(410, "this attempt has ended: late results are not accepted") from None
         except FormatError:
             raise
         except TurnwiseError as error:
@@ -348,7 +348,7 @@ class RunnerApp:
             case "exhausted":
                 await (await episode.door(agent, policy)).wait_exhausted()
                 return {}
-        raise _Refused(404, f"{what!r} is nothing that can be asked of a lease")
+        raise _Refused(404, f"{what!r} is not a request of a lease")
 
 
 def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Waiting:
         """
         loop = self._loop
         if loop is None or _running() is loop:
-            raise TrainError("wait() would block the run for ever: in an async def, await self.changed() instead")
+            raise TrainError("wait() would block the run forever: in an async def, await self.changed() instead")
         with self._lock:
             # Who was cancelled while this computed has looked for what waits already.
             if (call := _CALL.get()) is not None and call.given_up:
@@ -333,9 +333,9 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
                 stale += why == STALE
             if stale > _HOPELESS * batch_size:
                 raise TrainError(
-                    f"step {global_steps}: {stale} groups that were asked for came back too old for replay.strategy, "
+                    f"step {global_steps}: {stale} requested groups came back too stale for replay.strategy, "
                     f"{_HOPELESS} batches of them: their weight versions do not follow those of the run. Raise "
-                    "replay.max_staleness, or see that the server that samples gets the new weights"
+                    "replay.max_staleness, or make sure that the sampling server gets the new weights"
                 )
             if choice.take is None and tail is not None:
                 # As if nothing were in flight: nobody waits for that any more.
@@ -489,8 +489,8 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
     def _smaller(self, step: int, batch_size: int) -> int:
         if batch_size < 1:
             raise TrainError(
-                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))}), and "
-                "no more are asked for: choose other tasks, or loosen what drops them (replay.filter_groups ...)"
+                f"step {step}: all requested groups were dropped ({', '.join(sorted(self._dropped))}), and no more are "
+                "requested: choose other tasks, or relax what drops them (replay.filter_groups ...)"
             )
         return batch_size
 

@@ -82,7 +82,7 @@ class CorrectionConfig(BaseModel):
             raise ValueError(f"weights from {self.lower:g} to {self.high:g} keep nothing; high must be above low")
         for name, value in {"level": self.level, "high": self.high, "normalize": self.normalize}.items():
             if self.weights == "none" and value != CorrectionConfig.model_fields[name].default:
-                raise ValueError(f"{name} is {value}, but weights is none, so nothing is weighed: remove it")
+                raise ValueError(f"{name} is {value}, but weights is none, so nothing is weighted: remove it")
         if self.weights == "none" and not self.reject:
             raise ValueError("weights is none, reject empty: nothing is corrected; leave algorithm.correction out")
         return self

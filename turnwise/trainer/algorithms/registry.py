@@ -88,7 +88,9 @@ def enter(
     """
     own = _place(of(thing))
     if not name or any(mark in name for mark in ":./"):
-        raise RegistryError(f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' stand in references")
+        raise RegistryError(
+            f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' are reserved for references"
+        )
     if name in known and (taken := _place(of(known[name]))) != own:
         raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
     known[name] = thing

@@ -141,7 +141,7 @@ class Learner(ABC):
         Raises:
             TrainError: The learner has no value head (the default).
         """
-        raise TrainError(f"{type(self).__name__} has no value head: it says nothing of {len(batches)} micro-batches")
+        raise TrainError(f"{type(self).__name__} has no value head: it cannot evaluate {len(batches)} micro-batches")
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
         """Return a context in which :meth:`logprobs` uses the initial weights, or None (the default).

@@ -136,8 +136,8 @@ async def sample_groups(
         metrics |= await uninterrupted(run.feed.settle(step))
     if not groups:
         raise TrainError(
-            f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "
-            "learn from; let some pass, or raise max_refills"
+            f"step {step}: the hooks dropped every group of {wanted}, after {refills - 1} refills: a step needs at "
+            "least one; keep some, or raise max_refills"
         )
     if len(groups) < wanted:
         metrics["replay/short"] = float(wanted - len(groups))

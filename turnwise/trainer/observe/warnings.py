@@ -68,9 +68,9 @@ def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
         return None
     mean = metrics.get("reward/mean", 0.0)
     return (
-        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they teach nothing. If that "
-        "is the best reward there is, the tasks are learned: stop, or mix harder ones. Else raise rollout.temperature "
-        "or rollout.group_size, mix easier tasks, or pay for partial success"
+        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they have no gradient. If "
+        "that is the highest reward, the tasks are learned: stop, or mix in harder ones. Else raise "
+        "rollout.temperature or rollout.group_size, mix in easier tasks, or reward partial success"
     )
 
 
@@ -87,8 +87,8 @@ def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - r
     if not missing:
         return None
     return (
-        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were asked for. "
-        "Mix tasks of other difficulty, see curriculum, or raise replay.filter_groups.max_refills"
+        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were requested. "
+        "Mix in tasks of other difficulty (curriculum), or raise replay.filter_groups.max_refills"
     )
 
 
@@ -103,9 +103,8 @@ def gap(metrics: Metrics, setting: Setting) -> str | None:
     where = f"; {setting.worst_gap}" if setting.worst_gap else ""
     return (
         f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most{where}"
-        ". With equal weights that is rounding: look at inference.dtype, model.compute_dtype, rollout.temperature "
-        "and what the server truncates; turnwise audit says whether the ids agree. algorithm.correction bounds the "
-        "harm"
+        ". With equal weights that is rounding: check inference.dtype, model.compute_dtype, rollout.temperature "
+        "and what the server truncates; turnwise audit verifies the ids. algorithm.correction bounds the effect"
     )
 
 
@@ -115,7 +114,7 @@ def entropy(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 -
     if found is None or found >= LEAST_ENTROPY:
         return None
     return (
-        f"the policy's entropy is {found:.2g} nats: it hardly tries anything else. If the reward is not what it should "
+        f"the policy's entropy is {found:.2g} nats: it hardly explores. If the reward is not what it should "
         "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.clip_high, or lower optim.lr"
     )
 
@@ -126,8 +125,8 @@ def clipped(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 -
     if found <= MOST_CLIPPED:
         return None
     return (
-        f"{_share(found)} of tokens are clipped: updates of one step go too far. Lower optim.lr, algorithm.epochs or "
-        "algorithm.minibatches, or widen algorithm.clip_low and clip_high"
+        f"{_share(found)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, algorithm.epochs "
+        "or algorithm.minibatches, or widen algorithm.clip_low and clip_high"
     )
 
 
@@ -184,8 +183,8 @@ def failed(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - 
     if not count or count <= MOST_FAILED * (count + whole):
         return None
     return (
-        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: the errors stand in "
-        "trajectories.jsonl (turnwise view), those of servers in logs/"
+        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: see "
+        "trajectories.jsonl (turnwise view) for the errors, logs/ for those of servers"
     )
 
 
@@ -218,7 +217,7 @@ def not_finite(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG00
     if not found:
         return None
     return (
-        f"{found:.0f} optimizer steps were left out because their gradient was not finite: lower optim.lr, set "
+        f"{found:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
         "optim.max_grad_norm, or look for rewards and log-probabilities that are far off"
     )
 

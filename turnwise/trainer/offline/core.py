@@ -319,6 +319,6 @@ def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -
             text = ""
         if not any(each in text for each in said):
             raise TaskError(
-                f"{file}: trajectory {trajectory.id}: its ids do not mean its messages to the tokenizer of "
-                "model.path: it was recorded with another model's; train a model with the tokenizer of that one"
+                f"{file}: trajectory {trajectory.id}: its ids do not encode its messages with the tokenizer of "
+                "model.path: it was recorded with another tokenizer; train a model that has that one"
             )

@@ -249,7 +249,7 @@ def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, na
     except RenderError as error:
         raise TaskError(f"{where}: {error}") from error
     if not ids:
-        raise TaskError(f"{where}: the chat template writes nothing of it")
+        raise TaskError(f"{where}: the chat template renders nothing of it")
     return scored_row(ids, name)
 
 

@@ -85,7 +85,7 @@ class RunDirectory:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TrainError(
-                    f"another process works on the run {self.path}: wait for it, end it, or choose another name"
+                    f"another process is using the run {self.path}: wait for it, stop it, or choose another name"
                 ) from None
             except OSError:
                 # A file system without locks: then nobody watches.
@@ -131,10 +131,10 @@ class RunDirectory:
                 raise
             whole = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
             remedy = (
-                "no whole one is before it: put back what is missing, or start over with --fresh"
+                "there is no complete one before it: restore the missing files, or start over with --fresh"
                 if whole is None
-                else f"the newest whole one before it is that of step {whole}: --resume-step {whole} goes on from it "
-                "and removes the later ones; or put back what is missing"
+                else f"the newest complete one is that of step {whole}: --resume-step {whole} resumes from it "
+                "and removes the later ones; or restore the missing files"
             )
             raise CheckpointError(f"{error}; {remedy}") from error
 
@@ -214,10 +214,10 @@ def check_template(checkpoint: Path, renderer: Renderer) -> None:
     trained, now = trained_digest(checkpoint), renderer.describe().get("template")
     if trained is not None and trained != now:
         raise CheckpointError(
-            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would go on "
-            f"with ({str(now)[:12]}...): make renderer.chat_template, or the template of policies.main.model.path, the "
-            f"one that is saved as {checkpoint / 'chat_template.jinja'}; or choose another name, or start over with "
-            "--fresh"
+            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would "
+            f"resume with ({str(now)[:12]}...): make renderer.chat_template, or the template of "
+            f"policies.main.model.path, the one that is saved as {checkpoint / 'chat_template.jinja'}; or choose "
+            "another name, or start over with --fresh"
         )
 
 
