@@ -72,7 +72,7 @@ class OverSampling(turnwise.Hooks):
         self.samplings += 1
         if self.samplings == 1:
             buffer = self.replay_buffer
-            SEEN.setdefault("left", []).append(len(buffer.ready("train")) + len(buffer.flying("train")))
+            SEEN.setdefault("left", []).append(len(buffer.ready("train")) + len(buffer.in_flight("train")))
 
     def on_step_end(self):
         if self.global_steps == 2:

@@ -22,7 +22,7 @@ _MASK_ELEMENTS = 1 << 23
 """Most elements of one prefill mask; longer pieces are attended in blocks of queries."""
 
 
-class Attend(Protocol):
+class AttentionPlan(Protocol):
     """Attention plan of a forward pass, in place of a KV cache object."""
 
     def attend(
@@ -45,7 +45,7 @@ def attention(
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - None: masks come from the plan
     scaling: float | None = None,
     sliding_window: int | None = None,
-    plan: Attend | None = None,
+    plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for ``transformers.AttentionInterface``; the plan is a keyword argument of ``forward``."""

@@ -55,7 +55,7 @@ class Encode(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedClassifier:
     """Description of the served classifier; see :class:`Classifier`."""
 
     name: str
@@ -77,7 +77,7 @@ class RewardApp:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedClassifier,
         encode: Encode,
         submit: Callable[[list[int]], Future[list[float]]],
         stats: Callable[[], dict[str, int]],
@@ -227,7 +227,7 @@ def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def _activation(body: dict[str, Any], served: Served) -> Callable[[list[float]], list[float]]:
+def _activation(body: dict[str, Any], served: ServedClassifier) -> Callable[[list[float]], list[float]]:
     if not _flag(body, "use_activation", True) or served.problem_type == "regression":
         return list
     one_by_one = len(served.label_names) == 1 or served.problem_type == "multi_label_classification"
@@ -456,7 +456,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
     hf_logging.disable_progress_bar()
     classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
     batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
-    served = Served(
+    served = ServedClassifier(
         name=spec.name or spec.model.resolve().name,
         label_names=classifier.label_names,
         problem_type=classifier.problem_type,

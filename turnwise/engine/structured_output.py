@@ -29,7 +29,7 @@ def structured_output_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-class Held:
+class GrammarState:
     """Grammar state of one completion (llguidance), with its stop ids."""
 
     __slots__ = ("_bits", "_ends", "_matcher", "_vocabulary")
@@ -82,7 +82,7 @@ class GrammarCache:
             token["special"] = True
         self._tokens = llguidance.LLTokenizer(json.dumps(described), n_vocab=vocabulary, eos_token=list(eos) or None)
 
-    def hold(self, tag: str, ends: Sequence[int]) -> Held:
+    def hold(self, tag: str, ends: Sequence[int]) -> GrammarState:
         """Return the grammar state of a completion with these stop ids. Raises BadRequest for an unsupported tag."""
         matcher = self._matcher(self._tokens, grammar_of(tag), log_level=0)
         if matcher.is_error():
@@ -90,7 +90,7 @@ class GrammarCache:
             raise BadRequest(_FIELD, f"{_FIELD} cannot be enforced: {said}")
         if not ends and not self._eos:
             raise BadRequest(_FIELD, f"{_FIELD} needs an id that ends the completion: send stop_token_ids")
-        return Held(matcher, self._vocabulary, [*ends, *self._eos])
+        return GrammarState(matcher, self._vocabulary, [*ends, *self._eos])
 
 
 def grammar_of(tag: str) -> str:

@@ -30,7 +30,7 @@ from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.recorder.ledger import Book, LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.managers import check_manager, create_manager
@@ -325,7 +325,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         # no tokens to write down.
         policies = config.rollout.frozen
         tells = config.hosted is None or any(each.hosted is None for each in policies.values())
-        book = Book(folder / "ledger.jsonl") if tells else None
+        book = LedgerWriter(folder / "ledger.jsonl") if tells else None
         if book is not None:
             stack.push(book.leave)
         client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client

@@ -40,7 +40,7 @@ class Balancer:
         self._home: OrderedDict[str, int] = OrderedDict()
         self._remembered = remembered
 
-    def take(self, session_id: str, *, avoid: int | None = None) -> int:
+    def acquire(self, session_id: str, *, avoid: int | None = None) -> int:
         """Choose a server other than ``avoid`` and count a request on it."""
         index = self._home.get(session_id) if session_id else None
         if index is None or (index == avoid and len(self._busy) > 1):
@@ -54,7 +54,7 @@ class Balancer:
         self._busy[index] += 1
         return index
 
-    def give_back(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Count a request as finished."""
         self._busy[index] -= 1
 
@@ -189,7 +189,7 @@ class HTTPClient(LLMClient):
             choice: wire.Choice | None = None
             spans: tuple[VersionSpan, ...] | None = None
             before = progress.sampled
-            index = self._balancer.take(session_id, avoid=avoid)
+            index = self._balancer.acquire(session_id, avoid=avoid)
             url = self._urls[index]
             try:
                 async with self._open_stream(url, progress, session_id) as events:
@@ -211,7 +211,7 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url, error, failures)
                 continue
             finally:
-                self._balancer.give_back(index)
+                self._balancer.release(index)
             if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
             progress.end_part(spans, url)
@@ -273,7 +273,7 @@ class HTTPClient(LLMClient):
         failures = 0
         avoid = None
         while True:
-            index = self._balancer.take(session_id, avoid=avoid)
+            index = self._balancer.acquire(session_id, avoid=avoid)
             url = self._urls[index]
             try:
                 status, raw = await self._pool().ask("POST", url + wire.GENERATE, data, _session_header(session_id))
@@ -285,7 +285,7 @@ class HTTPClient(LLMClient):
                 avoid = index
                 await self._after_failure(url, error, failures)
             finally:
-                self._balancer.give_back(index)
+                self._balancer.release(index)
 
     @asynccontextmanager
     async def _open_stream(

@@ -199,22 +199,22 @@ class Connections:
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
-            answer = Answer(connection)
+            answer = Response(connection)
             return answer.status, await answer.read()
         finally:
-            self._give_back(address, connection)
+            self._release(address, connection)
 
     @asynccontextmanager
     async def open(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[Response]:
         """Send a request and yield its response after the head; leaving early closes it. Raises ConnectionFailed."""
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
-            yield Answer(connection)
+            yield Response(connection)
         finally:
-            self._give_back(address, connection)
+            self._release(address, connection)
 
     def _request(self, method: str, url: str, body: bytes, headers: Mapping[str, str] | None) -> tuple[Address, bytes]:
         address, host, path = _parts(url)
@@ -222,7 +222,7 @@ class Connections:
         lines = f"{self._headers}{_header_lines(headers)}" if headers else self._headers
         return address, f"{method} {path} HTTP/1.1\r\nHost: {host}{size}{lines}\r\n\r\n".encode() + body
 
-    def _give_back(self, address: Address, connection: _Connection) -> None:
+    def _release(self, address: Address, connection: _Connection) -> None:
         mine = connection.loop is self._loop and not self._closed
         if connection.ended and connection.reusable and connection.open and mine:
             connection.take()
@@ -279,7 +279,7 @@ class Connections:
         return None
 
 
-class Answer:
+class Response:
     """A response whose head has arrived."""
 
     __slots__ = ("_connection", "status")

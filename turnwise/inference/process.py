@@ -123,13 +123,15 @@ class ServerProcess:
         except TimeoutError:
             await self._stop(child)
             limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
-            raise InferenceError(f"the server of {self._what} did not answer {limit}: {self._story(child)}") from None
+            raise InferenceError(
+                f"the server of {self._what} did not answer {limit}: {self._exit_report(child)}"
+            ) from None
         except BaseException:  # also a cancellation: the process is stopped
             await self._stop(child)
             raise
         if line is None:
             await self._stop(child)
-            raise InferenceError(f"the server of {self._what} did not start: {self._story(child)}")
+            raise InferenceError(f"the server of {self._what} did not start: {self._exit_report(child)}")
         self._watch = asyncio.create_task(self._notice_death(child))
         reported: dict[str, Any] = orjson.loads(line)
         return reported
@@ -204,11 +206,11 @@ class ServerProcess:
     async def _notice_death(self, child: _Child) -> None:
         await child.ended.wait()
         if not child.expected:
-            story = self._story(child)
+            story = self._exit_report(child)
             self._death = EngineDied(f"the server of {self._what} (process {child.pid}) died: {story}")
             self.died.set()
 
-    def _story(self, child: _Child) -> str:
+    def _exit_report(self, child: _Child) -> str:
         how = f"signal {-child.status}" if child.status < 0 else f"exit code {child.status}"
         try:
             text = self._log_file.read_bytes()[-_LOG_END:].decode("utf-8", "replace")
@@ -360,7 +362,7 @@ class HTTPProcess:
             report: Further keys of that line.
             protocol: Connection protocol; see :func:`~turnwise.gateway.http_guard.guarded`.
         """
-        server = deaf_server(self._options(app, protocol))
+        server = server_without_signal_handlers(self._options(app, protocol))
         ended: list[int] = []
 
         def stop(number: int) -> None:
@@ -400,7 +402,7 @@ class HTTPProcess:
             os.close(report_fd)
 
 
-def deaf_server(options: Any) -> Any:
+def server_without_signal_handlers(options: Any) -> Any:
     """Return a ``uvicorn.Server`` for this ``uvicorn.Config`` that installs no signal handlers."""
     import uvicorn
 

@@ -170,7 +170,7 @@ async def replay(
     Each assistant message is one turn with ``loss_mask`` 1, stop id included; everything else is context. Raises
     SessionError if the conversation begins with an assistant message or holds none.
     """
-    lines = [_own_form(message) for message in messages if message["role"] == "assistant"]
+    lines = [_to_tool_calls(message) for message in messages if message["role"] == "assistant"]
     if not lines:
         raise SessionError(f"conversation {trajectory_id!r} has no assistant message: nothing to train on")
     client = ScriptedClient(renderer, lines, tools=tools)
@@ -180,7 +180,7 @@ async def replay(
     for message in messages:
         if message["role"] == "assistant":
             answer = await session.chat(said, tools)
-            _check_said(message, answer, trajectory_id, len(said))
+            _check_round_trip(message, answer, trajectory_id, len(said))
             # Later messages name the calls by the ids that the conversation was written with.
             written = message.get("tool_calls") or ()
             ids.update(zip(map(_call_id, written), (call.id for call in answer.get("tool_calls", ())), strict=False))
@@ -198,7 +198,7 @@ async def replay(
     )
 
 
-def _check_said(written: Message, said: Message, name: str, index: int) -> None:
+def _check_round_trip(written: Message, said: Message, name: str, index: int) -> None:
     want, got = (canonical_messages([message])[0] for message in (written, said))
     if (want.text.strip(), want.reasoning.strip(), want.calls) != (got.text.strip(), got.reasoning.strip(), got.calls):
         raise SessionError(
@@ -207,13 +207,13 @@ def _check_said(written: Message, said: Message, name: str, index: int) -> None:
         )
 
 
-def _own_form(message: Message) -> Message:
+def _to_tool_calls(message: Message) -> Message:
     """Return an assistant message with ToolCalls: datasets hold calls in OpenAI's form."""
-    calls = [call if isinstance(call, ToolCall) else _own_call(call) for call in message.get("tool_calls") or ()]
+    calls = [call if isinstance(call, ToolCall) else _to_tool_call(call) for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _own_call(call: Mapping[str, Any]) -> ToolCall:
+def _to_tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     _, value = canonical_arguments(function.get("arguments"))
     if value is None or not function.get("name"):

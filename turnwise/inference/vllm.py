@@ -66,7 +66,7 @@ class VLLMConfig(BaseModel):
 
     @field_validator("arguments")
     @classmethod
-    def _not_ours(cls, arguments: list[str]) -> list[str]:
+    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
         for argument in arguments:
             name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
             if argument.startswith("--") and name in _OWN_ARGUMENTS:

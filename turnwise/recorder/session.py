@@ -16,8 +16,14 @@ import numpy as np
 from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.model.canonical import Canonical, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
-from turnwise.recorder.completion import SessionLimits, check_completion, parse_completion, read_completion, room_for
-from turnwise.recorder.history import History, Offers, snapshot
+from turnwise.recorder.completion import (
+    SessionLimits,
+    check_completion,
+    parse_completion,
+    read_completion,
+    remaining_tokens,
+)
+from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey
 from turnwise.recorder.tree import (
@@ -111,7 +117,7 @@ class Session:
         self._failure: TurnwiseError | None = None
         self._requests = 0
         self._history = History(self._echoes.recognise)
-        self._offers = Offers()
+        self._offers = RequestTools()
         self._prompt_tokens = 0
         self._encoded_tokens = 0
         self._escaped = 0
@@ -331,7 +337,7 @@ class Session:
                 f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
                 f"{self.params.temperature} (rollout.temperature): give it that temperature, or none at all"
             )
-        most = room_for(
+        most = remaining_tokens(
             self.limits,
             self.id,
             prompt=len(prompt),

@@ -28,7 +28,7 @@ from turnwise.types import StopReason, TokenIds
 
 
 @dataclass(slots=True)
-class Account:
+class JournalSummary:
     """Contents of a journal, for the audit.
 
     Attributes:
@@ -70,7 +70,7 @@ class Account:
             found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
         return found
 
-    def unnamed(self, finished: Iterable[str], file: Path) -> list[str]:
+    def unreferenced(self, finished: Iterable[str], file: Path) -> list[str]:
         """Return contradictions: finished trajectories without a journal entry.
 
         The last process may have left some by a kill; the next one notes them.
@@ -97,9 +97,9 @@ class Account:
         return "finished trajectories dropped" if key in self.dropped else "finished trajectories that wait"
 
 
-def account(file: Path) -> Account:
+def summarize_journal(file: Path) -> JournalSummary:
     """Read a journal; a missing file counts as empty."""
-    found = Account()
+    found = JournalSummary()
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
@@ -114,7 +114,7 @@ def account(file: Path) -> Account:
             for key in event["keys"]:
                 found.taken.setdefault(str(key), []).append(int(event["step"]))
         elif kind == "back":
-            _give_back(found, map(str, event["keys"]), int(event["step"]))
+            _undo_take(found, map(str, event["keys"]), int(event["step"]))
         elif kind == "drop":
             found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
         elif kind == "orphan":
@@ -126,7 +126,7 @@ def account(file: Path) -> Account:
     return found
 
 
-def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
+def _undo_take(found: JournalSummary, keys: Iterable[str], step: int) -> None:
     """Undo the taking of groups by a step, and later drops."""
     for key in keys:
         if step in found.taken.get(key, ()):
@@ -195,11 +195,11 @@ def audit_files(run: Path) -> AuditReport:
         waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
         audit = _Audit(ledger, batches, report, waiting)
         audit.all(read_trajectories(run / TRAJECTORIES))
-        journal = account(run / JOURNAL)
+        journal = summarize_journal(run / JOURNAL)
         report.contradictions += journal.misused([(row.trajectory, row.step) for row in batches.rows])
         if (run / JOURNAL).is_file():
             report.counts.update(journal.fates(audit.finished))
-            report.contradictions += journal.unnamed(audit.finished, run / TRAJECTORIES)
+            report.contradictions += journal.unreferenced(audit.finished, run / TRAJECTORIES)
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:

@@ -120,9 +120,9 @@ class ValidatingBuffer(ReplayBuffer):
         """Set the callback that requests further groups."""
         self._inner.refill_by(refill)
 
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
         """Set the callback for dropped groups."""
-        self._inner.drops_to(told)
+        self._inner.drops_to(callback)
 
     def reissued(self) -> None:
         """Count what is rolled out again."""
@@ -213,10 +213,10 @@ async def create_manager(
     """
     if config.agent_loop_manager_class is None:
         return await RolloutProducer.create(config, client, buffer, parts)
-    return await OutsideManager.create(config, client, buffer, parts)
+    return await CustomManager.create(config, client, buffer, parts)
 
 
-class OutsideManager(RolloutManager):
+class CustomManager(RolloutManager):
     """Adapter around a custom rollout manager.
 
     Validates its groups and writes trajectories that it did not write itself. A task started by its

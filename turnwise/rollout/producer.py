@@ -485,7 +485,7 @@ class RolloutProducer(RolloutManager):
         if self._remote is None:
             return await self._runner.run(spec)
         # The episode begins when somebody is there to play it: nobody's absence counts against its time.
-        async with self._remote.seat() as agent:
+        async with self._remote.acquire_runner() as agent:
             return await self._runner.run(spec, agent)
 
     def _count_lost(self, error: Exception | None) -> None:

@@ -260,7 +260,7 @@ class TrajectoryWriter:
         """Cut the file to its first ``size`` bytes."""
         self._file.truncate(size)
 
-    def strike(self, place: Place) -> None:
+    def invalidate(self, place: Place) -> None:
         """Invalidate a line by removing its closing brace, so that its trajectory can be written again."""
         with self.path.open("r+b") as file:
             file.seek(place.offset + place.length - 1)

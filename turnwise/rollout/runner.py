@@ -377,7 +377,7 @@ class EpisodeRunner:
             tools=schemas(run.env),
             limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
             open_session=run.sessions.open,
-            open_door=run.sessions.door,
+            open_endpoint=run.sessions.endpoint,
             deadline=deadline,
             executor=self._executor,
             id=spec.episode_id,

@@ -384,28 +384,30 @@ async def test_streams_that_cannot_be_used(make, script, message):
 
 def test_sessions_stay_and_others_go_to_the_least_busy():
     balancer = Balancer(3)
-    first = [balancer.take("") for _ in range(3)]
+    first = [balancer.acquire("") for _ in range(3)]
     assert sorted(first) == [0, 1, 2]
-    home = balancer.take("a")
-    balancer.take("")
-    assert balancer.take("a") == home
-    balancer.give_back(2)
-    balancer.give_back(2) if home == 2 else None
-    assert balancer.take("b") == min(range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"]))
+    home = balancer.acquire("a")
+    balancer.acquire("")
+    assert balancer.acquire("a") == home
+    balancer.release(2)
+    balancer.release(2) if home == 2 else None
+    assert balancer.acquire("b") == min(
+        range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"])
+    )
 
 
 def test_a_failed_server_is_avoided_where_there_is_another():
     balancer = Balancer(2)
-    home = balancer.take("a")
-    assert balancer.take("a", avoid=home) == 1 - home
-    assert balancer.take("a") == 1 - home
-    assert Balancer(1).take("a", avoid=0) == 0
+    home = balancer.acquire("a")
+    assert balancer.acquire("a", avoid=home) == 1 - home
+    assert balancer.acquire("a") == 1 - home
+    assert Balancer(1).acquire("a", avoid=0) == 0
 
 
 def test_remembered_sessions_are_bounded():
     balancer = Balancer(2, remembered=3)
     for number in range(10):
-        balancer.give_back(balancer.take(f"s{number}"))
+        balancer.release(balancer.acquire(f"s{number}"))
     assert list(balancer._home) == ["s7", "s8", "s9"]
 
 

@@ -15,8 +15,8 @@ from turnwise.rollout.replay.setup import STRATEGIES, StalenessBound, make_admis
 from turnwise.rollout.replay.strategies import (
     Bounded,
     Choice,
-    Flight,
     GroupFacts,
+    InFlightGroup,
     Mixed,
     OnPolicy,
     Prioritized,
@@ -30,8 +30,8 @@ def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REW
     return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards, uses=uses)
 
 
-def flight(version: int) -> Flight:
-    return Flight("f", "f", "train", version)
+def flight(version: int) -> InFlightGroup:
+    return InFlightGroup("f", "f", "train", version)
 
 
 def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
@@ -122,7 +122,7 @@ from turnwise.rollout.replay.strategies import Choice, Strategy
 class Newest(Strategy):
     def __init__(self, most=1):
         self.most = most
-    def choose(self, ready, flying, step, batch_size, taken=0):
+    def choose(self, ready, in_flight, step, batch_size, taken=0):
         return Choice(tuple(each.id for each in ready[-batch_size:])) if len(ready) >= batch_size else Choice()
 class Other: pass
 """

@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, OnPolicy
+from turnwise.rollout.replay.strategies import Fifo, OnPolicy
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
@@ -50,7 +50,7 @@ async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
 
 async def test_order_by_id_does_not_depend_on_arrival() -> None:
     for names in (["g2", "g1", "g3"], ["g3", "g2", "g1"]):
-        buffer = LocalReplayBuffer(Arrival("key"))
+        buffer = LocalReplayBuffer(Fifo("key"))
         for name in names:
             await buffer.put(group(name))
         ref, _ = await buffer.sample(1, "train", 3)

@@ -67,7 +67,7 @@ def _all(entry: Entry) -> Iterator[Stored]:
         yield from member
 
 
-def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+def references(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield (offset, checksum) of a line's references into trajectories.jsonl."""
     if event["event"] == "orphan":
         yield event["place"][0], event["place"][2]
@@ -76,7 +76,7 @@ def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
             yield offset, crc
 
 
-def unnamed(
+def unreferenced(
     payloads: TrajectoryWriter, since: int, offsets: Mapping[int, int], say: Callable[[str], None]
 ) -> list[tuple[Stored, bool]]:
     """Return the trajectories without a journal line, each with whether it ended without an error: a kill came between
@@ -126,7 +126,7 @@ _FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("ke
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RestoredGroup:
     """Finished parts of a group from earlier processes.
 
     Attributes:
@@ -200,7 +200,7 @@ class Journal:
         for number, event in read.events:
             try:
                 state.apply(event)
-                offsets.update(named(event))
+                offsets.update(references(event))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
         if read.spoilt:
@@ -211,7 +211,7 @@ class Journal:
         with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
             file.truncate(read.end)
-            orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
+            orphans = [] if state.payload is None else unreferenced(payloads, state.payload, offsets, say)
             journal = cls(directory, state, file, payloads)
             journal.next_step = after_step + 1
             # First of all: what is given back has to be on disk, too.
@@ -293,13 +293,13 @@ class Journal:
         """Record that a group will not be trained (again). Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
-    def found(self, key: str) -> Found | None:
+    def found(self, key: str) -> RestoredGroup | None:
         """Return the finished, untrained parts of a requested group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed:
             return None
         members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
-        return Found(entry.group_id, members, entry.whole is not None)
+        return RestoredGroup(entry.group_id, members, entry.whole is not None)
 
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a complete, untrained group, without reading its trajectories."""
@@ -399,7 +399,7 @@ class Journal:
         for orphan, finished in orphans:
             if orphan.id in pending:
                 # It is written again, with its group's reward.
-                self._payloads.strike(orphan.place)
+                self._payloads.invalidate(orphan.place)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
 

@@ -72,7 +72,7 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
         try:
             while True:
                 try:
-                    ended = await _Line(http, options, agent, say).serve()
+                    ended = await _RunConnection(http, options, agent, say).serve()
                     seen, tries = time.monotonic(), 0
                     if ended and not options.stay:
                         say("the run has ended")
@@ -89,7 +89,7 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
             await agent.close()
 
 
-class _Line:
+class _RunConnection:
     """One connection to a run, with its work."""
 
     def __init__(

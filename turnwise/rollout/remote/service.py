@@ -116,7 +116,7 @@ class RunnerHub:
         self._say_waiting()
 
     @contextlib.asynccontextmanager
-    async def seat(self) -> AsyncIterator[Runner]:
+    async def acquire_runner(self) -> AsyncIterator[Runner]:
         """Wait for a runner with a free place, and hold it."""
         found: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
         self._waiting.append(found)
@@ -335,25 +335,25 @@ class RunnerApp:
                 result = await episode.step(read_message(body.get("message")), agent=agent)
                 return {"result": list(result), "stop_reason": episode.stop_reason.value, "scored": episode.scored}
             case "door":
-                door = await episode.door(agent, policy)
+                endpoint = await episode.endpoint(agent, policy)
                 session = episode.session_for(agent, policy)
-                url = door.url.removeprefix(self._own)
+                url = endpoint.url.removeprefix(self._own)
                 return {"url": url, "params": asdict(session.params)}
             case "state":
                 session = episode.session_for(agent, policy)
-                door = await episode.door(agent, policy)
-                return _state(session, await recorded_turns(session), door.failure)
+                endpoint = await episode.endpoint(agent, policy)
+                return _state(session, await recorded_turns(session), endpoint.failure)
             case "taken":
                 return {"taken": await recorded_turns(episode.session_for(agent, policy))}
             case "exhausted":
-                await (await episode.door(agent, policy)).wait_exhausted()
+                await (await episode.endpoint(agent, policy)).wait_exhausted()
                 return {}
         raise _Refused(404, f"{what!r} is not a request of a lease")
 
 
 def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
-    told = None if failure is None else error_record(failure)
-    return {"taken": taken, "last": session.last, "failure": told}
+    error = None if failure is None else error_record(failure)
+    return {"taken": taken, "last": session.last, "failure": error}
 
 
 async def _gone(receive: Receive) -> None:
@@ -385,9 +385,9 @@ class RemoteRunners:
         return cls(hub)
 
     @contextlib.asynccontextmanager
-    async def seat(self) -> AsyncIterator[Agent]:
+    async def acquire_runner(self) -> AsyncIterator[Agent]:
         """Wait for a runner with a free place; yield its agent."""
-        async with self._hub.seat() as runner:
+        async with self._hub.acquire_runner() as runner:
             yield RemoteAgent(self._hub, runner)
 
     async def close(self) -> None:

@@ -25,8 +25,8 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
 from turnwise.rollout.replay.strategies import (
-    Arrival,
     Bounded,
+    Fifo,
     Filtered,
     GroupFacts,
     Mixed,
@@ -147,7 +147,7 @@ class CustomReplayBuffer(ReplayBuffer):
     async def _feed(self, refill: Callable[[int], bool], step: int, batch_size: int) -> None:
         inner = self._inner
         while True:
-            missing = self._strategy.lacks(inner.ready("train"), inner.flying("train"), step, batch_size)
+            missing = self._strategy.lacks(inner.ready("train"), inner.in_flight("train"), step, batch_size)
             # The inherited sample asks by itself, and takes a smaller batch where nothing more is asked for.
             if missing > 0 and not inner.refills and not refill(missing):
                 inner.fail(
@@ -186,9 +186,9 @@ class CustomReplayBuffer(ReplayBuffer):
         self._refill = refill
         self._inner.refill_by(refill)
 
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
         """Set the callback for dropped groups."""
-        self._inner.drops_to(told)
+        self._inner.drops_to(callback)
 
     def reissued(self) -> None:
         """Count what is rolled out again."""
@@ -245,7 +245,7 @@ def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:
 
 def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
     del config
-    return Arrival(facts.order)
+    return Fifo(facts.order)
 
 
 def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:

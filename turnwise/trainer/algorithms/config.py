@@ -29,7 +29,7 @@ from turnwise.trainer.algorithms.losses import (
     find_loss,
 )
 from turnwise.trainer.algorithms.losses.core import LossAggregation
-from turnwise.trainer.algorithms.registry import Chosen, bind
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -211,7 +211,7 @@ class AlgorithmConfig(BaseModel):
         """The configured aggregation, or that of the loss."""
         return self.loss_aggregation or find_loss(self.loss).aggregation
 
-    def chosen_advantage(self) -> Chosen:
+    def chosen_advantage(self) -> ConfiguredFunction:
         """Return the estimator with its options.
 
         Raises:
@@ -240,7 +240,7 @@ class AlgorithmConfig(BaseModel):
             data=ADVANTAGE_DATA,
         )
 
-    def chosen_loss(self) -> Chosen:
+    def chosen_loss(self) -> ConfiguredFunction:
         """Return the loss with its options.
 
         Raises:
@@ -262,7 +262,7 @@ class AlgorithmConfig(BaseModel):
             )
         return chosen
 
-    def chosen_selection(self) -> Chosen | None:
+    def chosen_selection(self) -> ConfiguredFunction | None:
         """Return the token selection of the loss with its options; None where the loss has none.
 
         Raises:

@@ -56,7 +56,7 @@ class ValueHead(nn.Module):
         return self.linear
 
 
-class _Whole(nn.Module):
+class _ValueModel(nn.Module):
     """A model and its value head as one module, without the language-model head."""
 
     def __init__(self, model: Any, head: ValueHead) -> None:
@@ -134,7 +134,7 @@ class Critic:
         self.total_steps = total_steps
         self._bad_steps = 0
         self._updates: list[tuple[Stats, float]] = []
-        trained: nn.Module = self.head if self.shared else _Whole(policy.model, self.head)
+        trained: nn.Module = self.head if self.shared else _ValueModel(policy.model, self.head)
         self._parameters = [each for each in trained.parameters() if each.requires_grad]
         self._optimizers = OptimizerSet(trained, config.optim)
         if self.shared:

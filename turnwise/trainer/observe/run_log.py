@@ -102,7 +102,7 @@ class RunLog(JSONLLogger):
         self, path: Path, loggers: Mapping[str, Logger] | None = None, say: Callable[[str], object] = print
     ) -> None:
         super().__init__(path)
-        self._outlets = [_Outlet(name, logger, say) for name, logger in (loggers or {}).items()]
+        self._outlets = [_LoggerThread(name, logger, say) for name, logger in (loggers or {}).items()]
 
     @classmethod
     def open(cls, run: LoggedRun, loggers: Sequence[LoggerConfig], console: Console, *, part: int = 0) -> RunLog:
@@ -153,7 +153,7 @@ class RunLog(JSONLLogger):
             each.wait()
 
 
-class _Outlet:
+class _LoggerThread:
     """One logger in its own thread."""
 
     def __init__(self, name: str, logger: Logger, say: Callable[[str], object]) -> None:

@@ -71,7 +71,7 @@ class RunDirectory:
         self._file = path / "run.json"
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Create and lock the directory; the lock ends with the process.
 
         Raises:
@@ -116,13 +116,13 @@ class RunDirectory:
             )
         if latest is None:
             return None, TrainerState(0)
-        with self.explaining(store, latest):
+        with self.with_remedy(store, latest):
             state = load_state(latest)
         self._check(latest, state.config_digest, digest)
         return latest, state
 
     @contextlib.contextmanager
-    def explaining(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
+    def with_remedy(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
         """Add a remedy to the error of a checkpoint that cannot be resumed from."""
         try:
             yield
@@ -297,7 +297,7 @@ async def read_start(
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
-    with home.explaining(store, latest):
+    with home.with_remedy(store, latest):
         learner = open_learner(policy, config.optimizer_steps, model_path=latest)
         guard = KLGuard.open(config, learner, state.kl_coef)
         critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)

@@ -168,7 +168,7 @@ class HookedRun(Protocol):
 
     config: TrainConfig
     buffer: ReplayBuffer
-    feed: TaskScheduler
+    scheduler: TaskScheduler
     state: TrainerState
     display: LiveDisplay
 
@@ -284,9 +284,9 @@ class HookCalls:
         await self._call("on_sample_begin")
         # Only now: what a step asks for of its own accord takes into account what is on its way.
         if self._requested:
-            feed, groups = self._of_run().feed, self._requested
+            scheduler, groups = self._of_run().scheduler, self._requested
             self._requested = 0
-            feed.issue(feed.next(groups))
+            scheduler.issue(scheduler.next(groups))
 
     async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Call ``on_sample_end`` and return the remaining batch."""

@@ -127,7 +127,7 @@ async def train(
                 await loop(run)
                 ended = run.ended
                 # What is on its way would be trained by no step, and the evaluation wait for its turn behind it.
-                await run.feed.end()
+                await run.scheduler.end()
                 result = await run.evaluate(f"step-{run.state.step}-final")
     used = RunDirectory(directory).read()
     summary = TrainSummary(
