@@ -378,16 +378,6 @@ def stored_groups(share: float, groups: int) -> int:
 
 
 __all__ = ["Bounded", "Choice", "Fifo", "GroupFacts", "InFlightGroup", "Mixed", "OnPolicy", "Prioritized", "Strategy"]
-    "Bounded",
-    "Choice",
-    "FirstIn",
-    "GroupFacts",
-    "InFlightGroup",
-    "Mixed",
-    "OnPolicy",
-    "Prioritized",
-    "Strategy",
-]
 
 
 EQUAL = "equal"
