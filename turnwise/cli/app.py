@@ -47,9 +47,7 @@ def _version() -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    debug: bool = typer.Option(
-        False, "--debug", help="Show the traceback of an error. Accepted anywhere on the command line."
-    ),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks of errors; allowed anywhere on the line."),
 ) -> None:
     """Declare the options of all commands; :func:`main` removes ``--debug`` before typer parses the rest."""
     del debug

@@ -28,23 +28,19 @@ TemplateName = Annotated[
     str | None,
     typer.Option(
         "--chat-template",
-        help="Use this chat template instead of the model's: a file, or a name that renderer.chat_template takes.",
+        help="Chat template instead of the model's, as renderer.chat_template.",
     ),
 ]
 
 
 def check_env(
     env: Annotated[
-        str, typer.Argument(help="Environment: a registered name, pkg.mod:Class or file.py:Class.", show_default=False)
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
     ],
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", "-t", help="Source of the tasks; by default the environment's default_tasks."),
-    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
     limit: Annotated[
         int | None,
         typer.Option("--limit", min=1, help="Maximum number of tasks; by default 3 are played and all are validated."),
@@ -52,8 +48,7 @@ def check_env(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to play.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", help="Timeout of one call, in seconds.")] = 30.0,
     context_length: Annotated[
-        int | None,
-        typer.Option("--context-length", min=1, help="Report prompts and episodes longer than this many tokens."),
+        int | None, typer.Option("--context-length", min=1, help="Context length to check lengths against, in tokens.")
     ] = None,
     model: ModelFolder = None,
     chat_template: TemplateName = None,
@@ -157,17 +152,13 @@ def check_sandbox(
         str, typer.Argument(help="Sandbox backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
     ] = "local",
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
     image: Annotated[str | None, typer.Option("--image", help="Image or template of the sandboxes.")] = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option("--only", help="Run only checks whose names start with this prefix, such as attack. Repeatable."),
+        list[str] | None, typer.Option("--only", help="Run only checks with this prefix, such as attack. Repeatable.")
     ] = None,
-    attacks: Annotated[
-        bool, typer.Option("--attacks/--no-attacks", help="Also run bounded attacks on the isolation.")
-    ] = True,
+    attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack the isolation.")] = True,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one check, in seconds.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

@@ -13,15 +13,11 @@ from turnwise.cli.options import Overrides
 
 def view(
     source: Annotated[Path, typer.Argument(help="Run directory, or file of trajectories.", show_default=False)],
-    task: Annotated[str | None, typer.Option("--task", help="Show only this task.")] = None,
-    trajectory: Annotated[str | None, typer.Option("--id", help="Show only the trajectory with this id.")] = None,
-    partition: Annotated[
-        str | None, typer.Option("--partition", help="Show only this partition: train or val.")
-    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Only this task.")] = None,
+    trajectory: Annotated[str | None, typer.Option("--id", help="Only the trajectory with this id.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Only this partition: train or val.")] = None,
     number: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of trajectories, newest last.")] = 3,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also show token ids, logprobs and weight versions.")
-    ] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also show ids, logprobs and weight versions.")] = False,
 ) -> None:
     """Show trajectories: messages, tool calls, rewards, forks and stop reasons."""
     from turnwise.evaluation.view import Selection, show
@@ -74,21 +70,17 @@ def evaluate(
     env: Annotated[
         str | None,
         typer.Argument(
-            metavar="ENV", help="Environment: a registered name, pkg.mod:Class or file.py:Class.", show_default=False
+            metavar="ENV", help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False
         ),
     ] = None,
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="YAML configuration file; options override its values.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,
     url: Annotated[
-        str | None,
-        typer.Option("--url", help="URL of a running server; --model is then the directory of its tokenizer."),
+        str | None, typer.Option("--url", help="URL of a running server; --model names its tokenizer.")
     ] = None,
     key_env: Annotated[
-        str | None,
-        typer.Option("--key-env", help="Environment variable with the API key, when --url is a hosted endpoint."),
+        str | None, typer.Option("--key-env", help="Environment variable with the API key of a hosted --url.")
     ] = None,
     tasks: Annotated[
         str | None, typer.Option("--tasks", "-t", help="Task file, or pkg.mod:function?key=value.")
@@ -100,7 +92,7 @@ def evaluate(
         bool | None, typer.Option("--greedy/--no-greedy", help="Also run one episode per task at temperature 0.")
     ] = None,
     agent: Annotated[
-        str | None, typer.Option("--agent", help="Agent: a registered name, pkg.mod:Name or file.py:Name.")
+        str | None, typer.Option("--agent", help="Registered agent, pkg.mod:Name or file.py:Name.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", help="Number of concurrent episodes.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for trajectories and summary.")] = None,

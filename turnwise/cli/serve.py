@@ -24,9 +24,7 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
     port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Served model name; by default the directory's name.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Served model name; default: the directory's.")] = None,
     reward: Annotated[bool, typer.Option("--reward", help="Serve a sequence classifier at POST /classify.")] = False,
 ) -> None:
     """Serve a model until interrupted: generation at /inference/v1/generate, /v1/models, weight updates, control."""
@@ -62,24 +60,19 @@ def gateway(
         str | None, typer.Argument(metavar="MODEL", help="Directory of a Hugging Face model.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="YAML configuration file; options override its values.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration file.")] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="URL of a running server; MODEL is then the directory of its tokenizer.")
+        str | None, typer.Option("--url", help="URL of a running server; MODEL names its tokenizer.")
     ] = None,
     key_env: Annotated[
-        str | None,
-        typer.Option("--key-env", help="Environment variable with the API key, when --url is a hosted endpoint."),
+        str | None, typer.Option("--key-env", help="Environment variable with the API key of a hosted --url.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Directory for trajectories, ledger and the admin key.")
     ] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Served model name; by default the directory's name.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Served model name; default: the directory's.")] = None,
 ) -> None:
     """Run a gateway that records any agent over OpenAI Chat, OpenAI Responses or Anthropic Messages."""
     from turnwise.config import load_config
@@ -110,11 +103,9 @@ def gateway(
 
 
 def runner(
-    agent: Annotated[str, typer.Option("--agent", help="Agent: a registered name, pkg.mod:Name or file.py:Name.")],
+    agent: Annotated[str, typer.Option("--agent", help="Registered agent, pkg.mod:Name or file.py:Name.")],
     connect: Annotated[str, typer.Option("--connect", help="URL that the run prints.")],
-    key_file: Annotated[
-        Path, typer.Option("--key-file", help="Key file: a copy of the run's rollout.remote.key_file.")
-    ],
+    key_file: Annotated[Path, typer.Option("--key-file", help="Copy of the run's rollout.remote.key_file.")],
     config: Annotated[
         list[str] | None, typer.Option("--config", "-c", help="Agent configuration, key=value. Repeatable.")
     ] = None,
@@ -145,26 +136,21 @@ def runner(
 
 def mcp(
     env: Annotated[
-        str, typer.Argument(help="Environment: a registered name, pkg.mod:Class or file.py:Class.", show_default=False)
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
     ],
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
     http: Annotated[
-        bool,
-        typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout."),
+        bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
     ] = False,
     host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
     tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks", "-t", help="Source of the tasks, played in order; by default the environment's default_tasks."
-        ),
+        str | None, typer.Option("--tasks", "-t", help="Task source, played in order; default: the environment's.")
     ] = None,
     task: Annotated[str | None, typer.Option("--task", help="Play only the task with this id.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; by default the task's seed.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; default: the task's.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Append one JSON line per episode to this file.")
     ] = None,

@@ -30,7 +30,7 @@ def train(
     ] = None,
     overrides: Overrides = None,
     env: Annotated[
-        str | None, typer.Option("--env", help="Environment: a registered name, pkg.mod:Class or file.py:Class.")
+        str | None, typer.Option("--env", help="Registered environment, pkg.mod:Class or file.py:Class.")
     ] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,
     tasks: Annotated[

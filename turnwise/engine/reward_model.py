@@ -409,10 +409,10 @@ class Encoder:
         if not self._template:
             raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
         template = ChatTemplate(self._template, variables={**self._special, **arguments})
-        told = [self._told(message) for message in messages]
+        told = [self._template_message(message) for message in messages]
         return self._tokens.encode(template.render(told, None, generate=False))
 
-    def _told(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message in the template's form: texts escaped, content joined, arguments as objects."""
         told = {**message, "content": self._escaped(text_of(message))}
         if isinstance(told.get("reasoning_content"), str):

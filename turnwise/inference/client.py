@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
-from turnwise.inference.connections import Answer, ConnectionFailed, Connections
+from turnwise.inference.connections import ConnectionFailed, Connections, Response
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.types import (
@@ -364,7 +364,7 @@ async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None
         await asyncio.sleep(_ABORT_WAIT)
 
 
-async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
+async def _events(answer: Response, url: str) -> AsyncIterator[wire.Choice]:
     """Read server-sent events: ``data:`` lines only."""
     async for line in answer.lines():
         if not line.startswith(b"data:"):

@@ -133,7 +133,7 @@ class SessionLimits:
     max_turns: int | None = None
 
 
-def remaining_tokens(
+def token_budget(
     limits: SessionLimits, session_id: str, *, prompt: int, committed: int, requests: int, wanted: int | None
 ) -> int:
     """Return the number of tokens that a request may sample.

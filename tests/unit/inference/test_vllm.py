@@ -53,7 +53,7 @@ def test_what_training_needs_is_always_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model"])
 def test_arguments_that_are_not_the_users_are_refused(argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)arguments.*{argument}.*decides that"):
+    with pytest.raises(ConfigError, match=f"(?s)arguments.*{argument}.*or by training"):
         load_config(VLLMConfig, overrides=["python=/p", f"arguments=['{argument}']"])
 
 

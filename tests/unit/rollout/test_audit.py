@@ -251,7 +251,7 @@ def trained_error(records: Records) -> None:
         (gap_in_versions, "do not cover"),
         (change_finish, "finish reason is stop in the trajectory, length in the ledger"),
         (remove_trajectory, "session held-out: 1 calls in the ledger, but no trajectory"),
-        (double_trajectory, "trajectory plain: stands twice"),
+        (double_trajectory, "trajectory plain: occurs twice"),
         (rename_trajectory, "trajectory invented: segment 1 (turn t0): no call in the ledger sampled it"),
         (drop_turn, "a call of the ledger is in no segment"),
         (double_turn, "segment 2 (turn t9): no call in the ledger sampled it"),

@@ -214,7 +214,7 @@ async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_aga
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
     said: list[str] = []
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=said.append))
-    assert any("1 finished trajectories are not whole on disk" in text for text in said)
+    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
     assert not buffer.expect(RolloutRequest(Task("b", "?")), 1)
 
 

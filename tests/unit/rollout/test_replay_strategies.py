@@ -16,7 +16,7 @@ from turnwise.rollout.replay.strategies import (
     Bounded,
     Choice,
     GroupFacts,
-    InFlightGroup,
+    InFlight,
     Mixed,
     OnPolicy,
     Prioritized,
@@ -30,8 +30,8 @@ def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REW
     return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards, uses=uses)
 
 
-def flight(version: int) -> InFlightGroup:
-    return InFlightGroup("f", "f", "train", version)
+def flight(version: int) -> InFlight:
+    return InFlight("f", "f", "train", version)
 
 
 def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
@@ -149,7 +149,7 @@ def test_one_s_own_strategy(tmp_path: Path) -> None:
 def test_a_key_that_the_strategy_does_not_read_is_named() -> None:
     with pytest.raises(ConfigError, match="alpha is given, but the strategy bounded reads max_staleness, when_stale"):
         load_config(ReplayConfig, defaults={"strategy": "bounded", "alpha": 1.0})
-    with pytest.raises(ConfigError, match=r"strategy\.config is for a class of your own"):
+    with pytest.raises(ConfigError, match=r"strategy\.config is for custom strategies"):
         load_config(ReplayConfig, defaults={"strategy": {"name": "fifo", "config": {"x": 1}}})
 
 

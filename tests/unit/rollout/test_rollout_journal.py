@@ -170,7 +170,7 @@ def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path)
     payloads.write_bytes(payloads.read_bytes()[:-5] + b"\0\0\0\0\0")
     said: list[str] = []
     later = Journal.open(tmp_path, part=1, say=said.append)
-    assert any("1 finished trajectories are not whole on disk" in text for text in said)
+    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
     assert later.facts("a", 0) is not None
     found = later.found("b")
     assert found is not None

@@ -241,7 +241,7 @@ async def test_create_with_any_keywords_gets_our_names() -> None:
     [
         ("Stranger", "task 'another task' into partition 'val' that was not requested"),
         ("Twice", "task 'a' into partition 'val' a second time"),
-        ("Junk", "was given {'prompt_ids': [1], 'response_ids': [2]} where a TrajectoryGroup belongs"),
+        ("Junk", "got {'prompt_ids': [1], 'response_ids': [2]} instead of a TrajectoryGroup"),
         ("Raising", "Raising.generate_sequences raised KeyError: 'no such queue'"),
     ],
 )

@@ -164,7 +164,7 @@ async def test_what_an_agent_raises_is_an_error_and_no_reward(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("agent", "wanted"),
     [
-        (Cancels(), "AgentError: the agent raised CancelledError, but nobody cancelled it"),
+        (Cancels(), "AgentError: the agent raised CancelledError without being cancelled"),
         (Malformed(), "FormatError: a message is an object with a role"),
         (ReActAgent(context={"compaction": {}}), "SessionError: .* prompts cannot be measured at a runner: leave"),
     ],

@@ -17,7 +17,7 @@ from turnwise.rollout.replay.strategies import (
     Choice,
     Fifo,
     GroupFacts,
-    InFlightGroup,
+    InFlight,
     StragglerCutoff,
     StragglerDeadline,
 )
@@ -76,7 +76,7 @@ def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -
 
     strategy = Bounded(1, "wait")
     ready = [facts(0, 0), facts(1, 2), facts(2, 3)]
-    in_flight = [InFlightGroup(str(n), "t", "train", 2) for n in range(5)]
+    in_flight = [InFlight(str(n), "t", "train", 2) for n in range(5)]
     assert strategy.choose(ready, in_flight, 4, 2).take is None, "five more have to be trained in this step"
     alone = lambda size: strategy.choose(ready, (), 4, size)  # noqa: E731
     assert StragglerDeadline(0.0, 1.0).look(alone, 3, 3, None, 0.0) == StragglerCutoff(), (

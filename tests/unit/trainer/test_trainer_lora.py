@@ -172,7 +172,7 @@ def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], t
     text = settings.read_text()
     for old, new, message in (
         ('"use_dora": false', '"use_dora": true', "sets use_dora: only plain LoRA can be read"),
-        (str(base), "/gone", "says base_model_name_or_path '/gone', and there is no such folder"),
+        (str(base), "/gone", "says base_model_name_or_path '/gone', which does not exist"),
     ):
         assert old in text
         settings.write_text(text.replace(old, new))

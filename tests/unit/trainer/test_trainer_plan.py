@@ -113,7 +113,7 @@ async def test_of_an_adapter_the_model_under_it_is_looked_at(model: Path, tmp_pa
     assert "Qwen3ForCausalLM, context 512" in found["model"]
     (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "nowhere"}))
     found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "there is no such folder" in found["model"]
+    assert "which does not exist" in found["model"]
 
 
 async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:

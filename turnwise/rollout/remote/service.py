@@ -78,7 +78,7 @@ class RunnerHub:
     def __init__(self, *, lost_after: float, notify: Notify | None = None) -> None:
         self.lost_after = lost_after
         self.runners: dict[str, Runner] = {}
-        self._told = notify
+        self._on_notice = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
         self._lives = Leases(lost_after, self._silent)
         self._said_waiting = False
@@ -168,8 +168,8 @@ class RunnerHub:
             runner.events.put_nowait(None)
 
     def _notify(self, text: str) -> None:
-        if self._told is not None:
-            self._told(text)
+        if self._on_notice is not None:
+            self._on_notice(text)
 
     def _free(self, runner: Runner) -> None:
         runner.free += 1

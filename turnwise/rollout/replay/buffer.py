@@ -25,7 +25,7 @@ from turnwise.rollout.replay.strategies import (
     Choice,
     Fifo,
     GroupFacts,
-    InFlightGroup,
+    InFlight,
     StragglerCutoff,
     StragglerDeadline,
     Strategy,
@@ -224,7 +224,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         for facts in self._store.reusable(self._strategy.keep_groups):
             self._ready["train"][facts.id] = facts
-        self._in_flight: dict[str, list[InFlightGroup]] = {name: [] for name in PARTITIONS}
+        self._in_flight: dict[str, list[InFlight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[GroupFacts]] = {}
         # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
         self._step = self._store.next_step
@@ -248,7 +248,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                 self._notify()
                 return True
             version = self._store.begun_by(request.key, version)
-        flight = InFlightGroup(request.key, request.task.id, request.partition, version)
+        flight = InFlight(request.key, request.task.id, request.partition, version)
         self._in_flight[request.partition].append(flight)
         return False
 
@@ -360,7 +360,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._see()
         return list(self._partition(partition_id).values())
 
-    def in_flight(self, partition_id: str) -> list[InFlightGroup]:
+    def in_flight(self, partition_id: str) -> list[InFlight]:
         """Return a partition's groups in flight."""
         self._partition(partition_id)
         self._see()

@@ -54,7 +54,7 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightGroup:
+class InFlight:
     """A group in flight: requested and not finished.
 
     Attributes:
@@ -100,12 +100,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Choose or wait. Called at every change while a batch is requested.
 
@@ -117,7 +112,7 @@ class Strategy(ABC):
             taken: Groups handed out for this step before: a step may request its batch in parts.
         """
 
-    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlightGroup], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return how many needed groups are neither finished nor in flight, to be requested."""
         del step
         fresh = sum(each.uses == 0 for each in ready)
@@ -158,12 +153,7 @@ class Fifo(Strategy):
         self._order: Order = order
 
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take the first ``batch_size`` groups."""
         del in_flight, step, taken
@@ -200,12 +190,7 @@ class Bounded(Strategy):
         self._order: Order = order
 
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take the oldest groups within the bound."""
         fit, choice = split_stale(ready, step, self._bound)
@@ -220,7 +205,7 @@ class Bounded(Strategy):
     def _must_wait(
         self,
         queue: list[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
+        in_flight: Sequence[InFlight],
         step: int,
         batch_size: int,
         room: tuple[int, int],
@@ -301,12 +286,7 @@ class Prioritized(Strategy):
         self._seed = seed
 
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Draw a batch of the finished groups."""
         del in_flight
@@ -342,12 +322,7 @@ class Mixed(Strategy):
         self._seed = seed
 
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take fresh groups, and draw the rest."""
         del in_flight
@@ -359,7 +334,7 @@ class Mixed(Strategy):
             return choice
         return Choice(tuple(each.id for each in (*fresh[:wanted], *stored)), choice.drop)
 
-    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlightGroup], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return the number of missing fresh groups."""
         fit, _ = split_stale(ready, step, self._bound)
         fresh = sum(each.uses == 0 for each in fit)
@@ -377,7 +352,7 @@ def stored_groups(share: float, groups: int) -> int:
     return int(share * groups + 1e-9)
 
 
-__all__ = ["Bounded", "Choice", "Fifo", "GroupFacts", "InFlightGroup", "Mixed", "OnPolicy", "Prioritized", "Strategy"]
+__all__ = ["Bounded", "Choice", "Fifo", "GroupFacts", "InFlight", "Mixed", "OnPolicy", "Prioritized", "Strategy"]
 
 
 EQUAL = "equal"
@@ -410,12 +385,7 @@ class Filtered(Strategy):
         self.keep_groups, self.max_uses = strategy.keep_groups, strategy.max_uses
 
     def choose(
-        self,
-        ready: Sequence[GroupFacts],
-        in_flight: Sequence[InFlightGroup],
-        step: int,
-        batch_size: int,
-        taken: int = 0,
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Drop filtered groups, and choose among the others."""
         whys = {each.id: why for each in ready if (why := why_filtered(each, self._metric)) is not None}
@@ -423,7 +393,7 @@ class Filtered(Strategy):
         choice = self._strategy.choose(left, in_flight, step, batch_size, taken)
         return replace(choice, drop=(*whys.items(), *choice.drop))
 
-    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlightGroup], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return what the strategy lacks."""
         return self._strategy.lacks(ready, in_flight, step, batch_size)
 
