@@ -63,7 +63,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DiskError(
             f"{path} cannot be written: {error.strerror or error}. Make room on its file system and give the same "
-            "command again: the run goes on from its last checkpoint, and nothing that the journal names is lost"
+            "command again: the run resumes from its last checkpoint, and nothing recorded in the journal is lost"
         ) from error
 
 

@@ -211,7 +211,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{mark.name}:{mark.line + 1}: a key must be text, not a list or a section")
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise ConfigError(f"{mark.name}:{mark.line + 1}: the key {key.value!r} stands twice in one section")
+                raise ConfigError(f"{mark.name}:{mark.line + 1}: the key {key.value!r} occurs twice in one section")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -405,10 +405,10 @@ def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None
 def _key_into(place: Any, name: str, path: str, text: str) -> Any:
     if isinstance(place, dict):
         if name.isdigit() and not place and path:
-            raise ConfigError(f"the override {text!r} counts into {path}, where no list stands: give the whole list")
+            raise ConfigError(f"the override {text!r} indexes {path}, which is not a list: give the whole list")
         return name
     if not isinstance(place, list):
-        raise ConfigError(f"the override {text!r} goes into {path}, which is {shown(place)}: no section stands there")
+        raise ConfigError(f"the override {text!r} goes into {path}, which is {shown(place)}, not a section")
     if not name.isdigit() or int(name) > len(place):
         end = len(place)
         raise ConfigError(f"the override {text!r} goes into {path} at {name!r}; allowed: 0 to {end} ({end} appends)")

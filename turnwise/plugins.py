@@ -45,7 +45,7 @@ def load_object(reference: str, what: str) -> Any:
         owner, _, name = reference.rpartition(".")
     if not owner or not name or reference.endswith(".py"):
         raise ConfigError(
-            f"{what} {reference!r} is no reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
+            f"{what} {reference!r} is not a reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
         )
     module = load_file(owner, f"{what} {reference!r}") if owner.endswith(".py") else _import(owner, reference, what)
     found: Any = module
@@ -74,7 +74,7 @@ def _import(name: str, reference: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"{what} {reference!r}: there is no module {error.name!r}; is its package installed, or on PYTHONPATH?"
+                f"{what} {reference!r}: no module named {error.name!r}; is its package installed, or on PYTHONPATH?"
             ) from error
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
     except Exception as error:  # a module of the user's runs here: whatever it raises is named
@@ -91,7 +91,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     """Return the module of a Python file, executed once per process; ConfigError names the line that raised."""
     path = _resolved(str(file), os.getcwd())
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path}")
+        raise ConfigError(f"{what}: no such file: {path}")
     program = sys.modules.get("__main__")
     file_run = None if program is None else vars(program).get("__file__")
     if program is not None and file_run is not None and _resolved(file_run, os.getcwd()) == path:
@@ -107,7 +107,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
         return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{what}: {path} is no Python file")
+        raise ConfigError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -163,10 +163,11 @@ def reference_to(target: Any, what: str) -> str:
     """
     module, name = _name_of(target)
     if module is None or name is None:
-        raise ConfigError(f"{what} {target!r} has no name that another process could find: name a class or function")
+        raise ConfigError(f"{what} {target!r} cannot be imported by another process: give a class or function")
     if "<" in name:
         raise ConfigError(
-            f"{what} {name} stands inside a function, where no other process finds it: write it at the top of its file"
+            f"{what} {name} is defined inside a function, where no other process can import it: move it to the top "
+            "level of its file"
         )
     owner = module
     if module == "__main__" or module.startswith(_FILE):
@@ -175,8 +176,8 @@ def reference_to(target: Any, what: str) -> str:
     reference = f"{owner}:{name}"
     if load_object(reference, what) is not target:
         raise ConfigError(
-            f"{what} {reference} names something else than what was given: give it a name of its own at the top of its "
-            "file"
+            f"{what} {reference} refers to another object than the one given: give it a unique name at the top level "
+            "of its file"
         )
     return reference
 
@@ -242,7 +243,7 @@ def _entries() -> Iterator[EntryPoint]:
             known = ", ".join(sorted(found)) or "none"
             raise ConfigError(
                 f"{CHOSEN} names {name!r}, but no installed package has an entry point of that name in {GROUP} "
-                f"(there are: {known}): install it, or take the name out"
+                f"(there are: {known}): install it, or remove the name"
             )
         yield found[name]
 
@@ -250,7 +251,7 @@ def _entries() -> Iterator[EntryPoint]:
 def _enter(entry: EntryPoint) -> None:
     owner = entry.dist.name if entry.dist is not None else "an unknown package"
     what = f"the extension {entry.name!r} ({entry.value}, of the package {owner})"
-    remedy = f"mend or uninstall {owner}, or leave it out with {CHOSEN}=none"
+    remedy = f"fix or uninstall {owner}, or leave it out with {CHOSEN}=none"
     try:
         found = entry.load()
         if callable(found):
@@ -265,7 +266,7 @@ def _enter(entry: EntryPoint) -> None:
 
 
 def _import_extension(name: str) -> None:
-    remedy = f"mend it, or take it out of {MODULES}"
+    remedy = f"fix it, or remove it from {MODULES}"
     try:
         if name.endswith(".py"):
             load_file(name, f"{MODULES} names {name!r}")
@@ -277,7 +278,7 @@ def _import_extension(name: str) -> None:
     except ModuleNotFoundError as error:
         _loaded.discard(name)
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            remedy = f"install its package, put its folder on PYTHONPATH, or take it out of {MODULES}"
+            remedy = f"install its package, put its folder on PYTHONPATH, or remove it from {MODULES}"
         raise ConfigError(f"{MODULES} names {name!r}: {error}; {remedy}") from error
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(name)

@@ -372,7 +372,7 @@ def to_samples(
     """
     if trajectory.recorded == "text":
         raise TrainError(
-            f"trajectory {trajectory.id} was recorded as text: its endpoint told no token ids that could be trained"
+            f"trajectory {trajectory.id} was recorded as text: its endpoint returned no token ids that could be trained"
         )
     numbers = {s.index: n for n, s in enumerate(s for s in trajectory.segments if s.sampled)}
     owned: set[int] = set()

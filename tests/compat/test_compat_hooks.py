@@ -72,7 +72,7 @@ class OverSampling(turnwise.Hooks):
         self.samplings += 1
         if self.samplings == 1:
             buffer = self.replay_buffer
-            SEEN.setdefault("left", []).append(len(buffer.ready("train")) + len(buffer.flying("train")))
+            SEEN.setdefault("left", []).append(len(buffer.ready("train")) + len(buffer.in_flight("train")))
 
     def on_step_end(self):
         if self.global_steps == 2:
@@ -199,7 +199,7 @@ def test_a_hook_that_raises_ends_the_run_and_loses_nothing(model: Path, tmp_path
     ("Misspelled", "has on_step_start, which is no hook; did you mean on_step_"),
     ("Arguments", r"on_step_begin must be callable as on_step_begin\(self\)"),
     ("HERE", "not a class"),
-    ("Path", "no subclass of turnwise.Hooks"),
+    ("Path", "not a subclass of turnwise.Hooks"),
     ("Nobody", "has no 'Nobody'"),
 ])  # fmt: skip
 def test_what_is_no_hook_is_said_before_anything_starts(name: str, said: str) -> None:

@@ -171,7 +171,7 @@ async def test_what_it_returns_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
             await mine.sample(1, "train", 1)
     with pytest.raises(ConfigError, match=r"sample takes \(step, n\); it is called with \(global_steps, partition_id"):
         buffer("Renamed")
-    with pytest.raises(ConfigError, match="is no replay buffer: subclass"):
+    with pytest.raises(ConfigError, match="is not a replay buffer: subclass"):
         make_buffer(ReplayConfig.model_validate({"buffer": "turnwise.tasks:Task"}), RunFacts(2, sync=True))
     with pytest.raises(ConfigError, match=r"cannot be made: .*missing 1 required positional argument: 'least'"):
         buffer("Asynchronous")

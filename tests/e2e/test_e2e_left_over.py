@@ -100,7 +100,7 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
     assert cut[0]["straggler/cut_groups"] == cut[0]["straggler/carried"] == 1
     async with open_run(config.model_copy(update={"steps": after + 3}), run_dir, silent()) as run:
         assert run.tasks.state() == state["tasks"], "success rates, and what was taken"
-        assert run.feed.state() == state["feed"]
+        assert run.scheduler.state() == state["feed"]
         await train_as_configured(run)
     check_run(run_dir, after + 3)
     taken, dropped = fates(run_dir)

@@ -80,8 +80,8 @@ def test_a_journal_that_lacks_a_line_or_has_a_spoilt_one_contradicts_the_run(mix
     named = json.loads(whole[group])["trajectories"][0][0]
     for changed, said in [
         ([*whole[:last], *whole[last + 1 :]], f"trained in step {STEPS}, but the journal gave its group to"),
-        ([line for line in whole if named.encode() not in line], f"trajectory {named}: finished, but by the journal"),
-        ([whole[0], whole[1][:-9] + b"\n", *whole[2:]], "journal.jsonl:2: the line is not as it was written"),
+        ([line for line in whole if named.encode() not in line], f"trajectory {named}: finished, but the journal has"),
+        ([whole[0], whole[1][:-9] + b"\n", *whole[2:]], "journal.jsonl:2: the line is corrupt"),
     ]:
         journal.unlink()
         journal.write_bytes(b"".join(changed))

@@ -184,7 +184,7 @@ async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
     ("changes", "said"),
     [
         (["overlap.stream=2"], "overlap is given, but mode is sync"),
-        (["mode=separate_async", "overlap.sampling=pause"], "whose servers never stand still"),
+        (["mode=separate_async", "overlap.sampling=pause"], "whose servers are never paused"),
         (["mode=colocate_async", "overlap.stream=2"], "only separate_async streams"),
         (["mode=separate_async", "overlap.stream=3"], "a batch has 2 groups"),
         (["mode=separate_async", "overlap.stream=2", "algorithm.epochs=2"], "set algorithm.epochs and"),

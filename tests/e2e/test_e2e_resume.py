@@ -209,7 +209,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert not weights_of(process.pid, home)
     output = process.output()
     assert process.returncode == 130
-    assert "interrupted: the same command goes on after step 1" in output
+    assert "interrupted: the same command resumes after step 1" in output
     assert "Traceback" not in output
     assert len(children) == 1
     assert gone(children)
@@ -268,12 +268,12 @@ def test_another_configuration_is_refused_before_anything_is_written(
 def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path) -> None:
     before = snapshot(finished)
     with (
-        RunDirectory(finished / "run").alone(),
-        pytest.raises(TrainError, match=r"another process works on the run .*run: wait for it"),
+        RunDirectory(finished / "run").lock(),
+        pytest.raises(TrainError, match=r"another process is using the run .*run: wait for it"),
     ):
         run_train(train_config(lookup_model, finished, steps=2), console=silent())
     with (
-        RunDirectory(finished / "run").alone(),
+        RunDirectory(finished / "run").lock(),
         pytest.raises(TrainError, match="another process"),
     ):
         run_train(train_config(lookup_model, finished, steps=2), fresh=True, console=silent())

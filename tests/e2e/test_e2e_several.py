@@ -87,7 +87,7 @@ def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("frozen", "policy", "error", "words"),
     [
-        ({}, "past", ConfigError, "names the policy 'past', which is not there: name one of main"),
+        ({}, "past", ConfigError, "names the policy 'past', which does not exist: name one of main"),
         ({"past": {"model": "/nowhere"}}, "past", ConfigError, "past.model is /nowhere: there is no such"),
         ({"past": {"start": True, "url": "http://127.0.0.1:9"}}, "past", ValueError, "start alone"),
         ({"past": {"url": "http://127.0.0.1:9"}}, "past", ValueError, "model, the directory"),

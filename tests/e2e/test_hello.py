@@ -114,7 +114,7 @@ def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     command = ["-m", "turnwise", "train", "--env", f"{ENV}:Dice", "--model", str(model)]
     done = started(tmp_path, *command, "--tasks", "turnwise.envs.library.seeded:tasks?n=4", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "dice: this run can start" in done.stdout
+    assert "dice: ready to start" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -134,9 +134,9 @@ def test_tasks_of_a_configuration_file_are_not_replaced(model: Path, tmp_path: P
     [
         ((), 2, "usage: python env.py"),
         (("--help",), 0, "usage: python env.py"),
-        (("trian",), 2, "there is no command 'trian'"),
+        (("trian",), 2, "unknown command 'trian'"),
         (("train",), 1, "--model is missing"),
-        (("view",), 1, "there is no run of Dice"),
+        (("view",), 1, "no run of Dice"),
     ],
 )
 def test_what_it_says_where_something_is_missing(

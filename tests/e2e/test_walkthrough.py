@@ -26,7 +26,7 @@ import quotes  # noqa: E402
 # written down when it ends, in the file that writes down batches.
 AHEAD = {
     "make_agent",
-    *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "flying")),
+    *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "in_flight")),
     *(f"TrajectoryWriter.{name}" for name in ("__init__", "write")),
 }
 

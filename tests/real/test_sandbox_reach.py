@@ -20,7 +20,7 @@ from support.boxed_programs import BoxedLookup
 from support.caged_agents import ROOT
 from support.chat_models import renderer_for
 from support.docker_engine import PYTHON, engine
-from support.open_doors import OpenContainers, OpenDoors
+from support.exposed_sandboxes import ExposedLocal, OpenContainers
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.checker import check_sandbox
@@ -77,8 +77,8 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
         asyncio.timeout(200),
         running(lambda _: "Yes.", agent, env=ENV, sandbox=sandbox) as runner,
     ):
-        door = await runner.gateway.open(other)
-        token, key = door.entry.token, door.entry.reward_key
+        endpoint = await runner.gateway.open(other)
+        token, key = endpoint.entry.token, endpoint.entry.reward_key
         with socket.create_server(("0.0.0.0", 0)) as beside:
             ports = [beside.getsockname()[1], runner.gateway.port]
             paths = [
@@ -95,7 +95,7 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
         assert outcome.error is None, outcome.error
         # Nobody but the environment said what the episode is worth.
         assert {name for _, name, _ in outcome.trajectories[0].rewards} == {"score", "left"}
-        assert (door.entry.rewards, other.turns) == ([], 0)
+        assert (endpoint.entry.rewards, other.turns) == ([], 0)
         assert outcome.trajectories[0].metrics["turns"] == 2
         found: dict[str, Any] = json.loads(BoxedLookup.answers[0])
         found["ports"] = [ports.index(each) for each in found["ports"]]
@@ -110,10 +110,10 @@ async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytes
     assert found == NOTHING_ELSE
 
 
-async def all_attacks(kind: type[OpenDoors] | type[OpenContainers], config: dict[str, Any]) -> None:
+async def all_attacks(kind: type[ExposedLocal] | type[OpenContainers], config: dict[str, Any]) -> None:
     """Attack from sandboxes with a way out."""
     kind.opened = 0
-    given = SandboxConfig(name=f"support.open_doors:{kind.__name__}", config=config)
+    given = SandboxConfig(name=f"support.exposed_sandboxes:{kind.__name__}", config=config)
     report = await check_sandbox(given, only=["attack:", "life: expose"])
     assert report.ok, str(report)
     assert {each.status for each in report.attacks} == {"held"}, str(report)
@@ -125,7 +125,7 @@ async def all_attacks(kind: type[OpenDoors] | type[OpenContainers], config: dict
 async def test_all_attacks_are_held_back_of_sandboxes_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # A host that is killed is a process of its own, which finds the class by its name.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    await all_attacks(OpenDoors, {"isolation": "bubblewrap"})
+    await all_attacks(ExposedLocal, {"isolation": "bubblewrap"})
 
 
 async def test_it_is_the_missing_network_that_holds_it_back() -> None:

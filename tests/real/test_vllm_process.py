@@ -26,14 +26,14 @@ async def test_a_killed_server_is_noticed_with_all_that_it_started(checkpoint: P
         pid = replica.pid
         running = members(pid)
         assert len(running) > 1
-        with pytest.raises(InferenceError, match=f"runs already as process {pid}"):
+        with pytest.raises(InferenceError, match=f"is already running as process {pid}"):
             await replica.launch()
         os.kill(pid, signal.SIGKILL)
         death = await asyncio.wait_for(replica.wait_died(), 30)
         assert isinstance(death, EngineDied)
         assert f"process {pid}) died: signal 9; the end of {tmp_path / 'server.log'}" in str(death)
         assert not await replica.health()
-        with pytest.raises(InferenceError, match=r"does not run: launch\(\) it"):
+        with pytest.raises(InferenceError, match=r"is not running: launch\(\) it"):
             await replica.pause()
         wait_until(lambda: gone(running), "the end of the server's processes")
     finally:

@@ -104,7 +104,7 @@ class _Schedule:
         """Return whether a moment is the next one, and enough has been done before it."""
         return self.due == moment and (moment not in (RESET, MID_TOOL) or self.begun >= _RIPE)
 
-    def strike(self, moment: str) -> None:
+    def invalidate(self, moment: str) -> None:
         """Kill the victim, and wait for its end; where there is none just now, the moment comes once more."""
         with self._lock:
             if self.due != moment or (victim := self._find()) is None:
@@ -124,7 +124,7 @@ class _Schedule:
                 threading.Event().wait(_POLL_S)
             if self.victim != "engine":
                 server.resume()
-            self.strike(moment)
+            self.invalidate(moment)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -154,7 +154,7 @@ class _Schedule:
                     continue
                 _ask(port, "POST", "/pause?mode=keep")
                 if _ask(port, "GET", "/stats")["running"]:
-                    self.strike(MID_GENERATION)
+                    self.invalidate(MID_GENERATION)
                 _ask(port, "POST", "/resume")
 
 
@@ -196,7 +196,7 @@ def moment(name: str) -> None:
     """Say that a moment is here: whoever is to die at it dies now."""
     for schedule in _ARMED:
         if schedule.ripe(name):
-            schedule.strike(name)
+            schedule.invalidate(name)
 
 
 def is_due(name: str) -> bool:

@@ -196,7 +196,12 @@ def test_an_override_of_another_form_is_refused(override: str) -> None:
 
 @pytest.mark.parametrize(
     ("override", "part"),
-    [("evals.5.n=1", "0 to 1"), ("evals.x.n=1", "0 to 1"), ("steps.x=1", "no section"), ("custom.a.0=1", "whole list")],
+    [
+        ("evals.5.n=1", "0 to 1"),
+        ("evals.x.n=1", "0 to 1"),
+        ("steps.x=1", "not a section"),
+        ("custom.a.0=1", "whole list"),
+    ],
 )
 def test_an_override_into_nothing_is_refused(tmp_path: Path, override: str, part: str) -> None:
     file = write(tmp_path, "evals:\n- {path: a}\nsteps: 3\n")

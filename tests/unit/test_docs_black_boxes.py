@@ -8,7 +8,7 @@ from typing import Any
 
 from support.pages import blocks, section
 from turnwise.agents.blackbox import Recipe
-from turnwise.agents.blackbox.config import BlackBoxConfig, settled
+from turnwise.agents.blackbox.config import BlackBoxConfig, resolve_recipe
 from turnwise.agents.blackbox.workdir import PLACEHOLDERS, recipe_of
 
 PAGE = section("external-agents.md", "Programs as agents")
@@ -37,5 +37,5 @@ def test_the_recipe_of_ones_own_runs(tmp_path: Path) -> None:
     program = tmp_path / "my-agent"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    recipe = settled(BlackBoxConfig(recipe=found["MINE"], env={"PATH": str(tmp_path)}))
+    recipe = resolve_recipe(BlackBoxConfig(recipe=found["MINE"], env={"PATH": str(tmp_path)}))
     assert recipe.command == (str(program), "--task", "{prompt}")

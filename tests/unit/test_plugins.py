@@ -89,8 +89,8 @@ def test_entry_points_are_loaded_chosen_or_left_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("1 / 0", r"TURNWISE_EXTERNAL_MODULES names 'ext_f': importing it failed: ZeroDivisionError: .*; mend it, or"),
-        ("import ext_f_needs", r"names 'ext_f': No module named 'ext_f_needs'; mend it, or take it out of TURNWISE"),
+        ("1 / 0", r"TURNWISE_EXTERNAL_MODULES names 'ext_f': importing it failed: ZeroDivisionError: .*; fix it, or"),
+        ("import ext_f_needs", r"names 'ext_f': No module named 'ext_f_needs'; fix it, or remove it from TURNWISE"),
         (LOSS.format(name="ppo_clip"), r"RegistryError: the loss name 'ppo_clip' is taken by .*ppo_clip_loss; ext_f:"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"No module named 'ext_nowhere'; install its package, put its folder on"):
         load_extensions()
     monkeypatch.setenv(MODULES, str(tmp_path / "none.py"))
-    with pytest.raises(ConfigError, match=r"there is no file .*none\.py; mend it"):
+    with pytest.raises(ConfigError, match=r"no such file: .*none\.py; fix it"):
         load_extensions()
     # To a person at the command line it is one sentence; the version is told all the same.
     with pytest.raises(SystemExit) as left:

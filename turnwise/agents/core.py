@@ -22,7 +22,7 @@ from turnwise.tools.response import CountTokens, OutputLimit, call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
-    from turnwise.gateway.local import Door
+    from turnwise.gateway.local import SessionEndpoint
     from turnwise.tools.response import ToolResponse
 
 
@@ -172,7 +172,7 @@ def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
 
 T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]
-OpenDoor = Callable[[Session], Awaitable["Door"]]
+OpenEndpoint = Callable[[Session], Awaitable["SessionEndpoint"]]
 ListTurns = Callable[[Session], Awaitable[list[str]]]
 
 
@@ -214,7 +214,7 @@ class Episode:
         tools: Sequence[ToolSchema],
         limits: EpisodeLimits,
         open_session: OpenSession,
-        open_door: OpenDoor | None = None,
+        open_endpoint: OpenEndpoint | None = None,
         list_turns: ListTurns | None = None,
         deadline: float | None = None,
         executor: Executor | None = None,
@@ -241,7 +241,7 @@ class Episode:
         self._env = env
         self._executor = executor
         self._open_session = open_session
-        self._open_door = open_door
+        self._open_endpoint = open_endpoint
         self.list_turns = list_turns or recorded_turns
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
@@ -294,13 +294,13 @@ class Episode:
         Raises:
             AgentError: The episode has no gateway.
         """
-        return (await self.door(name, policy)).url
+        return (await self.endpoint(name, policy)).url
 
-    async def door(self, name: str = "main", policy: str | None = None) -> Door:
+    async def endpoint(self, name: str = "main", policy: str | None = None) -> SessionEndpoint:
         """Return that endpoint with its request accounting; raises as :meth:`address`."""
-        if self._open_door is None:
+        if self._open_endpoint is None:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
-        return await self._open_door(self.session_for(name, policy))
+        return await self._open_endpoint(self.session_for(name, policy))
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:
         """Pass an assistant message to the environment.

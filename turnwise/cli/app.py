@@ -47,9 +47,9 @@ def _version() -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error. May stand anywhere."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks of errors; allowed anywhere on the line."),
 ) -> None:
-    """Declare the options of all commands; :func:`main` has taken ``--debug`` out before."""
+    """Declare the options of all commands; :func:`main` removes ``--debug`` before typer parses the rest."""
     del debug
     if context.invoked_subcommand != "version":
         load_extensions()
@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except TurnwiseError as error:
         if debug:
             raise
-        _complain(error)
+        _print_error(error)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _complain(error: TurnwiseError) -> None:
+def _print_error(error: TurnwiseError) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -21,33 +21,34 @@ if TYPE_CHECKING:
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        "--model", "-m", help="Count tokens with this model's tokenizer; see that its prompts show the tools."
+        "--model", "-m", help="Model directory: count tokens with its tokenizer, check that its prompts show the tools."
     ),
 ]
 TemplateName = Annotated[
     str | None,
-    typer.Option("--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."),
+    typer.Option(
+        "--chat-template",
+        help="Chat template instead of the model's, as renderer.chat_template.",
+    ),
 ]
 
 
 def check_env(
-    env: Annotated[str, typer.Argument(help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False)],
+    env: Annotated[
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
+    ],
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", "-t", help="Reset it with the first tasks of this source; by default its own."),
-    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help="Take only so many tasks; by default 3 are played, and all looked at."),
+        typer.Option("--limit", min=1, help="Maximum number of tasks; by default 3 are played and all are validated."),
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to play.")] = 2,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one call may take.")] = 30.0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to play.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", help="Timeout of one call, in seconds.")] = 30.0,
     context_length: Annotated[
-        int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
+        int | None, typer.Option("--context-length", min=1, help="Context length to check lengths against, in tokens.")
     ] = None,
     model: ModelFolder = None,
     chat_template: TemplateName = None,
@@ -56,7 +57,7 @@ def check_env(
     mcp: MCPServers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Examine an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 after an error."""
+    """Check an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 on errors."""
     import asyncio
     import json
 
@@ -64,8 +65,8 @@ def check_env(
 
     from turnwise.envs.checker import check_env
 
-    tasks, rows = _rows(env, tasks, limit)
-    count, prompt = _reading(model, chat_template)
+    tasks, rows = _load_tasks(env, tasks, limit)
+    count, prompt = _load_tokenizer(model, chat_template)
     report = asyncio.run(
         check_env(
             env_spec(env, config, functions, tool_config, mcp),
@@ -86,7 +87,7 @@ def check_env(
         raise typer.Exit(1)
 
 
-def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+def _load_tasks(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
     from turnwise.envs.checker.core import DEFAULT_TASKS
     from turnwise.envs.registration import env_class
     from turnwise.errors import TaskError
@@ -96,11 +97,11 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
         tasks = env_class(env).default_tasks
     rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
     if rows == []:
-        raise TaskError(f"--tasks {tasks}: there is no task in it")
+        raise TaskError(f"--tasks {tasks}: it contains no tasks")
     return tasks, rows
 
 
-def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
+def _load_tokenizer(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
     """Return a token counter and, with a chat template, a prompt renderer of the model."""
     from turnwise.chat.model_dir import read_model_dir
     from turnwise.errors import ConfigError
@@ -109,7 +110,7 @@ def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounte
 
     if model is None:
         if chat_template is not None:
-            raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
+            raise ConfigError(f"--chat-template is {chat_template}, but it needs a model: add --model DIR")
         return None, None
     files = read_model_dir(model)
 
@@ -148,22 +149,20 @@ def _show(report: CheckReport, console: Console) -> None:
 
 def check_sandbox(
     name: Annotated[
-        str, typer.Argument(help="A backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
+        str, typer.Argument(help="Sandbox backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
     ] = "local",
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
-    image: Annotated[str | None, typer.Option("--image", help="Ask for sandboxes of this image or template.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image or template of the sandboxes.")] = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option("--only", help="Run only checks whose names begin so, such as attack. Repeatable."),
+        list[str] | None, typer.Option("--only", help="Run only checks with this prefix, such as attack. Repeatable.")
     ] = None,
-    attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack it, within bounds.")] = True,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one check may take.")] = 120.0,
+    attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack the isolation.")] = True,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one check, in seconds.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Examine sandboxes: the contract, and whether they hold back what they say; exit 1 after a failure."""
+    """Check a sandbox backend: its contract, and whether the isolation that it declares holds; exit 1 on failures."""
     import asyncio
     import json
 
@@ -182,7 +181,7 @@ def check_sandbox(
             only=only or (),
             attacks=attacks,
             timeout=timeout,
-            watch=None if as_json else lambda outcome: _tell(outcome, console),
+            watch=None if as_json else lambda outcome: _show_outcome(outcome, console),
         )
     )
     if as_json:
@@ -193,7 +192,7 @@ def check_sandbox(
         raise typer.Exit(1)
 
 
-def _tell(outcome: Outcome, console: Console) -> None:
+def _show_outcome(outcome: Outcome, console: Console) -> None:
     from rich.text import Text
 
     if outcome.status == "failed" or (outcome.status == "skipped" and not outcome.attack):
@@ -208,7 +207,7 @@ def _show_sandbox(report: SandboxReport, console: Console) -> None:
     styles = {"held": "green", "open": "yellow", "escaped": "bold red", "failed": "bold red", "skipped": "dim"}
     if report.attacks:
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for title in ("attack", "held back by", "outcome", "what it got"):
+        for title in ("attack", "contained by", "outcome", "details"):
             table.add_column(title, overflow="fold")
         for each in report.attacks:
             words = Text(each.status, style=styles[each.status])

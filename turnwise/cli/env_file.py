@@ -17,11 +17,11 @@ _TASKS: Final = "turnwise.envs.library.seeded:tasks?n={n}&name={name}"
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
-  train  --model DIR   train it here (turnwise train); the same command resumes after an interrupt
-  view   [RUN]         read trajectories; without RUN, of the newest run of this environment
-  check                find what is wrong with this environment (turnwise check-env)
+  train  --model DIR   train a model on it (turnwise train); the same command resumes after an interrupt
+  view   [RUN]         show trajectories of RUN, by default the newest run of this environment (turnwise view)
+  check                check this environment for problems (turnwise check-env)
 
-python {file} COMMAND --help says what each of them takes."""
+Run 'python {file} COMMAND --help' for the options of a command."""
 
 
 def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
@@ -53,7 +53,7 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
     elif command == "check":
         turnwise(["check-env", reference, *rest])
     else:
-        print(f"there is no command {command!r}\n{_USAGE.format(file=file.name)}", file=sys.stderr)  # noqa: T201
+        print(f"unknown command {command!r}\n{_USAGE.format(file=file.name)}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     sys.exit(0)
 
@@ -61,8 +61,8 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
 def _file(env: type[Env]) -> Path:
     if "." in env.__qualname__:
         raise ConfigError(
-            f"{env.__qualname__} stands inside a function or class: write it at the top of its file, so that every "
-            "process finds it by file and name"
+            f"{env.__qualname__} is defined inside a function or class: move it to the top level of its file, so that "
+            "every process can import it"
         )
     return Path(inspect.getfile(env)).absolute()
 
@@ -84,7 +84,7 @@ def _names_a_run(rest: Sequence[str]) -> bool:
 def _newest_run(env: type[Env]) -> Path:
     runs = [path.parent for path in Path("runs").glob("*/trajectories.jsonl") if _is_of(env, path.parent.name)]
     if not runs:
-        raise SystemExit(f"there is no run of {env.__qualname__} in runs/: name one, or eval or train first")
+        raise SystemExit(f"no run of {env.__qualname__} in runs/: name one, or run eval or train first")
     return max(runs, key=lambda path: (path / "trajectories.jsonl").stat().st_mtime)
 
 

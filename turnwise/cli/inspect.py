@@ -1,4 +1,4 @@
-"""``turnwise eval``, ``view``, ``audit`` and ``timeline``: to measure a model, and to look into what a run left."""
+"""The commands ``turnwise eval``, ``view``, ``audit`` and ``timeline``: evaluate a model, inspect a run's files."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from turnwise.cli.options import Overrides
 
 
 def view(
-    source: Annotated[Path, typer.Argument(help="A run directory, or a file of trajectories.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="Run directory, or file of trajectories.", show_default=False)],
     task: Annotated[str | None, typer.Option("--task", help="Only this task.")] = None,
     trajectory: Annotated[str | None, typer.Option("--id", help="Only the trajectory with this id.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Only train, or only val.")] = None,
-    number: Annotated[int, typer.Option("--n", "-n", min=1, help="How many, the newest last.")] = 3,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show ids, logprobs and weight versions too.")] = False,
+    partition: Annotated[str | None, typer.Option("--partition", help="Only this partition: train or val.")] = None,
+    number: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of trajectories, newest last.")] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also show ids, logprobs and weight versions.")] = False,
 ) -> None:
-    """Show trajectories: messages, calls, rewards, forks and how they ended."""
+    """Show trajectories: messages, tool calls, rewards, forks and stop reasons."""
     from turnwise.evaluation.view import Selection, show
 
     show(source, Selection(task=task, trajectory=trajectory, partition=partition, number=number), tokens=tokens)
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     recompute: Annotated[
-        bool, typer.Option(help="Recompute logprobs for the weight versions whose checkpoint exists.")
+        bool, typer.Option(help="Recompute logprobs for weight versions with a checkpoint on disk.")
     ] = True,
     at_most: Annotated[
         int, typer.Option("--at-most", min=1, help="Recompute at most this many turns per weight version.")
     ] = 256,
 ) -> None:
-    """Prove from a run's files that tokens were recorded and trained exactly; exit 1 at a contradiction."""
+    """Verify from a run's files that tokens were recorded and trained exactly; exit 1 on a contradiction."""
     from turnwise.trainer.observe.audit import audit_run
 
     if not audit_run(run, recompute=recompute, at_most=at_most).sound:
@@ -42,7 +42,7 @@ def audit(
 
 
 def timeline(
-    run: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     part: Annotated[
         int, typer.Option("--part", help="Which process of the run, from 0; -1 is the last one.", show_default=True)
     ] = -1,
@@ -72,38 +72,42 @@ def timeline(
 def evaluate(
     env: Annotated[
         str | None,
-        typer.Argument(metavar="ENV", help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False),
+        typer.Argument(
+            metavar="ENV", help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False
+        ),
     ] = None,
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A YAML file to begin with.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="A running server; --model then names its tokenizer.")
+        str | None, typer.Option("--url", help="URL of a running server; --model names its tokenizer.")
     ] = None,
     key_env: Annotated[
-        str | None, typer.Option("--key-env", help="--url is a hosted endpoint: environment variable of its key.")
+        str | None, typer.Option("--key-env", help="Environment variable with the API key of a hosted --url.")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="A file of tasks, or pkg.mod:function?key=value.")
+        str | None, typer.Option("--tasks", "-t", help="Task file, or pkg.mod:function?key=value.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Take only so many tasks.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Maximum number of tasks.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", "-n", help="Episodes per task.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the sampled episodes.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")] = None,
     greedy: Annotated[
-        bool | None, typer.Option("--greedy/--no-greedy", help="Also one episode per task at temperature 0.")
+        bool | None, typer.Option("--greedy/--no-greedy", help="Also run one episode per task at temperature 0.")
     ] = None,
-    agent: Annotated[str | None, typer.Option("--agent", help="Who acts.")] = None,
-    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Episodes at the same time.")] = None,
+    agent: Annotated[
+        str | None, typer.Option("--agent", help="Registered agent, pkg.mod:Name or file.py:Name.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Number of concurrent episodes.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for trajectories and summary.")] = None,
 ) -> None:
-    """Evaluate a model on an environment: success with its standard error, turns, tool errors, ends."""
+    """Evaluate a model on an environment: success with its standard error, turns, tool errors, stop reasons."""
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
     from turnwise.evaluation.runner import run_eval
 
     given = list(overrides or ())
     if env is not None and "=" in env:
-        # With --config the environment may stand in the file: what looks like an override is one.
+        # With --config the file may name the environment, so the first argument can already be an override.
         given, env = [env, *given], None
     options: dict[str, Any] = {
         "rollout.env.name": env,

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Values over those of the file, such as optim.lr=1e-4.", show_default=False
+        metavar="[KEY=VALUE]...", help="Configuration overrides, such as optim.lr=1e-4.", show_default=False
     ),
 ]
 
 FunctionTools = Annotated[
-    Path | None, typer.Option("--function-tool-path", help="Also offer the @function_tool functions of this file.")
+    Path | None, typer.Option("--function-tool-path", help="Add the @function_tool functions of this file.")
 ]
 ToolConfig = Annotated[
-    Path | None, typer.Option("--tool-config-path", help="Also offer the BaseTools that this YAML file lists.")
+    Path | None, typer.Option("--tool-config-path", help="Add the BaseTools that this YAML file lists.")
 ]
 MCPServers = Annotated[
     list[str] | None,
-    typer.Option("--mcp", help="Also offer the tools of this MCP server: its command line or its URL. Repeatable."),
+    typer.Option("--mcp", help="Add the tools of this MCP server, given as a command line or a URL. Repeatable."),
 ]
 
 

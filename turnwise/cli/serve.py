@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="A directory with a Hugging Face model.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.", show_default=False)],
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
     port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option("--name", help="The served name; by default the directory's.")] = None,
-    reward: Annotated[bool, typer.Option("--reward", help="Serve a sequence classifier: POST /classify.")] = False,
+    name: Annotated[str | None, typer.Option("--name", help="Served model name; default: the directory's.")] = None,
+    reward: Annotated[bool, typer.Option("--reward", help="Serve a sequence classifier at POST /classify.")] = False,
 ) -> None:
-    """Serve a model until interrupted: /inference/v1/generate, /v1/models, weight updates and the rest."""
+    """Serve a model until interrupted: generation at /inference/v1/generate, /v1/models, weight updates, control."""
     from turnwise.config import load_config
     from turnwise.inference.config import InferenceConfig, RewardServerConfig
 
@@ -60,26 +60,27 @@ def gateway(
         str | None, typer.Argument(metavar="MODEL", help="Directory of a Hugging Face model.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A YAML file to begin with.")] = None,
-    url: Annotated[str | None, typer.Option("--url", help="A running server; MODEL then names its tokenizer.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration file.")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="URL of a running server; MODEL names its tokenizer.")
+    ] = None,
     key_env: Annotated[
-        str | None,
-        typer.Option("--key-env", help="--url is a hosted endpoint: environment variable of its key."),
+        str | None, typer.Option("--key-env", help="Environment variable with the API key of a hosted --url.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Directory for trajectories, ledger and the admin key.")
     ] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The model's name; by default the directory's.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Served model name; default: the directory's.")] = None,
 ) -> None:
-    """Record any agent that speaks OpenAI Chat, OpenAI Responses or Anthropic Messages, until interrupted."""
+    """Run a gateway that records any agent over OpenAI Chat, OpenAI Responses or Anthropic Messages."""
     from turnwise.config import load_config
     from turnwise.gateway.config import GatewayConfig
 
     given = list(overrides or ())
     if model is not None and "=" in model:
-        # With --config the model may stand in the file: what looks like an override is one.
+        # With --config the file may name the model, so the first argument can already be an override.
         given, model = [model, *given], None
     options: dict[str, Any] = {
         "model": model,
@@ -102,19 +103,19 @@ def gateway(
 
 
 def runner(
-    agent: Annotated[str, typer.Option("--agent", help="A registered agent, pkg.mod:Name or file.py:Name.")],
-    connect: Annotated[str, typer.Option("--connect", help="URL of the run, as it prints it.")],
-    key_file: Annotated[Path, typer.Option("--key-file", help="The key: a copy of rollout.remote.key_file.")],
+    agent: Annotated[str, typer.Option("--agent", help="Registered agent, pkg.mod:Name or file.py:Name.")],
+    connect: Annotated[str, typer.Option("--connect", help="URL that the run prints.")],
+    key_file: Annotated[Path, typer.Option("--key-file", help="Copy of the run's rollout.remote.key_file.")],
     config: Annotated[
-        list[str] | None, typer.Option("--config", "-c", help="key=value of the agent's configuration. Repeatable.")
+        list[str] | None, typer.Option("--config", "-c", help="Agent configuration, key=value. Repeatable.")
     ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-n", min=1, help="Episodes at the same time.")] = 8,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-n", min=1, help="Number of concurrent episodes.")] = 8,
     wait: Annotated[
-        float | None, typer.Option("--wait", min=0, help="Seconds without a run after which to give up.")
+        float | None, typer.Option("--wait", min=0, help="Exit after this many seconds without a run.")
     ] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Wait for another run when one has ended.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Wait for the next run when one ends.")] = False,
 ) -> None:
-    """Play episodes of a training or evaluation run elsewhere with an agent here."""
+    """Run episodes of a remote training or evaluation run with an agent on this machine."""
     import asyncio
     import sys
 
@@ -134,30 +135,30 @@ def runner(
 
 
 def mcp(
-    env: Annotated[str, typer.Argument(help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False)],
+    env: Annotated[
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
+    ],
     config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
     http: Annotated[
-        bool,
-        typer.Option("--http/--stdio", help="Serve any number of clients over HTTP, or one over stdin and stdout."),
+        bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
     ] = False,
     host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Tasks of the episodes, in order; by default its own.")
+        str | None, typer.Option("--tasks", "-t", help="Task source, played in order; default: the environment's.")
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Only the task with this id.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; by default the task's own.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Play only the task with this id.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; default: the task's.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Append a line of JSON per episode to this file.")
+        Path | None, typer.Option("--out", "-o", help="Append one JSON line per episode to this file.")
     ] = None,
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
 ) -> None:
-    """Serve an environment's tools as an MCP server: each session of a client plays one episode, which is scored."""
+    """Serve an environment's tools as an MCP server; each client session plays and scores one episode."""
     import asyncio
     import sys
     from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -165,19 +166,19 @@ def mcp(
     from turnwise.envs.mcp_server import EnvServer
     from turnwise.envs.registration import env_class
 
-    def apart() -> AbstractContextManager[object]:
+    def stdout_to_stderr() -> AbstractContextManager[object]:
         # Over stdio, what the environment's code prints must not come between the messages.
         return nullcontext() if http else redirect_stdout(sys.stderr)
 
-    with apart():
+    with stdout_to_stderr():
         queue = _queue(env_class(env).default_tasks if tasks is None else tasks, task)
     spec = env_spec(env, config, functions, tool_config, mcp)
 
     async def serve() -> None:
         async with spec.toolbox() as toolbox:
-            with apart():
+            with stdout_to_stderr():
                 tools = await toolbox.tools()
-                spec.make(tools)  # what is wrong with it is said before anybody connects
+                spec.make(tools)  # raises before a client connects
             server = EnvServer(lambda: spec.make(tools), env, tasks=queue, seed=seed, out=out)
             if http:
                 await server.serve_http(host, port, lambda address: typer.echo(f"serving {env} at {address}"))
@@ -198,10 +199,12 @@ def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None
     if task is not None:
         found = next((each for each in rows if each.id == task), None)
         if found is None:
-            where = source or "the environment has no tasks of its own, so --tasks"
-            raise TaskError(f"--task {task}: {where} names none")
+            where = f"{source} has no task with this id"
+            if source is None:
+                where = "the environment has no default_tasks: name a source with --tasks"
+            raise TaskError(f"--task {task}: {where}")
         return [found]
     first = next(rows, None)
     if first is None and source is not None:
-        raise TaskError(f"{source}: there is no task in it")
+        raise TaskError(f"{source}: it contains no tasks")
     return None if first is None else chain([first], rows)

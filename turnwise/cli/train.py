@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 STEPS: Final = 100
-"""Train steps of a run without a configuration file, where nobody says how many."""
+"""Train steps of a run without a configuration file, unless ``steps`` is given."""
 
 
 def env_name(env: str) -> str:
@@ -26,34 +26,34 @@ def env_name(env: str) -> str:
 
 def train(
     config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="The configuration, a YAML file.", show_default=False)
+        str | None, typer.Argument(metavar="[CONFIG]", help="YAML configuration file.", show_default=False)
     ] = None,
     overrides: Overrides = None,
     env: Annotated[
-        str | None, typer.Option("--env", help="A registered environment, pkg.mod:Class or file.py:Class.")
+        str | None, typer.Option("--env", help="Registered environment, pkg.mod:Class or file.py:Class.")
     ] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="A file of tasks, or pkg.mod:function?key=value.")
+        str | None, typer.Option("--tasks", "-t", help="Task file, or pkg.mod:function?key=value.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run; its directory is runs/NAME.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove an earlier run of this name first.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove an existing run of this name first.")] = False,
     resume_step: Annotated[
         int | None,
-        typer.Option("--resume-step", min=1, help="Go on from this step's checkpoint, and remove later ones."),
+        typer.Option("--resume-step", min=1, help="Resume from the checkpoint of this step and remove later ones."),
     ] = None,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that a run reads, print the plan, change nothing.")
+        bool, typer.Option("--dry-run", help="Check everything the run needs, print its plan and exit; writes nothing.")
     ] = False,
 ) -> None:
-    """Train a policy with reinforcement learning; goes on from the last checkpoint where there is one."""
+    """Train a policy with reinforcement learning; resumes from the last checkpoint if there is one."""
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
 
     given = list(overrides or ())
     if config is not None and "=" in config:
-        # Without a file, what looks like an override is one.
+        # The file is optional, so the first argument can already be an override.
         given, config = [config, *given], None
     files = [] if config is None else [config, *(each for each in given if _is_file(each))]
     given = [each for each in given if each not in files]
@@ -64,13 +64,13 @@ def train(
         "name": name,
     }
     if config is None and not any(each.startswith(("policies", "rollout")) for each in given):
-        _say_what_is_missing(env, model)
+        _check_options(env, model)
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
     checked = load_config(TrainConfig, files, [*said, *given], defaults)
     if fresh and resume_step is not None:
-        raise ConfigError("--fresh removes the checkpoints that --resume-step names: give one of them")
+        raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
     if dry:
         _dry_run(checked, fresh)
         return
@@ -84,13 +84,15 @@ def _is_file(argument: str) -> bool:
     return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 
-def _say_what_is_missing(env: str | None, model: Path | None) -> None:
+def _check_options(env: str | None, model: Path | None) -> None:
     from turnwise.errors import ConfigError
 
     if env is None:
-        raise ConfigError("nothing says what to train: name a configuration file, or --env NAME and --model DIR")
+        raise ConfigError("nothing to train: give a configuration file, or --env NAME and --model DIR")
     if model is None:
-        raise ConfigError("--model is missing: the directory of a Hugging Face causal model; nothing is downloaded")
+        raise ConfigError(
+            "--model is missing: give the directory of a Hugging Face causal model; models are not downloaded"
+        )
 
 
 def _dry_run(config: TrainConfig, fresh: bool) -> None:
@@ -110,14 +112,14 @@ def _dry_run(config: TrainConfig, fresh: bool) -> None:
     for line in found.plan:
         console.print(Text(line))
     failed = sum(check.outcome == "failed" for check in found.checks)
-    verdict = "this run can start" if found.ok else f"{failed} of {len(found.checks)} checks failed: it cannot start"
+    verdict = "ready to start" if found.ok else f"{failed} of {len(found.checks)} checks failed, the run cannot start"
     console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if found.ok else "bold red"))
     if not found.ok:
         raise typer.Exit(1)
 
 
 def sft(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
     """Fine-tune a model on demonstrations, or on recorded trajectories (rejection sampling)."""
@@ -129,10 +131,10 @@ def sft(
 
 
 def dpo(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Train a model on preferences (direct preference optimisation)."""
+    """Train a model on preference pairs with direct preference optimisation (DPO)."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import DPOConfig
     from turnwise.trainer.offline.dpo import run_dpo
@@ -141,10 +143,10 @@ def dpo(
 
 
 def reward_model(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Train a reward model on preferences, for turnwise serve --reward."""
+    """Train a reward model on preference pairs; serve it with turnwise serve --reward."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import RewardModelConfig
     from turnwise.trainer.offline.reward_model import run_reward_model
@@ -153,16 +155,16 @@ def reward_model(
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint of one, or any folder of a model or an adapter.")],
-    target: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
+    source: Annotated[Path, typer.Argument(help="Run directory, checkpoint, or directory of a model or adapter.")],
+    target: Annotated[Path, typer.Argument(help="Output directory; it must be missing or empty.")],
     step: Annotated[
-        int | None, typer.Option("--step", help="Of a run: the checkpoint of this step, not the newest.")
+        int | None, typer.Option("--step", help="Export the run's checkpoint of this step; by default the newest.")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Of a run: the best checkpoint (checkpoint.best).")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Export the run's best checkpoint (checkpoint.best).")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapter, for peft.")] = False,
 ) -> None:
-    """Write a whole model in Hugging Face format: an adapter is added to its model. For programs that read no other."""
+    """Export a model in Hugging Face format, merging an adapter into its base model."""
     from turnwise.trainer.run.train import export_model
 
     folder = export_model(source, target, step=step, best=best, adapter=adapter)
-    typer.echo(f"{target} (of {folder})")
+    typer.echo(f"{target} (from {folder})")

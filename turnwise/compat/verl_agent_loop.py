@@ -20,7 +20,7 @@ from turnwise.chat.template_text import TemplateText
 from turnwise.errors import AgentError, RenderError, SessionError, shown
 from turnwise.model.canonical import canonical_messages, template_arguments
 from turnwise.model.core import Renderer
-from turnwise.recorder.token_session import Kept, TokenSession
+from turnwise.recorder.token_session import TokenSession, TrainedBranch
 from turnwise.types import Message, SamplingParams, StopReason, ToolSchema, as_ids
 
 _TAKEN_AS_READ: Mapping[str, tuple[Any, ...]] = {
@@ -441,7 +441,7 @@ class LoopAgent(Agent):
                     f"{len(output.response_ids)} response_ids: give one for each, or None"
                 )
         try:
-            session.keep([Kept(each.prompt_ids, each.response_ids, each.response_mask) for each in outputs])
+            session.keep([TrainedBranch(each.prompt_ids, each.response_ids, each.response_mask) for each in outputs])
         except SessionError as error:
             raise AgentError(f"{name}.run returned what the model did not sample: {error}") from error
         last = outputs[-1]

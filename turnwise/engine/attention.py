@@ -22,7 +22,7 @@ _MASK_ELEMENTS = 1 << 23
 """Most elements of one prefill mask; longer pieces are attended in blocks of queries."""
 
 
-class Attend(Protocol):
+class AttentionPlan(Protocol):
     """Attention plan of a forward pass, in place of a KV cache object."""
 
     def attend(
@@ -45,7 +45,7 @@ def attention(
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - None: masks come from the plan
     scaling: float | None = None,
     sliding_window: int | None = None,
-    plan: Attend | None = None,
+    plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for ``transformers.AttentionInterface``; the plan is a keyword argument of ``forward``."""
@@ -53,7 +53,7 @@ def attention(
         if others.get(name) is not None:
             raise ValueError(f"its attention uses {name!r}")
     if plan is None:
-        raise TypeError("this model does not hand the keywords of forward() down to its attention layers")
+        raise TypeError("this model does not pass the keyword arguments of forward() on to its attention layers")
     layer: Any = module.layer_idx
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return plan.attend(layer, query, key, value, scaling, sliding_window).unsqueeze(0), None

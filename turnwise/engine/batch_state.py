@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from turnwise.engine.kv_cache import ACTIVE, RETAINED, KVCache, widen
 from turnwise.engine.sampling import RowParams, seed_key, uniforms
-from turnwise.engine.structured_output import Held
+from turnwise.engine.structured_output import GrammarState
 from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 
 
@@ -77,7 +77,7 @@ class Generation:
     delivered: int = 0
     cached: int = -1
     order: int = 0
-    held: Held | None = None
+    held: GrammarState | None = None
     leader: tuple[int, str, int] | None = None
     scores: Logprobs | None = None
 
@@ -208,7 +208,7 @@ class BatchState:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """A prefix match: its slot and length, and a slot that is about to prefill a longer one."""
 
     slot: int | None = None
@@ -216,7 +216,7 @@ class Found:
     wait_for: int | None = None
 
 
-class Prefixes:
+class PrefixIndex:
     """Prefix matching: finds the slot that shares most with a request, and places the request."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -233,7 +233,7 @@ class Prefixes:
             self._session_of[slot] = session_id
             self._slot_of[session_id] = slot
 
-    def find(self, tokens: npt.NDArray[np.int32], session_id: str) -> Found:
+    def find(self, tokens: npt.NDArray[np.int32], session_id: str) -> PrefixMatch:
         """Find the longest prefix, without the last token: its logits are needed."""
         cache = self._cache
         most = len(tokens) - 1
@@ -241,17 +241,17 @@ class Prefixes:
         if own is not None and cache.state[own] == RETAINED:
             cached = int(cache.cached[own])
             if WORTH_SHARING <= cached <= most and np.array_equal(cache.ids[own, :cached], tokens[:cached]):
-                return Found(own, cached)
+                return PrefixMatch(own, cached)
         shared = np.minimum(cache.shared_prefixes(tokens), most)
         if not len(shared):
-            return Found()
+            return PrefixMatch()
         ready = np.minimum(shared, cache.cached[: len(shared)])
         best, leader = int(ready.argmax()), int(shared.argmax())
         if shared[leader] - ready[best] >= WORTH_SHARING and cache.state[leader] == ACTIVE:
-            return Found(tokens=int(shared[leader]), wait_for=leader)
-        return Found(best, int(ready[best])) if ready[best] >= WORTH_SHARING else Found()
+            return PrefixMatch(tokens=int(shared[leader]), wait_for=leader)
+        return PrefixMatch(best, int(ready[best])) if ready[best] >= WORTH_SHARING else PrefixMatch()
 
-    def place(self, tokens: npt.NDArray[np.int32], found: Found, *, alone: bool) -> tuple[int, int] | None:
+    def place(self, tokens: npt.NDArray[np.int32], found: PrefixMatch, *, alone: bool) -> tuple[int, int] | None:
         """Place a request in the prefix's own slot if nothing of it is lost, else in a new one with a copy.
 
         Args:

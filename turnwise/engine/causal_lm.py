@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from turnwise.engine.attention import (
     IMPLEMENTATION,
-    Attend,
+    AttentionPlan,
     GeometryProbe,
     PoolPlan,
     StepPlan,
@@ -138,7 +138,7 @@ class CausalLM:
         try:
             base, adapters = adapter_chain(path)
             config = AutoConfig.from_pretrained(str(base))
-            _refuse_unsupported(config)
+            _check_supported(config)
             model = AutoModelForCausalLM.from_pretrained(
                 str(base), config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
             )
@@ -160,10 +160,14 @@ class CausalLM:
         self._packed: list[PackedLinear] = pack_linears(self._model)
         self._base = BaseWeights()
         self.geometry = self._probe()
-        self._prove()
+        self._verify()
 
     def forward(
-        self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], plan: Attend, keep: npt.NDArray[np.int64]
+        self,
+        ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        plan: AttentionPlan,
+        keep: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """Run one packed step and return logits [len(keep), vocabulary].
 
@@ -247,7 +251,7 @@ class CausalLM:
     def _architecture(self) -> str:
         return str(self._config.model_type)
 
-    def _prove(self) -> None:
+    def _verify(self) -> None:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
@@ -258,7 +262,7 @@ class CausalLM:
         with torch.inference_mode():
             for start, stop in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
                 whole = start == 0
-                logits = self._prove_step(pool, ids, start, stop, whole)
+                logits = self._verify_step(pool, ids, start, stop, whole)
                 found.append(logits[: stop - start])
                 if whole:
                     found.append(logits[stop - start :])
@@ -278,7 +282,9 @@ class CausalLM:
                 f"model's own (allowed: {tolerance:.3g}); {_REMEDY}"
             )
 
-    def _prove_step(self, pool: KVPool, ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool) -> torch.Tensor:
+    def _verify_step(
+        self, pool: KVPool, ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool
+    ) -> torch.Tensor:
         size, heads = stop - start, np.arange(self.geometry.heads)[None, :]
         positions = np.arange(start, stop)
         tokens, lines = ids[start:stop], np.zeros(size, dtype=np.int64)
@@ -299,7 +305,7 @@ class CausalLM:
         return self.forward(tokens, positions, plan, np.arange(len(tokens)))
 
 
-def _refuse_unsupported(config: Any) -> None:
+def _check_supported(config: Any) -> None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise InferenceError(f"{config.model_type} is an encoder-decoder model; {_REMEDY}")

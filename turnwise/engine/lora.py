@@ -59,14 +59,14 @@ class BaseWeights:
         if self._replaced:
             raise FormatError(
                 f"weights version {version} is an adapter of the model that this server was launched with, but its "
-                "weights were replaced as a whole since: launch it again, or send whole weights"
+                "full weights were replaced since: relaunch it, or send full weights"
             )
         problems = list(_problems(served, tensors, adapter))
         if problems:
             shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
             raise FormatError(
                 f"weights version {version} is an adapter that does not fit the served model ({len(problems)} "
-                f"problems: {shown}): send that of the same architecture, rank and targets as its manifest says"
+                f"problems: {shown}): send one with the architecture, rank and targets of its manifest"
             )
         with torch.inference_mode():
             named = {f"{target}.weight": target for target in adapter.targets}
@@ -173,8 +173,7 @@ def read_settings(path: Path) -> tuple[Path, int, float]:
     folder = Path(base)
     if not folder.is_dir():
         raise FormatError(
-            f"{file} says base_model_name_or_path {base!r}, and there is no such folder: write there where the model "
-            "lies now"
+            f"{file} says base_model_name_or_path {base!r}, which does not exist: set it to the model's directory"
         )
     return folder, rank, alpha * math.sqrt(rank) if said.get("use_rslora") else alpha
 

@@ -54,7 +54,7 @@ class Encode(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedClassifier:
     """Description of the served classifier; see :class:`Classifier`."""
 
     name: str
@@ -76,7 +76,7 @@ class RewardApp:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedClassifier,
         encode: Encode,
         submit: Callable[[list[int]], Future[list[float]]],
         stats: Callable[[], dict[str, int]],
@@ -157,7 +157,7 @@ class RewardApp:
     def _inputs(self, body: Any) -> list[list[int]]:
         for key in body:
             if key not in _KNOWN:
-                raise BadRequest(key, f"{key} is no field of this route; fields are {', '.join(sorted(_KNOWN))}")
+                raise BadRequest(key, f"{key} is not a field of this route; fields are {', '.join(sorted(_KNOWN))}")
         if body.get("model") not in (None, self._served.name):
             raise BadRequest("model", f"model is {shown(body['model'])}, but {self._served.name!r} is served here")
         if ("input" in body) == ("messages" in body):
@@ -165,7 +165,7 @@ class RewardApp:
         inputs = self._chat(body) if "messages" in body else self._plain(body)
         for ids in inputs:
             if not ids:
-                raise BadRequest("input", "an input has no token: there is nothing to judge")
+                raise BadRequest("input", "an input has no tokens: there is nothing to score")
             if len(ids) > self._served.max_context:
                 raise BadRequest(
                     "input", f"an input has {len(ids)} tokens; the context length is {self._served.max_context}"
@@ -215,7 +215,7 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(
                 "messages",
-                f"{where}.content holds {shown(part)}: it must be a text, or text parts; no media are judged",
+                f"{where}.content holds {shown(part)}: it must be a text, or text parts; media are not supported",
             )
 
 
@@ -226,7 +226,7 @@ def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def _activation(body: dict[str, Any], served: Served) -> Callable[[list[float]], list[float]]:
+def _activation(body: dict[str, Any], served: ServedClassifier) -> Callable[[list[float]], list[float]]:
     if not _flag(body, "use_activation", True) or served.problem_type == "regression":
         return list
     one_by_one = len(served.label_names) == 1 or served.problem_type == "multi_label_classification"
@@ -278,7 +278,7 @@ class Classifier:
             if not named:
                 kind = ", ".join(config.architectures or ()) or "none named"
                 raise InferenceError(
-                    f"{directory} is no sequence classifier (its architecture: {kind}): its head would be random. "
+                    f"{directory} is not a sequence classifier (its architecture: {kind}): its head would be random. "
                     "Serve it without --reward, or name a directory of a reward model"
                 )
             # No field of its own means the default of transformers, which loads it so.
@@ -408,10 +408,10 @@ class Encoder:
         if not self._template:
             raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
         template = ChatTemplate(self._template, variables={**self._special, **arguments})
-        told = [self._told(message) for message in messages]
+        told = [self._template_message(message) for message in messages]
         return self._tokens.encode(template.render(told, None, generate=False))
 
-    def _told(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message in the template's form: texts escaped, content joined, arguments as objects."""
         told = {**message, "content": self._escaped(text_of(message))}
         if isinstance(told.get("reasoning_content"), str):
@@ -455,7 +455,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
     hf_logging.disable_progress_bar()
     classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
     batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
-    served = Served(
+    served = ServedClassifier(
         name=spec.name or spec.model.resolve().name,
         label_names=classifier.label_names,
         problem_type=classifier.problem_type,

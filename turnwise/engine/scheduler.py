@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from turnwise.engine.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
-from turnwise.engine.batch_state import WORTH_SHARING, BatchState, Found, Generation, Output, Prefixes
+from turnwise.engine.batch_state import WORTH_SHARING, BatchState, Generation, Output, PrefixIndex, PrefixMatch
 from turnwise.engine.kv_cache import KVCache
 from turnwise.types import FinishReason
 
@@ -139,7 +139,7 @@ class Scheduler:
         self.scored: set[int] = set()
         self.table = BatchState(slots, width)
         self._cache = cache
-        self._prefixes = Prefixes(cache)
+        self._prefixes = PrefixIndex(cache)
         self._generations: list[Generation | None] = [None] * slots
         self._max_seqs = max_seqs
         self._max_context = max_context
@@ -174,7 +174,7 @@ class Scheduler:
             if self._leader_reads(generation):
                 held.append(generation)
                 continue
-            found = Found()
+            found = PrefixMatch()
             if self._prefix_cache and not generation.scored:
                 found = self._prefixes.find(generation.tokens, generation.session_id)
             if found.wait_for is not None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnwise.engine.batch_state import Generation, Output
 from turnwise.engine.engine import Engine
-from turnwise.engine.structured_output import GrammarCache, Held, structured_output_available
+from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
 from turnwise.engine.weights import read_weights
 from turnwise.errors import FormatError, InferenceError
 from turnwise.inference import wire
@@ -164,7 +164,7 @@ class App:
             del self._queues[name]
             gone.cancel()
 
-    async def _hold(self, params: SamplingParams) -> Held | None:
+    async def _hold(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
             return None
         if self._guides is None:

@@ -29,7 +29,7 @@ def structured_output_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-class Held:
+class GrammarState:
     """Grammar state of one completion (llguidance), with its stop ids."""
 
     __slots__ = ("_bits", "_ends", "_matcher", "_vocabulary")
@@ -73,7 +73,7 @@ class GrammarCache:
         try:
             import llguidance
         except ImportError as error:
-            raise MissingExtraError("llguidance", "guided", "holding completions to a schema") from error
+            raise MissingExtraError("llguidance", "guided", "structured output") from error
         self._matcher = llguidance.LLMatcher
         self._vocabulary = vocabulary
         self._eos = tuple(eos)
@@ -82,15 +82,15 @@ class GrammarCache:
             token["special"] = True
         self._tokens = llguidance.LLTokenizer(json.dumps(described), n_vocab=vocabulary, eos_token=list(eos) or None)
 
-    def hold(self, tag: str, ends: Sequence[int]) -> Held:
+    def hold(self, tag: str, ends: Sequence[int]) -> GrammarState:
         """Return the grammar state of a completion with these stop ids. Raises BadRequest for an unsupported tag."""
         matcher = self._matcher(self._tokens, grammar_of(tag), log_level=0)
         if matcher.is_error():
             said = str(matcher.get_error()).strip().partition("\n")[0]
-            raise BadRequest(_FIELD, f"{_FIELD} cannot be held to: {said}")
+            raise BadRequest(_FIELD, f"{_FIELD} cannot be enforced: {said}")
         if not ends and not self._eos:
             raise BadRequest(_FIELD, f"{_FIELD} needs an id that ends the completion: send stop_token_ids")
-        return Held(matcher, self._vocabulary, [*ends, *self._eos])
+        return GrammarState(matcher, self._vocabulary, [*ends, *self._eos])
 
 
 def grammar_of(tag: str) -> str:
@@ -181,7 +181,7 @@ def _lenient(schema: Any) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{short(value)} is no text")
+        raise ValueError(f"{short(value)} is not a text")
     return value
 
 

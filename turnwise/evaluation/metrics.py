@@ -397,7 +397,7 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _table_row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
     _table_row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])
     if result.max_tokens_per_turn is not None:
-        _table_row(table, "most tokens a turn", [str(result.max_tokens_per_turn) for _ in summaries])
+        _table_row(table, "max tokens per turn", [str(result.max_tokens_per_turn) for _ in summaries])
     _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
     _table_row(table, "ended", [_counts(s.stop_reasons) for s in summaries])
@@ -407,7 +407,7 @@ def result_table(result: EvalResult, title: str = "") -> Table:
         table.add_row(Text("not finished", style="red"), Text(str(result.unfinished), style="red"))
     if any(s.failed for s in summaries):
         cells = [Text(str(s.failed), style="red" if s.failed else "") for s in summaries]
-        table.add_row(Text("failed, in no figure", style="red"), *cells)
+        table.add_row(Text("failed, not counted", style="red"), *cells)
     return table
 
 

@@ -30,7 +30,7 @@ from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.recorder.ledger import Book, LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.managers import check_manager, create_manager
@@ -103,7 +103,7 @@ def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence
         roles = {role_of(each.agent) for group in groups for each in group.trajectories}
         if roles and plan.role not in roles:
             raise ConfigError(
-                f"role is {plan.role!r}, which no episode had: their roles are {', '.join(sorted(roles))}"
+                f"role is {plan.role!r}, but no episode has that role; roles are {', '.join(sorted(roles))}"
             )
     return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role)
 
@@ -277,16 +277,16 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     result = asyncio.run(_evaluate(config, folder, console, errors))
     ended = any(summary.success.episodes for summary in result.parts.values())
     if result.unfinished and not ended:
-        console.print(f"interrupted before an episode had ended; its records are in {folder}", soft_wrap=True)
+        console.print(f"interrupted before any episode finished; its records are in {folder}", soft_wrap=True)
         raise KeyboardInterrupt
     if not ended:
-        raise InferenceError(f"every episode ended in an error, so there are no figures; the last one: {errors[-1]}")
+        raise InferenceError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     if result.unfinished:
         console.print(
-            f"interrupted: {result.unfinished} episodes had not ended and are in no figure. Short episodes end first: "
-            "figures of a part may differ from those of the whole",
+            f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
+            "first, so these results may differ from those of the full evaluation",
             soft_wrap=True,
         )
         raise KeyboardInterrupt
@@ -304,7 +304,7 @@ def _folder(config: EvalConfig) -> Path:
         folder = config.out
     taken = [name for name in ("trajectories.jsonl", "ledger.jsonl", "summary.json") if (folder / name).exists()]
     if taken:
-        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: name another directory")
+        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: choose another directory")
     return folder
 
 
@@ -325,7 +325,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         # no tokens to write down.
         policies = config.rollout.frozen
         tells = config.hosted is None or any(each.hosted is None for each in policies.values())
-        book = Book(folder / "ledger.jsonl") if tells else None
+        book = LedgerWriter(folder / "ledger.jsonl") if tells else None
         if book is not None:
             stack.push(book.leave)
         client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client

@@ -55,7 +55,7 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
     console = console or Console()
     file = source / _FILE if source.is_dir() else source
     if not file.is_file():
-        raise FormatError(f"there is no file {file}: give a run directory that holds {_FILE}, or such a file")
+        raise FormatError(f"no such file: {file}: give a run directory that holds {_FILE}, or such a file")
     newest: deque[Trajectory] = deque(maxlen=selection.number)
     total = fitting = 0
     for trajectory in read_trajectories(file):
@@ -122,7 +122,7 @@ def _branch(number: int, total: int, path: Sequence[Segment], shown: set[int]) -
     text = Text(f"── branch {number} of {total}", style="bold")
     before = [segment for segment in path if segment.index in shown]
     if before:
-        text.append(f", goes on after segment {before[-1].index}")
+        text.append(f", continues after segment {before[-1].index}")
     first = path[len(before)] if len(before) < len(path) else None
     if first is not None and first.fork is not None:
         text.append(f" ({first.fork})")

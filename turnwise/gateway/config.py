@@ -340,7 +340,7 @@ class SessionSettings:
         mine = replace(own, **self._set(_LIMITS))
         return replace(mine, context_length=min(mine.context_length, own.context_length))
 
-    def noted(self) -> dict[str, float]:
+    def sampling_metrics(self) -> dict[str, float]:
         """Return the sampling settings as metrics, without the temperature, which requests set, and inexact seeds."""
         given = self._set(("seed", "top_p", "top_k", "min_p"))
         return {name: float(value) for name, value in given.items() if float(value) == value}

@@ -58,7 +58,7 @@ class EndpointTemplate:
         self.open[chosen] += 1
         return chosen
 
-    def give_back(self, base: str | None) -> None:
+    def release(self, base: str | None) -> None:
         """Release an episode's base URL."""
         if base is not None:
             self.open[base] -= 1

@@ -16,7 +16,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
-from turnwise.recorder.ledger import Book, LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 
 
 def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: RendererConfig) -> Renderer:
@@ -69,7 +69,13 @@ class FrozenPolicies:
             await fleet.recover(error)
 
     async def open(
-        self, name: str, config: FrozenConfig, renderer: Renderer, start: Path | None, logs: Path, book: Book | None
+        self,
+        name: str,
+        config: FrozenConfig,
+        renderer: Renderer,
+        start: Path | None,
+        logs: Path,
+        book: LedgerWriter | None,
     ) -> contextlib.AsyncExitStack:
         """Open one policy; return the stack that closes it. Raises InferenceError if its server fails."""
         async with contextlib.AsyncExitStack() as stack:
@@ -104,7 +110,7 @@ async def open_frozen(
     *,
     start: Path | None,
     logs: Path,
-    book: Book | None,
+    book: LedgerWriter | None,
 ) -> FrozenPolicies:
     """Start or connect to the servers of all policies concurrently.
 

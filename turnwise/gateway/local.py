@@ -76,11 +76,11 @@ class SessionSocket:
         host, port = listener.getsockname()[:2]
         options = server_options(_only(app, token), limits, min(limits.connections, _CONNECTIONS))
         options.load()
-        hatch = cls(f"http://{host}:{port}/s/{token}", options)
+        session_socket = cls(f"http://{host}:{port}/s/{token}", options)
         listener.setblocking(False)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hatch._server = await asyncio.get_running_loop().create_server(hatch._protocol, sock=listener)
-        return hatch
+        session_socket._server = await asyncio.get_running_loop().create_server(session_socket._protocol, sock=listener)
+        return session_socket
 
     def close(self) -> None:
         """Stop listening and close all connections; idempotent."""
@@ -112,8 +112,8 @@ def _only(app: Application, token: str) -> Application:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """The URL of a session.
+class SessionEndpoint:
+    """The HTTP endpoint of a session.
 
     Attributes:
         url: Base URL with an unguessable token: ``ANTHROPIC_BASE_URL``, or with ``/v1`` appended ``OPENAI_BASE_URL``.
@@ -131,19 +131,19 @@ class Door:
         """Error of the last request (budget, rendering, server); None after a success."""
         return self.entry.spent or self.entry.unrendered or self.entry.session.failure
 
-    async def answer_at(self, listener: socket.socket) -> str:
+    async def serve_at(self, listener: socket.socket) -> str:
         """Serve the session on another listening socket, too, and return its base URL there.
 
-        The socket, such as one inside a sandbox, is closed with the door. Raises InferenceError if another process
+        The socket, such as one inside a sandbox, is closed with the endpoint. Raises InferenceError if another process
         records the session.
         """
         if self.gateway is None:
             listener.close()
             raise InferenceError("a session that another process records can be reached at its own address only")
-        return await self.gateway.answer_at(self, listener)
+        return await self.gateway.serve_at(self, listener)
 
-    async def settled(self) -> None:
-        """Wait until the outcome of all requests through this door is known in this process."""
+    async def wait_settled(self) -> None:
+        """Wait until the outcome of all requests to this endpoint is known in this process."""
 
     async def wait_exhausted(self) -> None:
         """Wait until a request is refused because turns or tokens are exhausted for good."""
@@ -151,7 +151,7 @@ class Door:
 
 
 class LocalGateway:
-    """Serves sessions of this process over the wire APIs; listens from the first open door on."""
+    """Serves sessions of this process over the wire APIs; listens from the first open endpoint on."""
 
     def __init__(
         self,
@@ -199,11 +199,11 @@ class LocalGateway:
                 fixed=FIXED_SAMPLING,
             )
         )
-        # A hatch asks for its own session only, so that nothing there needs an address taken apart.
+        # A session socket reaches its own session only, so that nothing there needs an address taken apart.
         self._plain: Application = app
         self._app = EndpointRouter(app)
         self._others: dict[str, Application] = {}
-        self._hatches: dict[str, list[SessionSocket]] = {}
+        self._session_sockets: dict[str, list[SessionSocket]] = {}
         self._starting = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._stop = _nothing
@@ -229,10 +229,10 @@ class LocalGateway:
             if self._serving is None:
                 self._start()
 
-    async def open(self, session: Session, place: Place | None = None) -> Door:
-        """Open a door to a session; ``place`` fills the URL's fields. Errors as :meth:`start`.
+    async def open(self, session: Session, place: Place | None = None) -> SessionEndpoint:
+        """Open an endpoint for a session; ``place`` fills the URL's fields. Errors as :meth:`start`.
 
-        Raises ConfigError if the renderer does not support streaming, InferenceError if the session has a door.
+        Raises ConfigError if the renderer does not support streaming, InferenceError if the session has an endpoint.
         """
         if not isinstance(self._renderer, Reader):
             kind = type(self._renderer).__qualname__
@@ -244,21 +244,23 @@ class LocalGateway:
             raise InferenceError(error.message) from error
         place = place or Place(session.id, "0")
         self._app.before[entry.token] = self.form.before(place, entry.token)
-        return Door(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry, self)
+        return SessionEndpoint(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry, self)
 
-    async def answer_at(self, door: Door, listener: socket.socket) -> str:
-        """Serve an open door's session on another socket, too; see :meth:`Door.answer_at`."""
+    async def serve_at(self, endpoint: SessionEndpoint, listener: socket.socket) -> str:
+        """Serve an open endpoint's session on another socket, too; see :meth:`SessionEndpoint.serve_at`."""
         with undo_on_error(listener.close):
-            hatch = await SessionSocket.open(self._plain, door.entry.token, listener, self._sessions.limits)
-        self._hatches.setdefault(door.entry.token, []).append(hatch)
-        return hatch.url
+            session_socket = await SessionSocket.open(
+                self._plain, endpoint.entry.token, listener, self._sessions.limits
+            )
+        self._session_sockets.setdefault(endpoint.entry.token, []).append(session_socket)
+        return session_socket.url
 
-    async def shut(self, door: Door) -> None:
-        """Close a door, cancelling its requests in flight."""
-        self._app.before.pop(door.entry.token, None)
-        await self._sessions.release(door.entry)
-        for hatch in self._hatches.pop(door.entry.token, ()):
-            hatch.close()
+    async def shut(self, endpoint: SessionEndpoint) -> None:
+        """Close an endpoint, cancelling its requests in flight."""
+        self._app.before.pop(endpoint.entry.token, None)
+        await self._sessions.release(endpoint.entry)
+        for session_socket in self._session_sockets.pop(endpoint.entry.token, ()):
+            session_socket.close()
 
     @property
     def _reached_at(self) -> str:
@@ -274,14 +276,14 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.process import bind, deaf_server
+        from turnwise.inference.process import bind, server_without_signal_handlers
 
         limits = self._sessions.limits
         options = server_options(self._dispatch, limits, limits.connections)
         listener = bind(self._host, self._wanted)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
-        server = deaf_server(options)
+        server = server_without_signal_handlers(options)
 
         def stop() -> None:
             server.should_exit = True

@@ -123,7 +123,7 @@ class GatewaySession:
     unrendered: RenderError | None = None
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
-    noted: dict[str, float] = field(default_factory=dict)
+    sampling_metrics: dict[str, float] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """Return the state for controllers."""
@@ -177,7 +177,7 @@ class GatewaySession:
             echo=self.session.echo,
             recorded=self.session.recorded_as,
             turn_metrics=self.turn_metrics,
-            metrics={**self.session.metrics(), **self.noted, **self._sampled_at()},
+            metrics={**self.session.metrics(), **self.sampling_metrics, **self._sampled_at()},
         )
 
     def _sampled_at(self) -> dict[str, float]:
@@ -239,7 +239,7 @@ class Sessions:
         lasts = min(seconds or self.limits.session_seconds, self.limits.session_seconds)
         entry = self._enter(session, reader, about, time.monotonic() + lasts)
         entry.fixed_sampling = settings.fixed_sampling
-        entry.noted = settings.noted()
+        entry.sampling_metrics = settings.sampling_metrics()
         return entry
 
     def adopt(self, session: Session, reader: Reader) -> GatewaySession:

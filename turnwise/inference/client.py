@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
-from turnwise.inference.connections import Answer, ConnectionFailed, Connections
+from turnwise.inference.connections import ConnectionFailed, Connections, Response
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.types import (
@@ -40,7 +40,7 @@ class Balancer:
         self._home: OrderedDict[str, int] = OrderedDict()
         self._remembered = remembered
 
-    def take(self, session_id: str, *, avoid: int | None = None) -> int:
+    def acquire(self, session_id: str, *, avoid: int | None = None) -> int:
         """Choose a server other than ``avoid`` and count a request on it."""
         index = self._home.get(session_id) if session_id else None
         if index is None or (index == avoid and len(self._busy) > 1):
@@ -54,7 +54,7 @@ class Balancer:
         self._busy[index] += 1
         return index
 
-    def give_back(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Count a request as finished."""
         self._busy[index] -= 1
 
@@ -189,7 +189,7 @@ class HTTPClient(LLMClient):
             choice: wire.Choice | None = None
             spans: tuple[VersionSpan, ...] | None = None
             before = progress.sampled
-            index = self._balancer.take(session_id, avoid=avoid)
+            index = self._balancer.acquire(session_id, avoid=avoid)
             url = self._urls[index]
             try:
                 async with self._open_stream(url, progress, session_id) as events:
@@ -203,7 +203,7 @@ class HTTPClient(LLMClient):
                 failures += 1
                 if progress.sampled > before and spans is None:
                     raise InferenceError(
-                        f"{url} broke off a stream before it said which weights sampled it: {error}"
+                        f"{url} ended a stream before reporting which weights sampled it: {error}"
                     ) from error
                 progress.end_part(spans, url)
                 _check_free(progress, url)
@@ -211,7 +211,7 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url, error, failures)
                 continue
             finally:
-                self._balancer.give_back(index)
+                self._balancer.release(index)
             if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
             progress.end_part(spans, url)
@@ -247,7 +247,7 @@ class HTTPClient(LLMClient):
             # Ours say so; vLLM always can.
             guides = bool(card.get("guides", card.get("owned_by") == "vllm"))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InferenceError(f"{url}/v1/models answered no model with max_model_len: {str(body)[:200]}") from error
+            raise InferenceError(f"{url}/v1/models lists no model with max_model_len: {str(body)[:200]}") from error
         try:
             info = _parse(await self._get(url, "/weight_info"), url)
         except RequestRefused:
@@ -273,7 +273,7 @@ class HTTPClient(LLMClient):
         failures = 0
         avoid = None
         while True:
-            index = self._balancer.take(session_id, avoid=avoid)
+            index = self._balancer.acquire(session_id, avoid=avoid)
             url = self._urls[index]
             try:
                 status, raw = await self._pool().ask("POST", url + wire.GENERATE, data, _session_header(session_id))
@@ -285,7 +285,7 @@ class HTTPClient(LLMClient):
                 avoid = index
                 await self._after_failure(url, error, failures)
             finally:
-                self._balancer.give_back(index)
+                self._balancer.release(index)
 
     @asynccontextmanager
     async def _open_stream(
@@ -302,7 +302,7 @@ class HTTPClient(LLMClient):
     async def _after_failure(self, url: str, error: ConnectionFailed, failures: int) -> None:
         if failures > self._retries:
             raise InferenceError(f"{url} cannot be reached after {failures} tries: {error}") from error
-        _log.debug("%s: %s; try %d of %d follows", url, error, failures + 1, self._retries + 1)
+        _log.debug("%s: %s; retrying (attempt %d of %d)", url, error, failures + 1, self._retries + 1)
         await asyncio.sleep(min(2.0, self._retry_wait * 2 ** (failures - 1)))
 
     async def _get(self, url: str, path: str) -> bytes:
@@ -321,19 +321,19 @@ class HTTPClient(LLMClient):
 def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
     if prompt.media:
         raise RequestRefused(
-            f"the prompt holds {len(prompt.media)} media, but this client sends token ids only: leave them out"
+            f"the prompt holds {len(prompt.media)} media, but this client sends token ids only: remove them"
         )
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
-        raise StructuredOutputError("params.guide has no tag: ask through a session, which writes it")
+        raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
     return _Progress(params, prompt.ids)
 
 
 def _check_free(progress: _Progress, url: str) -> None:
     """Raise if an interrupted stream cannot be resumed."""
     if progress.params.guide is not None and progress.sampled:
-        raise InferenceError(f"{url} interrupted a completion that is held to a grammar: ask again")
+        raise InferenceError(f"{url} interrupted a completion constrained by a grammar: repeat the request")
 
 
 def _session_header(session_id: str) -> dict[str, str] | None:
@@ -352,7 +352,7 @@ def _parse(raw: bytes, url: str) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise InferenceError(f"{url} answered a body that is not JSON: {raw[:200]!r}") from error
+        raise InferenceError(f"{url} returned a body that is not JSON: {raw[:200]!r}") from error
 
 
 async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None:
@@ -364,7 +364,7 @@ async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None
         await asyncio.sleep(_ABORT_WAIT)
 
 
-async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
+async def _events(answer: Response, url: str) -> AsyncIterator[wire.Choice]:
     """Read server-sent events: ``data:`` lines only."""
     async for line in answer.lines():
         if not line.startswith(b"data:"):
@@ -374,7 +374,7 @@ async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
             return
         body = _parse(data, url)
         if isinstance(body, dict) and body.get("error"):
-            raise InferenceError(f"{url} broke off a stream: {wire.error_message(data)}")
+            raise InferenceError(f"{url} aborted a stream: {wire.error_message(data)}")
         choice = wire.decode_event(body, url)
         if choice is not None:
             yield choice

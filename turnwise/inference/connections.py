@@ -138,13 +138,13 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.ended and self.status:
             # Nothing was asked: whatever this is, the next answer would be taken for it.
-            self._fail(ConnectionFailed("the server sent more than it was asked for"))
+            self._fail(ConnectionFailed("the server sent data after the end of its response"))
             self.abort()
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(ConnectionFailed(f"the server does not answer in HTTP/1.1: {error!r}"))
+            self._fail(ConnectionFailed(f"the server's response is not valid HTTP/1.1: {error!r}"))
             self.abort()
             return
         self._wake()
@@ -199,22 +199,22 @@ class Connections:
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
-            answer = Answer(connection)
+            answer = Response(connection)
             return answer.status, await answer.read()
         finally:
-            self._give_back(address, connection)
+            self._release(address, connection)
 
     @asynccontextmanager
     async def open(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[Response]:
         """Send a request and yield its response after the head; leaving early closes it. Raises ConnectionFailed."""
         address, request = self._request(method, url, body, headers)
         connection = await self._send(address, request)
         try:
-            yield Answer(connection)
+            yield Response(connection)
         finally:
-            self._give_back(address, connection)
+            self._release(address, connection)
 
     def _request(self, method: str, url: str, body: bytes, headers: Mapping[str, str] | None) -> tuple[Address, bytes]:
         address, host, path = _parts(url)
@@ -222,7 +222,7 @@ class Connections:
         lines = f"{self._headers}{_header_lines(headers)}" if headers else self._headers
         return address, f"{method} {path} HTTP/1.1\r\nHost: {host}{size}{lines}\r\n\r\n".encode() + body
 
-    def _give_back(self, address: Address, connection: _Connection) -> None:
+    def _release(self, address: Address, connection: _Connection) -> None:
         mine = connection.loop is self._loop and not self._closed
         if connection.ended and connection.reusable and connection.open and mine:
             connection.take()
@@ -279,7 +279,7 @@ class Connections:
         return None
 
 
-class Answer:
+class Response:
     """A response whose head has arrived."""
 
     __slots__ = ("_connection", "status")
@@ -350,9 +350,9 @@ def _parts(url: str) -> tuple[Address, str, str]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConnectionFailed(f"{url!r} has no host or port that can be: {error}") from error
+        raise ConnectionFailed(f"{url!r} has an invalid host or port: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConnectionFailed(f"{url!r} is no URL of HTTP: write http://HOST:PORT")
+        raise ConnectionFailed(f"{url!r} is not an HTTP URL: write http://HOST:PORT")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     user, _, host = parts.netloc.rpartition("@")

@@ -118,7 +118,7 @@ class ServerProcess:
                 refused to start it: too many open files or processes, no memory, no such program.
         """
         if self._child is not None:
-            raise InferenceError(f"the server of {self.what} runs already as process {self._child.pid}")
+            raise InferenceError(f"the server of {self.what} is already running as process {self._child.pid}")
         self.died.clear()
         try:
             self._child, report = child, _ = self._spawn(command, environment)
@@ -129,13 +129,14 @@ class ServerProcess:
         except TimeoutError:
             await self._stop(child)
             limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
-            raise InferenceError(f"the server of {self.what} did not answer {limit}: {self._story(child)}") from None
+            story = self._exit_report(child)
+            raise InferenceError(f"the server of {self.what} did not answer {limit}: {story}") from None
         except BaseException:  # also a cancellation: the process is stopped
             await self._stop(child)
             raise
         if line is None:
             await self._stop(child)
-            raise InferenceError(f"the server of {self.what} did not start: {self._story(child)}")
+            raise InferenceError(f"the server of {self.what} did not start: {self._exit_report(child)}")
         self._watch = asyncio.create_task(self._notice_death(child))
         reported: dict[str, Any] = orjson.loads(line)
         return reported
@@ -210,11 +211,11 @@ class ServerProcess:
     async def _notice_death(self, child: _Child) -> None:
         await child.ended.wait()
         if not child.expected:
-            story = self._story(child)
+            story = self._exit_report(child)
             self._death = EngineDied(f"the server of {self.what} (process {child.pid}) died: {story}")
             self.died.set()
 
-    def _story(self, child: _Child) -> str:
+    def _exit_report(self, child: _Child) -> str:
         how = f"signal {-child.status}" if child.status < 0 else f"exit code {child.status}"
         try:
             text = self._log_file.read_bytes()[-_LOG_END:].decode("utf-8", "replace")
@@ -363,7 +364,7 @@ class LaunchedReplica(LaunchedServer, Replica):
 
     def _reachable(self) -> str:
         if not self._process.running:
-            raise InferenceError(f"the server of {self._process.what} does not run: launch() it")
+            raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
         return self.url
 
 
@@ -437,7 +438,7 @@ class HTTPProcess:
             report: Further keys of that line.
             protocol: Connection protocol; see :func:`~turnwise.gateway.http_guard.guarded`.
         """
-        server = deaf_server(self._options(app, protocol))
+        server = server_without_signal_handlers(self._options(app, protocol))
         ended: list[int] = []
 
         def stop(number: int) -> None:
@@ -499,7 +500,7 @@ def process_main(module: str, spec: type[S], serve: Callable[[S], int | None], a
         return 1
 
 
-def deaf_server(options: Any) -> Any:
+def server_without_signal_handlers(options: Any) -> Any:
     """Return a ``uvicorn.Server`` for this ``uvicorn.Config`` that installs no signal handlers."""
     import uvicorn
 
@@ -517,7 +518,7 @@ def _watch_parent(descriptor: int) -> None:
     def wait() -> None:
         while os.read(descriptor, 4096):
             pass
-        _log.info("the parent is gone")
+        _log.info("the parent process has exited")
         os._exit(0)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -43,7 +43,7 @@ class ReplicaSet:
     def client(self) -> HTTPClient:
         """Client over all servers; valid after :meth:`launch`."""
         if self._client is None:
-            raise InferenceError("the servers were not launched")
+            raise InferenceError("the servers have not been launched")
         return self._client
 
     async def launch(self) -> None:
@@ -75,9 +75,9 @@ class ReplicaSet:
             try:
                 await asyncio.wait_for(death.wait(), self._config.close_timeout)
             except TimeoutError:
-                raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
+                raise InferenceError(f"{silent[0].url} is running but does not respond: {error}") from error
 
-    async def through_deaths(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def with_recovery(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await a call that needs all servers; retry it after their recovery, as often as servers may die.
 
         Raises RequestRefused, or InferenceError if a server exceeded ``max_restarts`` or the call failed too often.
@@ -127,7 +127,7 @@ class ReplicaSet:
             death = await replica.wait_died()
             self._note_death(replica)
             try:
-                await self._bring_back(replica, death, restarts)
+                await self._restart(replica, death, restarts)
             except EngineDied as error:
                 self._fatal = error
                 return
@@ -136,7 +136,7 @@ class ReplicaSet:
                 if not self._down:
                     self._whole.set()
 
-    async def _bring_back(self, replica: BuiltinReplica, death: EngineDied, restarts: list[float]) -> None:
+    async def _restart(self, replica: BuiltinReplica, death: EngineDied, restarts: list[float]) -> None:
         """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
         loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
         before, failed = replica.url, None

@@ -89,7 +89,7 @@ class ScriptedClient(LLMClient):
         if len(prompt.ids) >= self._context_length:
             raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
-            raise StructuredOutputError("this script is held to nothing: leave params.guide out")
+            raise StructuredOutputError("a scripted client does not support structured output: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
         request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
@@ -127,7 +127,7 @@ class ScriptedClient(LLMClient):
             return await line if inspect.isawaitable(line) else line
         if request.number >= len(self._script):
             return SessionError(
-                f"the script has {len(self._script)} lines; session {request.session_id!r} asks for another"
+                f"the script has {len(self._script)} lines; session {request.session_id!r} requests one more"
             )
         return self._script[request.number]
 
@@ -170,9 +170,9 @@ async def replay(
     Each assistant message is one turn with ``loss_mask`` 1, stop id included; everything else is context. Raises
     SessionError if the conversation begins with an assistant message or holds none.
     """
-    lines = [_own_form(message) for message in messages if message["role"] == "assistant"]
+    lines = [_to_tool_calls(message) for message in messages if message["role"] == "assistant"]
     if not lines:
-        raise SessionError(f"conversation {trajectory_id!r} holds no assistant message: nothing to learn from")
+        raise SessionError(f"conversation {trajectory_id!r} has no assistant message: nothing to train on")
     client = ScriptedClient(renderer, lines, tools=tools)
     session = Session(client, renderer, id=trajectory_id, limits=SessionLimits(context_length=1_000_000))
     said: list[Message] = []
@@ -180,7 +180,7 @@ async def replay(
     for message in messages:
         if message["role"] == "assistant":
             answer = await session.chat(said, tools)
-            _check_said(message, answer, trajectory_id, len(said))
+            _check_round_trip(message, answer, trajectory_id, len(said))
             # Later messages name the calls by the ids that the conversation was written with.
             written = message.get("tool_calls") or ()
             ids.update(zip(map(_call_id, written), (call.id for call in answer.get("tool_calls", ())), strict=False))
@@ -198,22 +198,22 @@ async def replay(
     )
 
 
-def _check_said(written: Message, said: Message, name: str, index: int) -> None:
+def _check_round_trip(written: Message, said: Message, name: str, index: int) -> None:
     want, got = (canonical_messages([message])[0] for message in (written, said))
     if (want.text.strip(), want.reasoning.strip(), want.calls) != (got.text.strip(), got.reasoning.strip(), got.calls):
         raise SessionError(
-            f"conversation {name!r}: messages[{index}] cannot be said in this chat format: written {want}, "
-            f"read back {got}"
+            f"conversation {name!r}: messages[{index}] cannot be expressed in this chat format: written {want}, parsed "
+            f"{got}"
         )
 
 
-def _own_form(message: Message) -> Message:
+def _to_tool_calls(message: Message) -> Message:
     """Return an assistant message with ToolCalls: datasets hold calls in OpenAI's form."""
-    calls = [call if isinstance(call, ToolCall) else _own_call(call) for call in message.get("tool_calls") or ()]
+    calls = [call if isinstance(call, ToolCall) else _to_tool_call(call) for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _own_call(call: Mapping[str, Any]) -> ToolCall:
+def _to_tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     _, value = canonical_arguments(function.get("arguments"))
     if value is None or not function.get("name"):

@@ -65,11 +65,11 @@ class VLLMConfig(BaseModel):
 
     @field_validator("arguments")
     @classmethod
-    def _not_ours(cls, arguments: list[str]) -> list[str]:
+    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
         for argument in arguments:
             name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
             if argument.startswith("--") and name in _OWN_ARGUMENTS:
-                raise ValueError(f"arguments without {argument!r}: its own key, or what training needs, decides that")
+                raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
         return arguments
 
     def command_line(self, model: Path, name: str) -> list[str]:
@@ -142,7 +142,9 @@ class VLLMReplica(LaunchedReplica):
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
         python = Path(self._config.python)
         if not os.access(python, os.X_OK):
-            raise InferenceError(f"python is {python}, which cannot be run: name the interpreter that vLLM has")
+            raise InferenceError(
+                f"python is {python}, which cannot be executed: name the interpreter that has vLLM installed"
+            )
         script = [str(python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
         arguments = self._config.command_line(self._model, self._name)
         reported = await self._process.start(

@@ -83,7 +83,7 @@ def decode_response(body: Any, url: str) -> Choice:
     """Validate a response. Raises InferenceError if it violates the protocol."""
     choice = _decode_choice(body, url)
     if choice.finish_reason is None:
-        raise InferenceError(f"{url} answered a completion without a finish reason")
+        raise InferenceError(f"{url} returned a completion without a finish reason")
     return choice
 
 
@@ -103,13 +103,13 @@ def _decode_choice(body: Any, url: str) -> Choice:
         logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
         spans = decode_spans(choice.get("weight_versions"))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InferenceError(f"{url} answered no generate response ({error!r}): {short(body)}") from error
+        raise InferenceError(f"{url} returned no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
     # vLLM writes what is not finite as the number that OpenAI's API has for it. A sum is finite only if all are.
     values = logprobs.tolist()
     if values and not (min(values) > _NO_LOGPROB and math.isfinite(sum(values))):
-        raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
+        raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
     return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans)
@@ -132,16 +132,16 @@ def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs
         if given is None and body["choices"][0]["finish_reason"] == "abort":
             return None
         if given is None:
-            raise InferenceError(f"{url} answered no prompt_logprobs: it cannot score given ids")
+            raise InferenceError(f"{url} returned no prompt_logprobs: it cannot score given ids")
         found = [
             float(entry[str(token)]["logprob"]) for entry, token in zip(given[1:], token_ids[1:].tolist(), strict=True)
         ]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise InferenceError(
-            f"{url} answered prompt_logprobs that do not fit the ids ({error!r}): {short(body)}"
+            f"{url} returned prompt_logprobs that do not match the ids ({error!r}): {short(body)}"
         ) from error
     if not (math.isfinite(sum(found)) and min(found, default=0.0) > _NO_LOGPROB):
-        raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
+        raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     return np.array([0.0, *found], dtype=np.float32)
 
 
@@ -207,7 +207,7 @@ def _decode_adapter(given: Any) -> AdapterInfo | None:
         return None
     field = "update_info.adapter"
     if not isinstance(given, dict) or given.get("kind") != "lora":
-        raise BadRequest(field, f"adapter must say kind 'lora', rank, alpha and targets, not {short(given)}")
+        raise BadRequest(field, f"adapter must have kind 'lora', rank, alpha and targets, not {short(given)}")
     rank, alpha, targets = given.get("rank"), given.get("alpha"), given.get("targets")
     if type(rank) is not int or rank < 1:
         raise BadRequest(f"{field}.rank", f"rank must be an integer of at least 1, not {short(rank)}")
@@ -368,7 +368,7 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
     if not isinstance(sampling, dict):
         raise BadRequest("sampling_params", f"sampling_params must be an object, not {short(sampling)}")
     if continued and sampling.get("structured_outputs") is not None:
-        raise BadRequest("continued", "continued goes on in the middle of a grammar: begin the completion again")
+        raise BadRequest("continued", "a completion constrained by a grammar cannot be continued: restart it")
     seed = body.get("seed") if continued else None
     scored = sampling.get("prompt_logprobs")
     if scored not in (None, 0) or scored is False:
@@ -410,8 +410,8 @@ def _decode_ids(ids: Any, vocabulary: int, max_context: int) -> TokenIds:
     if len(token_ids) >= max_context:
         raise BadRequest(
             "token_ids",
-            f"token_ids has {len(token_ids)} ids, but the context length is {max_context} and one more is to be "
-            "sampled: shorten the prompt",
+            f"token_ids has {len(token_ids)} ids, but the context length is {max_context}, which leaves no room to "
+            "sample: shorten the prompt",
         )
     return token_ids.astype(np.int32)
 
@@ -452,7 +452,9 @@ def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingPa
         raise BadRequest("sampling_params.seed", f"sampling_params.seed must be an integer, not {short(seed)}")
     max_tokens = None if given.get("max_tokens") is None else _integer(given, "max_tokens", 1, at_least=1)
     if given.get("structured_outputs") is not None and given.get("ignore_eos"):
-        raise BadRequest("sampling_params.ignore_eos", "ignore_eos samples past the end of a grammar: leave it out")
+        raise BadRequest(
+            "sampling_params.ignore_eos", "ignore_eos cannot be combined with structured output: leave it out"
+        )
     return SamplingParams(
         temperature=_number(given, "temperature", 1.0, 0.0, math.inf),
         top_p=_number(given, "top_p", 1.0, 0.0, 1.0, above=True),

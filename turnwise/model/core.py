@@ -88,7 +88,7 @@ class LLMClient(ABC):
             RequestRefused: The server refused the request, or the client does not support scoring.
         """
         del token_ids, session_id
-        raise RequestRefused(f"{type(self).__name__} cannot score given ids: ask a server of token ids")
+        raise RequestRefused(f"{type(self).__name__} cannot score given ids: use a server of token ids")
 
     @abstractmethod
     async def model_info(self) -> ModelInfo:

@@ -27,7 +27,7 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
     if finish == "stop" and not params.stop and int(ids[-1]) not in params.stop_token_ids:
         raise SessionError(
             f"session {session_id}: the client says 'stop', but the last id {int(ids[-1])} is no stop id "
-            f"{params.stop_token_ids} and no stop string was given: it broke its contract"
+            f"{params.stop_token_ids} and no stop string was given, which breaks the contract of LLMClient"
         )
     covered = 0
     for _, start, end in completion.weight_versions:
@@ -133,7 +133,7 @@ class SessionLimits:
     max_turns: int | None = None
 
 
-def room_for(
+def token_budget(
     limits: SessionLimits, session_id: str, *, prompt: int, committed: int, requests: int, wanted: int | None
 ) -> int:
     """Return the number of tokens that a request may sample.

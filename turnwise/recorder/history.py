@@ -19,7 +19,7 @@ _OWN = ("turn_id", "finish_reason")
 
 
 @dataclass(slots=True)
-class _Remembered:
+class _CachedRequest:
     """The last request of one conversation: copies of its messages, canonical forms, and switches by message index."""
 
     messages: list[Mapping[str, Any]]
@@ -35,7 +35,7 @@ class History:
     def __init__(self, recognise: Recognise | None = None) -> None:
         self._recognise = recognise
         # The one used last stands last.
-        self._conversations: list[_Remembered] = []
+        self._conversations: list[_CachedRequest] = []
         # What was said last, as it was given and without what only this package puts there; and what it means.
         self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
@@ -58,7 +58,7 @@ class History:
         fresh: list[Mapping[str, Any]] = []
         for index in range(known, len(messages)):
             message: Mapping[str, Any] = messages[index]
-            said = self._handed_back(message)
+            said = self._returned_last(message)
             if said is not None:
                 copied, form = said
                 reducer.skip(message, form)
@@ -77,14 +77,16 @@ class History:
         self._remember(last, known, fresh, result)
         return result
 
-    def _handed_back(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
+    def _returned_last(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
         """Return a copy of the message and its form if it is the one returned last."""
         if self._said is None or message.get("role") != "assistant":
             return None
         given, form = self._said
         return next(((each, form) for each in given if _same(each, message)), None)
 
-    def _remember(self, last: _Remembered, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]) -> None:
+    def _remember(
+        self, last: _CachedRequest, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]
+    ) -> None:
         switches = [entry for entry in last.switches if entry[0] < known]
         for index, remembered in enumerate(fresh, known):
             found = list(switches_of(remembered.get("tool_calls")))
@@ -94,12 +96,12 @@ class History:
         others = [each for each in self._conversations if each is not last or known * 2 < len(each.messages)]
         self._conversations = [
             *others[-(_CONVERSATIONS - 1) :],
-            _Remembered(last.messages[:known] + fresh, list(forms), switches),
+            _CachedRequest(last.messages[:known] + fresh, list(forms), switches),
         ]
 
-    def _closest(self, messages: Sequence[Message]) -> tuple[_Remembered, int]:
+    def _closest(self, messages: Sequence[Message]) -> tuple[_CachedRequest, int]:
         """Return the remembered request with the longest common prefix, and its length."""
-        best, most = _Remembered([], [], []), 0
+        best, most = _CachedRequest([], [], []), 0
         for each in reversed(self._conversations):
             known = _known(each, messages)
             if known > most:
@@ -109,7 +111,7 @@ class History:
         return best, most
 
 
-class Offers:
+class RequestTools:
     """The tools of the last request and their root key."""
 
     __slots__ = ("_key", "_switches", "_tools")
@@ -119,7 +121,7 @@ class Offers:
         self._key: RootKey = ((), ())
         self._switches: list[Switch] = []
 
-    def offered(
+    def update(
         self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
     ) -> tuple[tuple[ToolSchema, ...], RootKey]:
         """Return copies of a request's tools, which later edits do not reach, and the root key."""
@@ -130,7 +132,7 @@ class Offers:
         return self._tools, (self._key[0], arguments) if arguments else self._key
 
 
-def _known(last: _Remembered, messages: Sequence[Message]) -> int:
+def _known(last: _CachedRequest, messages: Sequence[Message]) -> int:
     """Return the length of the common prefix of a request and a remembered one."""
     seen = last.messages
     known = min(len(seen), len(messages))

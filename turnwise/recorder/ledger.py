@@ -66,7 +66,7 @@ class Ledger:
     torn: bool
 
 
-class Book:
+class LedgerWriter:
     """Writer of one ledger file for one process; several clients may share it. ``path``'s folder is created."""
 
     def __init__(self, path: Path) -> None:
@@ -121,11 +121,11 @@ class Book:
 class LedgerClient(LLMClient):
     """Client wrapper that logs every successful call, before the completion can be committed."""
 
-    def __init__(self, inner: LLMClient, book: Path | Book) -> None:
-        """Wrap ``inner``; ``book`` is a file, or a shared :class:`Book` that the caller closes."""
+    def __init__(self, inner: LLMClient, book: Path | LedgerWriter) -> None:
+        """Wrap ``inner``; ``book`` is a file, or a shared :class:`LedgerWriter` that the caller closes."""
         self._inner = inner
-        self._own = not isinstance(book, Book)
-        self._book = book if isinstance(book, Book) else Book(book)
+        self._own = not isinstance(book, LedgerWriter)
+        self._book = book if isinstance(book, LedgerWriter) else LedgerWriter(book)
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Forward the request, then log the call."""

@@ -16,8 +16,14 @@ import numpy as np
 from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.model.canonical import Canonical, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
-from turnwise.recorder.completion import SessionLimits, check_completion, parse_completion, read_completion, room_for
-from turnwise.recorder.history import History, Offers, snapshot
+from turnwise.recorder.completion import (
+    SessionLimits,
+    check_completion,
+    parse_completion,
+    read_completion,
+    token_budget,
+)
+from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey
 from turnwise.recorder.tree import (
@@ -111,7 +117,7 @@ class Session:
         self._failure: TurnwiseError | None = None
         self._requests = 0
         self._history = History(self._echoes.recognise)
-        self._offers = Offers()
+        self._request_tools = RequestTools()
         self._prompt_tokens = 0
         self._encoded_tokens = 0
         self._escaped = 0
@@ -149,7 +155,7 @@ class Session:
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
-        offered = self._offers.offered(tuple(tools or ()), self.renderer.arguments)
+        offered = self._request_tools.update(tuple(tools or ()), self.renderer.arguments)
         match = self._match(self._history.reduce(messages), *offered, self.renderer)
         self._escaped = escaped
         before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
@@ -271,7 +277,7 @@ class Session:
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
         canonical = self._history.reduce(messages)
-        match = self._match(canonical, *self._offers.offered(tuple(tools or ()), renderer.arguments), renderer)
+        match = self._match(canonical, *self._request_tools.update(tuple(tools or ()), renderer.arguments), renderer)
         prompt = self._prompt(match)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
@@ -331,7 +337,7 @@ class Session:
                 f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
                 f"{self.params.temperature} (rollout.temperature): give it that temperature, or none at all"
             )
-        most = room_for(
+        most = token_budget(
             self.limits,
             self.id,
             prompt=len(prompt),

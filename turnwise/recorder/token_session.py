@@ -23,7 +23,7 @@ _KEY: RootKey = ((("<ids>", "", ""),), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TrainedBranch:
     """One branch of an agent's own account of an episode.
 
     Attributes:
@@ -38,7 +38,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class _ParsedBranch:
     """A parsed branch: its name for errors, all ids, prompt length, mask of the ids to train."""
 
     where: str
@@ -51,7 +51,7 @@ class _Claim:
         return int(np.flatnonzero(self.wanted)[-1]) if self.wanted.any() else -1
 
 
-class _Way(NamedTuple):
+class _TreePath(NamedTuple):
     """A path that matches a prefix of a branch: last node, ids matched, and sampled nodes with their ranges."""
 
     tail: int
@@ -87,19 +87,19 @@ class TokenSession(Session):
             self._failure = error
             raise
 
-    def keep(self, branches: Sequence[Kept]) -> None:
+    def keep(self, branches: Sequence[TrainedBranch]) -> None:
         """Train only what an agent's account holds; sampled ids that are missing or masked there are excluded.
 
         Raises SessionError, and excludes nothing, if the account contradicts what was sampled.
         """
         claims = [
-            _claim(branch, f"output {number}" if len(branches) > 1 else "the output")
+            _parse_branch(branch, f"output {number}" if len(branches) > 1 else "the output")
             for number, branch in enumerate(branches)
         ]
         kept = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
         # Whatever says all that a branch says also says the beginning of it: the longer one has less to choose from.
         for claim in sorted(claims, key=lambda each: each.last, reverse=True):
-            self._hold(claim, kept)
+            self._match_branch(claim, kept)
         spoken = {node.index for node in self._tree.nodes if node.sampled and node.key != _KEY}
         self._left_out = {index: ~mask for index, mask in kept.items() if index not in spoken and not mask.all()}
 
@@ -164,12 +164,12 @@ class TokenSession(Session):
 
     # An agent's account
 
-    def _hold(self, claim: _Claim, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
+    def _match_branch(self, claim: _ParsedBranch, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
         """Find a branch in the tree and mark its kept ids; a resumed completion may need several paths."""
         missing = claim.wanted.copy()
-        ways = self._ways_of(claim.ids)
+        ways = self._matching_paths(claim.ids)
         while missing.any():
-            way = max(ways, key=lambda each: _worth(each, missing, kept), default=None)
+            way = max(ways, key=lambda each: _path_rank(each, missing, kept), default=None)
             if way is None or not any(missing[start:end].any() for _, start, end in way.turns):
                 break
             for node, start, end in way.turns:
@@ -180,14 +180,14 @@ class TokenSession(Session):
             at = int(wrong[0])
             raise SessionError(
                 f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.ids[at])}, "
-                f"{len(wrong)} such ids), but the model did not sample it there: {self._said_there(claim.ids, at)}. "
-                "Append the ids of generate() as they came, and mark everything else with 0"
+                f"{len(wrong)} such ids), but the model did not sample it: {self._sampled_instead(claim.ids, at)}. "
+                "Append the ids of generate() unchanged, and mark everything else with 0"
             )
 
-    def _ways_of(self, ids: TokenIds) -> list[_Way]:
+    def _matching_paths(self, ids: TokenIds) -> list[_TreePath]:
         """Return the paths that match a prefix of ``ids`` and hold sampled ids."""
-        found: list[_Way] = []
-        pending: list[tuple[Node, _Way]] = [(node, _Way(-1, 0, [])) for node in self._below(None)]
+        found: list[_TreePath] = []
+        pending: list[tuple[Node, _TreePath]] = [(node, _TreePath(-1, 0, [])) for node in self._below(None)]
         while pending:
             node, before = pending.pop()
             start = before.reach
@@ -195,7 +195,7 @@ class TokenSession(Session):
             if end == start:
                 continue
             turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
-            way = _Way(node.index, end, turns)
+            way = _TreePath(node.index, end, turns)
             whole = end == start + node.tokens
             on = [child for child in node.children if whole and end < len(ids) and child.ids[0] == ids[end]]
             pending.extend((child, way) for child in on)
@@ -203,7 +203,7 @@ class TokenSession(Session):
                 found.append(way)
         return found
 
-    def _said_there(self, ids: TokenIds, at: int) -> str:
+    def _sampled_instead(self, ids: TokenIds, at: int) -> str:
         """Describe for an error what the model sampled at ``at``."""
         turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
         if not turns:
@@ -218,7 +218,7 @@ class TokenSession(Session):
         return f"turn {closest.turn_id} ended before it"
 
 
-def _claim(branch: Kept, where: str) -> _Claim:
+def _parse_branch(branch: TrainedBranch, where: str) -> _ParsedBranch:
     prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
     mask = np.asarray(branch.mask)
     if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
@@ -227,11 +227,11 @@ def _claim(branch: Kept, where: str) -> _Claim:
             "id, 1 where the model sampled it and 0 where it did not"
         )
     wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
-    return _Claim(where, np.concatenate([prompt, response]), len(prompt), wanted)
+    return _ParsedBranch(where, np.concatenate([prompt, response]), len(prompt), wanted)
 
 
-def _worth(
-    way: _Way, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
+def _path_rank(
+    way: _TreePath, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
 ) -> tuple[int, bool, int, int, int, int]:
     """Return the sort key of a path for the unmatched ids of a branch; the largest wins.
 
@@ -255,7 +255,7 @@ def _ids(what: str, values: Sequence[int]) -> TokenIds:
     except (TypeError, ValueError, OverflowError) as error:
         raise SessionError(f"{what} must be a list of token ids: {error}") from error
     if ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0:
-        raise SessionError(f"{what} must be a list of one token id at least, none below 0; its shape is {ids.shape}")
+        raise SessionError(f"{what} must be a list of at least one token id, none negative; its shape is {ids.shape}")
     return ids
 
 

@@ -203,7 +203,7 @@ class PromptPlacement:
 
 
 @dataclass(slots=True)
-class _Trail:
+class _LastSearch:
     """State of the last search, from which a conversation that only grew resumes.
 
     Attributes:
@@ -240,7 +240,7 @@ class Tree:
         self.tokens = 0
         self.turns = 0
         self._store = bytearray()
-        self._trail = _Trail((), ((), ()))
+        self._trail = _LastSearch((), ((), ()))
         self._dissolved = False
 
     def counts(self) -> dict[str, float]:
@@ -290,7 +290,7 @@ class Tree:
 
     def _check_whole(self) -> None:
         if self._dissolved:
-            raise SessionError("this session is closed: nothing more is asked or recorded in it; open another one")
+            raise SessionError("this session is closed and records nothing more: open another one")
 
     def context_of(self, match: Match) -> Node | None:
         """Return the known context with equal messages and ids, if any."""
@@ -329,7 +329,7 @@ class Tree:
         found = sorted(trail.turns.items(), key=lambda each: _rank(*each), reverse=True)
         return found, trail.whole
 
-    def _reach(self, trail: _Trail, node: Node, end: int) -> None:
+    def _reach(self, trail: _LastSearch, node: Node, end: int) -> None:
         """Record that the path of a node matches the first ``end`` messages."""
         if node.sampled:
             behind = any(after in trail.matched for child in node.children for after in child.children)
@@ -343,13 +343,13 @@ class Tree:
         ):
             trail.whole = node
 
-    def _resumed(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_Trail, list[Place]]:
+    def _resumed(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_LastSearch, list[Place]]:
         """Return the state to resume from and the nodes still to visit."""
         last = self._trail
         known = len(last.messages)
         # Most messages are the very objects of the last request, so this costs little.
         if last.key != key or known > len(messages) or not _identical(last.messages, messages[:known]):
-            return _Trail(messages, key, len(self.nodes)), [(root, 0) for root in self.roots if root.key == key]
+            return _LastSearch(messages, key, len(self.nodes)), [(root, 0) for root in self.roots if root.key == key]
         pending = last.later
         for node in self.nodes[last.seen :]:
             if node.parent is not None:
@@ -357,7 +357,7 @@ class Tree:
             elif node.key == key:
                 pending.append((node, 0))
         whole = last.whole if known == len(messages) else None
-        return _Trail(messages, key, len(self.nodes), last.matched, last.turns, whole), pending
+        return _LastSearch(messages, key, len(self.nodes), last.matched, last.turns, whole), pending
 
 
 def _identical(last: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
@@ -389,7 +389,7 @@ def _rank(node: Node, used: int) -> tuple[int, int, bool, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parting:
+class _Divergence:
     """Where the branches through ``node`` diverge from a request, after ``shared`` messages with or without a turn."""
 
     node: Node
@@ -442,9 +442,9 @@ def _differ_in_reasoning(one: Canonical, other: Canonical) -> bool:
     return equal and one.reasoning.strip() != other.reasoning.strip()
 
 
-def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Parting, Node]:
+def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Divergence, Node]:
     """Find the branch with the longest common prefix (then same root key, then most recent)."""
-    partings = list(_partings(roots, messages))
+    partings = list(_divergences(roots, messages))
     most = max((each.shared, each.node.key == key) for each in partings)
     ends = [
         (leaf.index, number, leaf)
@@ -456,7 +456,7 @@ def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey)
     return partings[number], leaf
 
 
-def _partings(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[_Parting]:
+def _divergences(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[_Divergence]:
     pending = [(root, 0, False) for root in roots]
     while pending:
         node, start, spoken = pending.pop()
@@ -466,11 +466,11 @@ def _partings(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[
                 break
             here += 1
         if here - start < len(node.messages) and not node.may_be_missing:
-            yield _Parting(node, here, node.messages[here - start], spoken)
+            yield _Divergence(node, here, node.messages[here - start], spoken)
         elif node.children:
             pending.extend((child, here, spoken or node.sampled) for child in node.children)
         else:
-            yield _Parting(node, here, None, spoken or node.sampled)
+            yield _Divergence(node, here, None, spoken or node.sampled)
 
 
 def _leaves(node: Node) -> Iterator[Node]:

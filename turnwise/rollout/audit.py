@@ -28,7 +28,7 @@ from turnwise.types import StopReason, TokenIds
 
 
 @dataclass(slots=True)
-class Account:
+class JournalSummary:
     """Contents of a journal, for the audit.
 
     Attributes:
@@ -70,7 +70,7 @@ class Account:
             found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
         return found
 
-    def unnamed(self, finished: Iterable[str], file: Path) -> list[str]:
+    def unreferenced(self, finished: Iterable[str], file: Path) -> list[str]:
         """Return contradictions: finished trajectories without a journal entry.
 
         The last process may have left some by a kill; the next one notes them.
@@ -81,7 +81,7 @@ class Account:
         begun, (last, closed) = self.parts[0][0], self.parts[-1]
         places = _places(file)
         return [
-            f"trajectory {name}: finished, but by the journal it is in no group, and no kill cut it off"
+            f"trajectory {name}: finished, but the journal has it in no group, and no kill explains that"
             for name in lost
             if begun <= places[name] and (closed or places[name] < last)
         ]
@@ -97,9 +97,9 @@ class Account:
         return "finished trajectories dropped" if key in self.dropped else "finished trajectories that wait"
 
 
-def account(file: Path) -> Account:
+def summarize_journal(file: Path) -> JournalSummary:
     """Read a journal; a missing file counts as empty."""
-    found = Account()
+    found = JournalSummary()
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
@@ -114,7 +114,7 @@ def account(file: Path) -> Account:
             for key in event["keys"]:
                 found.taken.setdefault(str(key), []).append(int(event["step"]))
         elif kind == "back":
-            _give_back(found, map(str, event["keys"]), int(event["step"]))
+            _undo_take(found, map(str, event["keys"]), int(event["step"]))
         elif kind == "drop":
             found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
         elif kind == "orphan":
@@ -126,7 +126,7 @@ def account(file: Path) -> Account:
     return found
 
 
-def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
+def _undo_take(found: JournalSummary, keys: Iterable[str], step: int) -> None:
     """Undo the taking of groups by a step, and later drops."""
     for key in keys:
         if step in found.taken.get(key, ()):
@@ -149,7 +149,7 @@ def _places(file: Path) -> dict[str, int]:
 
 LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
 _TEXT = "text"
-_OF_TEXT = "trajectories of text: nothing to prove"
+_OF_TEXT = "trajectories of text: not audited"
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ def audit_files(run: Path) -> AuditReport:
             raise _nothing(run, forms.total())
     for name in (LEDGER, TRAJECTORIES):
         if not (run / name).is_file():
-            raise AuditError(f"{run} holds no {name}: nothing can be proven about this run")
+            raise AuditError(f"{run} holds no {name}: this run cannot be audited")
     report = AuditReport()
     try:
         ledger = read_ledger(run / LEDGER)
@@ -195,11 +195,11 @@ def audit_files(run: Path) -> AuditReport:
         waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
         audit = _Audit(ledger, batches, report, waiting)
         audit.all(read_trajectories(run / TRAJECTORIES))
-        journal = account(run / JOURNAL)
+        journal = summarize_journal(run / JOURNAL)
         report.contradictions += journal.misused([(row.trajectory, row.step) for row in batches.rows])
         if (run / JOURNAL).is_file():
             report.counts.update(journal.fates(audit.finished))
-            report.contradictions += journal.unnamed(audit.finished, run / TRAJECTORIES)
+            report.contradictions += journal.unreferenced(audit.finished, run / TRAJECTORIES)
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
@@ -216,8 +216,8 @@ def _forms(run: Path) -> Counter[str]:
 
 def _nothing(run: Path, count: int) -> AuditError:
     return AuditError(
-        f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which tells no token ids: "
-        "there is nothing to prove by tokens"
+        f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which returns no token ids: "
+        "there is nothing to audit"
     )
 
 
@@ -250,7 +250,7 @@ class _Audit:
             counts["sampled tokens"] += trajectory.sampled_tokens
             counts["forks"] += sum(trajectory.forks().values())
             if trajectory.id in seen:
-                self._say(trajectory, "stands twice in the file")
+                self._say(trajectory, "occurs twice in the file")
                 continue
             seen.add(trajectory.id)
             ended = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED

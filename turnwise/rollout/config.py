@@ -262,7 +262,8 @@ class RolloutConfig(BaseModel):
     def _members_fit(self) -> Self:
         if self.failed_members == "drop" and self.min_members > 1:
             raise ValueError(
-                f"min_members is {self.min_members}, but failed_members is drop, where groups are whole: remove it"
+                f"min_members is {self.min_members}, but failed_members is drop, which trains complete groups only: "
+                "remove it"
             )
         if self.min_members > self.group_size:
             raise ValueError(
@@ -274,7 +275,7 @@ class RolloutConfig(BaseModel):
     @model_validator(mode="after")
     def _one_way_out(self) -> Self:
         if self.remote is not None and self.agent_loop_manager_class is not None:
-            raise ValueError("either remote or agent_loop_manager_class: such a class hands its episodes out itself")
+            raise ValueError("either remote or agent_loop_manager_class: such a class distributes its episodes itself")
         if self.lease_timeout is not None and self.agent_loop_manager_class is None:
             raise ValueError(
                 f"lease_timeout is {self.lease_timeout:g}, but it is for a manager of agent_loop_manager_class: remove "
@@ -285,5 +286,5 @@ class RolloutConfig(BaseModel):
     @model_validator(mode="after")
     def _public_urls_are_used(self) -> Self:
         if self.gateway.public_urls and "{base}" not in self.address:
-            raise ValueError("gateway.public_urls only together with {base} in address, where they are put")
+            raise ValueError("gateway.public_urls only together with {base} in address, which inserts them")
         return self

@@ -155,9 +155,9 @@ class ReplayBuffer(ABC):
         """
         del refill
 
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
         """Set the callback for finished groups that will never be trained, and why. Called in :meth:`sample`."""
-        del told
+        del callback
 
     def reissued(self) -> None:
         """Count a group or an episode that is rolled out again after a loss."""

@@ -72,7 +72,7 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         for value, kind in [(group, TrajectoryGroup), *((each, Trajectory) for each in _members(group))]:
             if not isinstance(value, kind):
                 raise TrainError(
-                    f"the replay buffer was given {shown(value)} where a {kind.__name__} belongs: put TrajectoryGroups "
+                    f"the replay buffer got {shown(value)} instead of a {kind.__name__}: put TrajectoryGroups "
                     "of Trajectories, whose segments a Session recorded"
                 )
         if self._waited_for is not None and not self._waited_for(group):
@@ -140,7 +140,7 @@ def current_rollout() -> CurrentRollout:
     found = _CURRENT.get(None)
     if found is None:
         raise TurnwiseError(
-            f"current_rollout() was called where no rollout manager works: ask in create() or generate_sequences() of "
+            f"current_rollout() was called outside a rollout manager: call it in create() or generate_sequences() of "
             f"the class that {KEY} names"
         )
     return found
@@ -155,7 +155,7 @@ def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any]
     missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(found, name))]
     if missing:
         raise ConfigError(
-            f"{KEY} {reference!r} is no rollout manager, for want of {' and '.join(missing)}: write create(config, "
+            f"{KEY} {reference!r} is not a rollout manager, it lacks {' and '.join(missing)}: write create(config, "
             "client, buffer, parts) as a class method and generate_sequences(requests), or subclass "
             "turnwise.RolloutManager"
         )
@@ -176,10 +176,10 @@ async def create_manager(
     """
     if config.agent_loop_manager_class is None:
         return await RolloutProducer.create(config, client, buffer, parts)
-    return await OutsideManager.create(config, client, buffer, parts)
+    return await CustomManager.create(config, client, buffer, parts)
 
 
-class OutsideManager(RolloutManager):
+class CustomManager(RolloutManager):
     """Adapter around a custom rollout manager.
 
     Validates its groups and writes trajectories that it did not write itself. A task started by its
@@ -269,8 +269,7 @@ class OutsideManager(RolloutManager):
         wanted = {request.task.id for request in requests}
         if len(wanted) < len(requests):
             raise TurnwiseError(
-                f"{len(requests) - len(wanted)} tasks have an id that another one has: their groups could not be told "
-                "apart"
+                f"{len(requests) - len(wanted)} tasks have the id of another task: their groups could not be told apart"
             )
         buffer, partition = self._current.buffer, requests[0].partition
         found: dict[str, TrajectoryGroup] = {}
@@ -280,7 +279,7 @@ class OutsideManager(RolloutManager):
             [group] = await buffer.fetch(ref)
             await buffer.release(ref)
             if group.task_id not in wanted or group.task_id in found:
-                what = "a second time" if group.task_id in found else "though nobody asked for it"
+                what = "a second time" if group.task_id in found else "that was not requested"
                 raise TrainError(
                     f"{self._name} put a group of task {group.task_id!r} into partition {partition!r} {what}: each "
                     "request has exactly one group, with the request's task id"
@@ -387,7 +386,7 @@ def _arguments(
     if unknown:
         hint = ": it must be a class method" if unknown[0] == "self" else ""
         raise ConfigError(
-            f"{KEY} {reference!r}: create wants {', '.join(unknown)}, which nobody has{hint}; it may name "
-            f"{', '.join(offered)}, and others with a default"
+            f"{KEY} {reference!r}: create has the unknown parameters {', '.join(unknown)}{hint}; allowed are "
+            f"{', '.join(offered)}, and any with a default"
         )
     return {each.name: offered[each.name] for each in parameters if each.name in offered}

@@ -172,7 +172,7 @@ class OutstandingRequests:
         )
         key = next(asked, None)
         if key is None:
-            self._say(f"group {group.id} of task {group.task_id} came too late: another attempt was faster")
+            self._say(f"group {group.id} of task {group.task_id} arrived late: another attempt finished first")
             return False
         self.remove([key])
         return True
@@ -189,6 +189,6 @@ class OutstandingRequests:
 
     def _lost(self, key: str) -> None:
         request = self._out[key]
-        self._say(f"task {request.task.id}: no sign of life for {self._seconds:g} s, so it is given out again")
+        self._say(f"task {request.task.id}: no heartbeat for {self._seconds:g} s, so it is issued again")
         if self._again is not None:
             self._again(request)

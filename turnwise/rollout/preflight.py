@@ -40,8 +40,8 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
     default = env_class(rollout.env.name).default_tasks
     if default is None:
         raise ConfigError(
-            f"{key}: missing, and the environment {rollout.env.name!r} names no tasks of its own (default_tasks): name "
-            "a file of tasks, or pkg.module:function"
+            f"{key}: missing, and the environment {rollout.env.name!r} has no default_tasks: name a file of tasks, or "
+            "pkg.module:function"
         )
     return default
 
@@ -163,8 +163,8 @@ def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSch
     if tools and not _shows(renderer, messages, tools):
         raise ConfigError(
             f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but the chat "
-            "template shows none: the prompt is the same with and without them, so the model could not know of them. "
-            f"Set renderer.chat_template to one that shows tools: {', '.join(shipped_templates())}, or a jinja file"
+            "template shows none: the prompt is the same with and without them, so the model cannot know them. Set "
+            f"renderer.chat_template to one that shows tools: {', '.join(shipped_templates())}, or a jinja file"
         )
 
 

@@ -483,15 +483,15 @@ class RolloutProducer(RolloutManager):
         if self._remote is None:
             return await self._runner.run(spec)
         # The episode begins when somebody is there to play it: nobody's absence counts against its time.
-        async with self._remote.seat() as agent:
+        async with self._remote.acquire_runner() as agent:
             return await self._runner.run(spec, agent)
 
     def _count_lost(self, error: Exception | None) -> None:
         if self._threads.lost > self._config.max_lost_threads:
             raise EnvError(
-                f"{self._threads.lost} threads run code of tools or environments that was given up, and cannot be "
-                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Give what that code waits for "
-                f"a time-out of its own, or make it async. The last error: {error or 'none'}"
+                f"{self._threads.lost} abandoned threads still run code of tools or environments and cannot be "
+                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Add time-outs to that code, or "
+                f"make it async. The last error: {error or 'none'}"
             ) from error
 
 

@@ -169,7 +169,7 @@ def read_batches(path: Path) -> Batches:
             if record.get("event") == "undo":
                 for _ in range(int(record["records"])):
                     if not records or records[-1][0] != int(record["step"]):
-                        raise ValueError("it takes back what does not stand before it")
+                        raise ValueError("it undoes a record that is not before it")
                     records.pop()
             elif record.get("event") == "start":
                 if record["schema_version"] != SCHEMA_VERSION:
@@ -260,7 +260,7 @@ class TrajectoryWriter:
         """Cut the file to its first ``size`` bytes."""
         self._file.truncate(size)
 
-    def strike(self, place: Place) -> None:
+    def invalidate(self, place: Place) -> None:
         """Invalidate a line by removing its closing brace, so that its trajectory can be written again."""
         with self.path.open("r+b") as file:
             file.seek(place.offset + place.length - 1)

@@ -59,7 +59,7 @@ class AgentTable:
         self._made: dict[str, Agent] = {}
         for entry in self._entries():
             if entry.name in self._named:
-                raise ConfigError(f"{self._file}: the agent name {entry.name!r} stands there twice")
+                raise ConfigError(f"{self._file}: the agent name {entry.name!r} occurs twice")
             self._named[entry.name] = entry
 
     def _entries(self) -> list[AgentEntry]:
@@ -98,7 +98,7 @@ class AgentTable:
             if unknown:
                 del self._made[key]
                 raise ConfigError(
-                    f"agent {name!r} names the policy {unknown[0]!r}, which is not there: name one of "
+                    f"agent {name!r} names the policy {unknown[0]!r}, which does not exist: name one of "
                     f"{', '.join(sorted(self._policies))}, or add rollout.frozen.{unknown[0]}"
                 )
         return self._made[key]
@@ -319,7 +319,7 @@ class EpisodeRunner:
                 raise
             # Nobody cancelled this episode: passed on, it would end the member without a word.
             run.stop_reason = StopReason.ERROR
-            run.error = AgentError("the agent or its environment raised CancelledError, but nobody cancelled them")
+            run.error = AgentError("the agent or its environment raised CancelledError without being cancelled")
             run.error.__cause__ = error
         except ToolThreadLost as error:
             run.stop_reason, run.error = StopReason.TIMEOUT, error
@@ -383,7 +383,7 @@ class EpisodeRunner:
             tools=schemas(run.env),
             limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
             open_session=run.sessions.open,
-            open_door=run.sessions.door,
+            open_endpoint=run.sessions.endpoint,
             deadline=deadline,
             executor=self._executor,
             id=spec.episode_id,

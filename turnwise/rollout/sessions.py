@@ -11,7 +11,7 @@ from turnwise.agents.core import Episode
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.gateway.endpoints import Place
-from turnwise.gateway.local import Door, LocalGateway
+from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.session import TextSession
 from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
@@ -77,7 +77,7 @@ class EpisodeSessions:
         self.opened: dict[str, tuple[Session, str]] = {}
         self._gateway = gateway
         self._gateways: dict[str, LocalGateway] = {}
-        self._doors: dict[str, Door] = {}
+        self._endpoints: dict[str, SessionEndpoint] = {}
         self._samplers = {TRAINED: Sampler(client, renderer, context_length, gateway), **(frozen or {})}
         self._episode_id = episode_id
         self._rollout_id, _, self._attempt_id = episode_id.rpartition(".")
@@ -101,7 +101,7 @@ class EpisodeSessions:
         sampler = self._samplers.get(policy)
         if sampler is None:
             raise AgentError(
-                f"session {name!r} is to be sampled by the policy {policy!r}, which is not there; there are "
+                f"session {name!r} names the policy {policy!r}, which does not exist; there are "
                 f"{', '.join(self._samplers)} (rollout.frozen)"
             )
         params = self._params
@@ -138,9 +138,9 @@ class EpisodeSessions:
             echo=self._echo,
         )
 
-    async def door(self, session: Session) -> Door:
+    async def endpoint(self, session: Session) -> SessionEndpoint:
         """Return the endpoint of a session, always the same."""
-        if session.id not in self._doors:
+        if session.id not in self._endpoints:
             gateway = self._gateways[session.id]
             if gateway is self._gateway and self._base is None:
                 self._base = gateway.form.take()
@@ -148,8 +148,8 @@ class EpisodeSessions:
             # What stands in front of the run's gateway does not lead to that of a frozen policy.
             base = self._base if gateway is self._gateway else None
             place = Place(self._rollout_id, self._attempt_id, name, base)
-            self._doors[session.id] = await gateway.open(session, place)
-        return self._doors[session.id]
+            self._endpoints[session.id] = await gateway.open(session, place)
+        return self._endpoints[session.id]
 
     @contextlib.asynccontextmanager
     async def acting(self) -> AsyncIterator[None]:
@@ -171,13 +171,13 @@ class EpisodeSessions:
             if failure is not None:
                 raise failure
         finally:
-            for session_id, door in self._doors.items():
-                await self._gateways[session_id].shut(door)
-            self._gateway.form.give_back(self._base)
+            for session_id, endpoint in self._endpoints.items():
+                await self._gateways[session_id].shut(endpoint)
+            self._gateway.form.release(self._base)
             self._base = None
 
     def _failure(self) -> TurnwiseError | None:
-        failures = [door.failure for door in self._doors.values()]
+        failures = [endpoint.failure for endpoint in self._endpoints.values()]
         return next((failure for failure in failures if failure is not None), None)
 
 

@@ -343,7 +343,7 @@ def _named(given: Named, what: str) -> dict[str, Any]:
     if isinstance(given, Mapping):
         unknown = sorted(given.keys() - {"name", "config"})
         if unknown or "name" not in given:
-            raise ConfigError(f"{what} {shown(given)}: a mapping holds name and, if it is wished, config")
+            raise ConfigError(f"{what} {shown(given)}: a mapping holds name and, optionally, config")
         given, config = given["name"], dict(given.get("config") or {})
     if isinstance(given, str):
         return {"name": given, "config": config}
@@ -361,7 +361,7 @@ def _class_of(given: Agent | Env, what: str) -> type[Any]:
         same = False
     if not same:
         raise ConfigError(
-            f"{what} {cls.__qualname__} is an object with a state of its own, and the run makes its own one: give "
+            f"{what} {cls.__qualname__} is an object with state, and the run creates its own instance: give "
             f'{{"name": {cls.__qualname__}, "config": {{...}}}} with the arguments of its constructor'
         )
     return cls

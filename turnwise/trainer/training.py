@@ -282,7 +282,10 @@ def check_run(run: Callable[..., Any], name: str) -> None:
     ]
     unknown = [each for each in asked if each not in _ARGUMENTS]
     if unknown:
-        raise ConfigError(f"algorithm {name}: its run wants {', '.join(unknown)}; it may name {', '.join(_ARGUMENTS)}")
+        raise ConfigError(
+            f"algorithm {name}: its run has the unknown parameters {', '.join(unknown)}; allowed are "
+            f"{', '.join(_ARGUMENTS)}"
+        )
 
 
 async def call_run(run: Callable[..., Awaitable[None]], name: str, training: Training) -> None:

@@ -69,7 +69,7 @@ class SharedMemoryWriter(WeightWriter):
         try:
             self.directory = weights_directory(_NAME.format(pid=os.getpid()))
         except OSError as error:
-            raise TrainError(f"no directory for weights can be made: {error}") from error
+            raise TrainError(f"a directory for weights cannot be created: {error}") from error
         self._last: WeightManifest | None = None
         _remove_orphans(self.directory.parent)
 
@@ -93,8 +93,8 @@ class SharedMemoryWriter(WeightWriter):
             )
         except OSError as error:
             raise TrainError(
-                f"weights of version {version} cannot be written to {self.directory}: {error}; "
-                "there has to be room for the weights twice"
+                f"weights of version {version} cannot be written to {self.directory}: {error}; it needs room for two "
+                "copies of the weights"
             ) from error
         if not manifest.same_weights(self._last):
             self.written_bytes += manifest.nbytes

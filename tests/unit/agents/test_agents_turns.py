@@ -176,7 +176,7 @@ async def test_what_an_environment_gets_wrong_is_named(broken: str, words: str) 
 async def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
     outcome, _ = await run(agent={"policies": {"solver": "older"}})
     assert isinstance(outcome.error, ConfigError)
-    assert "names the policy 'older', which is not there: name one of main" in str(outcome.error)
+    assert "names the policy 'older', which does not exist: name one of main" in str(outcome.error)
 
 
 @pytest.mark.parametrize(

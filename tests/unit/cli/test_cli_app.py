@@ -85,7 +85,7 @@ def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -
 def test_an_error_is_one_clear_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("view", str(tmp_path)) == 1
     captured = capsys.readouterr()
-    assert captured.err.startswith("FormatError: there is no file")
+    assert captured.err.startswith("FormatError: no such file")
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
     assert captured.out == ""
@@ -100,7 +100,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, place: int
     )
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "FormatError: there is no file" in done.stderr
+    assert "FormatError: no such file" in done.stderr
 
 
 def test_markup_in_an_error_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_a_model_whose_prompts_show_no_tools(tmp_path: Path, capsys: pytest.Capt
     assert run("check-env", "lookup", "--model", model, "--chat-template", "hermes-short", "--json") == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
     assert run("check-env", "lookup", "--chat-template", "hermes") == 1
-    assert "--chat-template is hermes, but no model is named" in capsys.readouterr().err
+    assert "--chat-template is hermes, but it needs a model" in capsys.readouterr().err
 
 
 def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["figures"]["prompt tokens, most"] > few
     (tmp_path / "empty.jsonl").write_text("")
     assert run("check-env", f"{file}:Generous", "--tasks", str(tmp_path / "empty.jsonl")) == 1
-    assert "there is no task in it" in capsys.readouterr().err
+    assert "it contains no tasks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def run(*argv: str) -> int:
 def test_it_prints_a_table_of_attacks_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*PLAIN, "--only", "exec: exit", "--only", "attack: environment") == 0
     told = capsys.readouterr().out
-    assert "held back by" in told
+    assert "contained by" in told
     assert "always" in told
     assert "local (plain): 1 passed, 1 held" in told
 

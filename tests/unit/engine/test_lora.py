@@ -108,7 +108,7 @@ def test_what_does_not_fit_changes_nothing(directory: Path) -> None:
     for key, tensor in weights(served).items():
         assert torch.equal(tensor, before[key])
     served.load(dict(make_model("qwen3", 1).state_dict()), 2)
-    with pytest.raises(FormatError, match="replaced as a whole since: launch it again"):
+    with pytest.raises(FormatError, match="full weights were replaced since: relaunch it"):
         served.load_adapter(good, INFO, 3)
 
 
@@ -127,7 +127,7 @@ def test_the_manifest_says_what_the_tensors_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (b'"kind":"lora"', "adapter must say kind 'lora'"),
+        (b'"kind":"lora"', "adapter must have kind 'lora'"),
         (b'"rank":2', "rank must be an integer of at least 1"),
         (b'"alpha":6.0', "alpha must be a finite number"),
         (b'"targets":["a"]', "targets must list names"),

@@ -427,7 +427,7 @@ async def test_a_server_that_ends_by_itself_has_died_too(mortal):
     os.kill(mortal.pid, signal.SIGTERM)
     death = await asyncio.wait_for(mortal.wait_died(), 10)
     assert "died" in str(death)
-    with pytest.raises(InferenceError, match="does not run"):
+    with pytest.raises(InferenceError, match="is not running"):
         await mortal.pause()
 
 

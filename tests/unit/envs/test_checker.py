@@ -613,7 +613,7 @@ def nothing():
 
 
 async def test_own_tasks_that_are_none():
-    with pytest.raises(TaskError, match="there is no task in it"):
+    with pytest.raises(TaskError, match="it contains no tasks"):
         await check_env(NoTasks)
 
 

@@ -277,7 +277,7 @@ class TestProcesses:
         )  # fmt: skip
         out, err = await process.communicate()
         assert (process.returncode, out) == (1, b"")
-        assert "TaskError: --task x: turnwise.envs.library.lookup:tasks?n=3 names none" in err.decode()
+        assert "TaskError: --task x: turnwise.envs.library.lookup:tasks?n=3 has no task with this id" in err.decode()
 
     async def test_a_port_that_cannot_be(self) -> None:
         with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):

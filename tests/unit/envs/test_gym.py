@@ -206,7 +206,7 @@ def test_what_is_wrong_is_told():
         to_gymnasium("lookup", nonsense=1)
     with pytest.raises(EnvError, match="goes with the name"):
         to_gymnasium(LookupEnv, size=3)
-    with pytest.raises(TaskError, match="there is no task in it"):
+    with pytest.raises(TaskError, match="it contains no tasks"):
         to_gymnasium("lookup", tasks=list)
     env = to_gymnasium("lookup", tasks=[Task("a", "x", {"person": "ana"})])
     assert env.reset(options={"task": "a"})[1]["task_id"] == "a"

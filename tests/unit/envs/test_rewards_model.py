@@ -186,9 +186,9 @@ async def test_the_wire_is_vllms(http, replica):
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages", "messages[0].content holds 5"),
         ({"messages": [{"content": "a"}]}, 400, "messages", "messages[0].role is None"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages",
-         "no media are judged"),
+         "media are not supported"),
         ({"input": "a", "use_activation": "no"}, 400, "use_activation", "true or false"),
-        ({"input": "a", "actviation": True}, 400, "actviation", "is no field"),
+        ({"input": "a", "actviation": True}, 400, "actviation", "is not a field"),
         ({"input": "a", "model": "other"}, 404, "model", "'tiny' is served here"),
     ],
 )  # fmt: skip
@@ -259,7 +259,7 @@ async def test_a_model_that_is_no_classifier_is_refused(tmp_path, scalar):
         vocab_size=99,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(InferenceError, match=r"no sequence classifier \(its architecture: Qwen2ForCausalLM\)"):
+    with pytest.raises(InferenceError, match=r"not a sequence classifier \(its architecture: Qwen2ForCausalLM\)"):
         Classifier(tmp_path, dtype="auto", device="cpu", max_context=None)
 
 
@@ -292,7 +292,10 @@ async def test_bad_settings_are_refused_by_name(arguments, words):
 
 
 async def test_a_folder_of_another_model_is_refused_before_anything_is_served(tmp_path):
-    for text, words in (("{", "cannot be read"), ('{"architectures": ["Qwen2ForCausalLM"]}', "no sequence classifier")):
+    for text, words in (
+        ("{", "cannot be read"),
+        ('{"architectures": ["Qwen2ForCausalLM"]}', "not a sequence classifier"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=words):
             RewardModel(model_dir=str(tmp_path))

@@ -350,7 +350,7 @@ def starred(*texts):
         ({"a": {"function": correct, "wieght": 2}}, "no field 'wieght'; did you mean 'weight'"),
         ({"a": {"weight": 2}}, "names no function"),
         ({"a": "numerci"}, "no reward function 'numerci'; did you mean 'numeric'"),
-        ({"a": "no.such_module:f"}, "there is no module 'no'"),
+        ({"a": "no.such_module:f"}, "no module named 'no'"),
         ({"a": {"function": "numeric", "arguments": {"tolerence": 1}}}, "Numeric does not take"),
         ({"a": {"function": "numeric", "arguments": {"tolerance": -1}}}, "tolerance is -1"),
         ({"a": {"function": "numeric", "arguments": [1]}}, r"arguments is \[1\]"),

@@ -167,7 +167,7 @@ async def test_an_endpoint_is_evaluated(
             main(words)
         assert (ended.value.code or 0) == code
     told = capsys.readouterr()
-    assert "nothing to prove by tokens" in told.err
+    assert "there is nothing to audit" in told.err
     assert "recorded as text" in told.out
 
 

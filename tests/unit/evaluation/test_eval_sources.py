@@ -88,7 +88,7 @@ async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
     assert {each.task_id for each in trajectories} == {"f0", "f1", "f2"}
     assert result.greedy is not None
     assert result.greedy.tasks == 3
-    with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' names no tasks"):
+    with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
         await run({}, name="single_turn", config={"scorer": "support.task_rows:finite"})
 
 

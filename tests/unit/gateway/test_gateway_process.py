@@ -33,7 +33,7 @@ from turnwise.engine.server import App, Outbox
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
-from turnwise.inference.process import bind, deaf_server
+from turnwise.inference.process import bind, server_without_signal_handlers
 from turnwise.rollout.records import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "Go."}]}
@@ -63,7 +63,9 @@ async def answering(model: Path) -> AsyncIterator[str]:
     app = App(Engine(CausalLM(model, dtype="float32", device="cpu"), outbox.deliver), outbox, "m", stop_strings=True)
     listener = bind("127.0.0.1", 0)
     listener.listen()
-    server = deaf_server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    server = server_without_signal_handlers(
+        uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

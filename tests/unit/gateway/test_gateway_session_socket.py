@@ -15,7 +15,7 @@ import yarl
 
 from support.chat_models import renderer_for
 from turnwise.errors import InferenceError
-from turnwise.gateway.local import Door, LocalGateway
+from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import SamplingParams
@@ -25,18 +25,18 @@ BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go."}
 
 @dataclass
 class Open:
-    """A gateway with two doors, the first of which is answered at a socket of its own, too.
+    """A gateway with two endpoints, the first of which is answered at a socket of its own, too.
 
     Attributes:
         gateway: The gateway; it has another application beside its sessions.
-        own: The door.
+        own: The endpoint.
         other: The other one.
         url: The first session's address at its own socket.
     """
 
     gateway: LocalGateway
-    own: Door
-    other: Door
+    own: SessionEndpoint
+    other: SessionEndpoint
     url: yarl.URL
 
     def turns(self) -> tuple[int, int]:
@@ -58,14 +58,14 @@ async def opened() -> AsyncIterator[Open]:
     gateway.mount("beside", beside)
     try:
         async with asyncio.timeout(60):
-            doors = [
+            endpoints = [
                 await gateway.open(Session(client, renderer, id=name, limits=limits, params=params))
                 for name in ("own", "other")
             ]
-            url = await doors[0].answer_at(socket.create_server(("127.0.0.1", 0)))
-            yield Open(gateway, *doors, yarl.URL(url))
-            for door in doors:
-                await gateway.shut(door)
+            url = await endpoints[0].serve_at(socket.create_server(("127.0.0.1", 0)))
+            yield Open(gateway, *endpoints, yarl.URL(url))
+            for endpoint in endpoints:
+                await gateway.shut(endpoint)
     finally:
         await gateway.close()
 
@@ -148,7 +148,7 @@ async def test_requests_on_one_connection_are_held_back_one_by_one() -> None:
         assert it.turns() == (2, 0)
 
 
-async def test_connections_there_are_bounded_and_end_with_the_door() -> None:
+async def test_connections_there_are_bounded_and_end_with_the_endpoint() -> None:
     async with opened() as it:
         held = [await asyncio.open_connection(it.url.host, it.url.port) for _ in range(200)]
         assert await answers(it.url, request("GET", f"{it.url.path}/v1/models", b"")) == [200]
@@ -167,4 +167,4 @@ async def test_connections_there_are_bounded_and_end_with_the_door() -> None:
 async def test_a_session_recorded_elsewhere_has_no_other_socket() -> None:
     async with opened() as it:
         with pytest.raises(InferenceError, match="another process records"):
-            await Door(it.own.url, it.own.entry).answer_at(socket.create_server(("127.0.0.1", 0)))
+            await SessionEndpoint(it.own.url, it.own.entry).serve_at(socket.create_server(("127.0.0.1", 0)))

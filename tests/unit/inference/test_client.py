@@ -364,11 +364,11 @@ async def test_a_stream_goes_to_another_server_when_its_own_breaks(make):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (events({"error": {"message": "broke"}}), "broke off a stream: broke"),
+        (events({"error": {"message": "broke"}}), "aborted a stream: broke"),
         (events(b"{"), "not JSON"),
         (events(piece([5]), b"[DONE]"), "without a finish reason"),
         (events(piece([5], logprobs=None)), "1 ids with 0"),
-        (events(piece([5]), broken=True), "broke off a stream before it said which weights sampled it"),
+        (events(piece([5]), broken=True), "ended a stream before reporting which weights sampled it"),
         (events(piece([5], "stop", weight_versions=[{"version": "1", "start": 0, "end": 2}])), "1 ids with weight"),
         (reply(b'{"error": {"message": "no"}}', 400), "answered 400: no"),
     ],
@@ -384,28 +384,30 @@ async def test_streams_that_cannot_be_used(make, script, message):
 
 def test_sessions_stay_and_others_go_to_the_least_busy():
     balancer = Balancer(3)
-    first = [balancer.take("") for _ in range(3)]
+    first = [balancer.acquire("") for _ in range(3)]
     assert sorted(first) == [0, 1, 2]
-    home = balancer.take("a")
-    balancer.take("")
-    assert balancer.take("a") == home
-    balancer.give_back(2)
-    balancer.give_back(2) if home == 2 else None
-    assert balancer.take("b") == min(range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"]))
+    home = balancer.acquire("a")
+    balancer.acquire("")
+    assert balancer.acquire("a") == home
+    balancer.release(2)
+    balancer.release(2) if home == 2 else None
+    assert balancer.acquire("b") == min(
+        range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"])
+    )
 
 
 def test_a_failed_server_is_avoided_where_there_is_another():
     balancer = Balancer(2)
-    home = balancer.take("a")
-    assert balancer.take("a", avoid=home) == 1 - home
-    assert balancer.take("a") == 1 - home
-    assert Balancer(1).take("a", avoid=0) == 0
+    home = balancer.acquire("a")
+    assert balancer.acquire("a", avoid=home) == 1 - home
+    assert balancer.acquire("a") == 1 - home
+    assert Balancer(1).acquire("a", avoid=0) == 0
 
 
 def test_remembered_sessions_are_bounded():
     balancer = Balancer(2, remembered=3)
     for number in range(10):
-        balancer.give_back(balancer.take(f"s{number}"))
+        balancer.release(balancer.acquire(f"s{number}"))
     assert list(balancer._home) == ["s7", "s8", "s9"]
 
 
@@ -466,7 +468,7 @@ async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was
     assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6]
     for broken in (events(said, broken=True), events(said, piece([], "abort", weight_versions=spans))):
         async with Fake(broken) as fake:
-            with pytest.raises(InferenceError, match="ask again"):
+            with pytest.raises(InferenceError, match="repeat the request"):
                 await collect(make(fake), HELD)
         assert len(fake.bodies) == 1
 
@@ -491,11 +493,11 @@ async def test_given_ids_are_scored(make):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (scored([5, 1, 2], prompt_logprobs=None), "answered no prompt_logprobs: it cannot score"),
-        (scored([5, 1]), "do not fit the ids"),
-        (scored([5, 1, 3]), "do not fit the ids .KeyError.*'2'"),
+        (scored([5, 1, 2], prompt_logprobs=None), "returned no prompt_logprobs: it cannot score"),
+        (scored([5, 1]), "do not match the ids"),
+        (scored([5, 1, 3]), "do not match the ids .KeyError.*'2'"),
         (scored([5, 1, 2], prompt_logprobs=[None, {"1": {"logprob": -9999.0}}, {"2": {"logprob": -1}}]), "not finite"),
-        (reply(b"[]"), "do not fit the ids"),
+        (reply(b"[]"), "do not match the ids"),
     ],
 )
 async def test_scores_that_cannot_be_used(make, script, message):

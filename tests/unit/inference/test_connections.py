@@ -212,7 +212,7 @@ def test_nobody_there(run):
 )
 def test_what_is_no_url(run, url):
     async def main():
-        with pytest.raises(ConnectionFailed, match=r"URL of HTTP|port|no connection to"):
+        with pytest.raises(ConnectionFailed, match=r"HTTP URL|port|no connection to"):
             await Connections().ask("GET", url)
 
     run(main)

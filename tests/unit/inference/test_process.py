@@ -108,7 +108,7 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
     with pytest.raises(InferenceError, match=r"of a model could not be started: .*No such file .*/nothing'"):
         await process.start(lambda report, lifeline: [str(tmp_path / "nothing")], os.environ)
     await start(process)
-    with pytest.raises(InferenceError, match="runs already as process"):
+    with pytest.raises(InferenceError, match="is already running as process"):
         await start(process)
     await process.end()
 

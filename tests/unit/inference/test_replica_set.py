@@ -156,7 +156,7 @@ class Call:
 async def test_a_call_lives_through_as_many_deaths_as_are_allowed(number: int, most: int) -> None:
     async with fleet_of(number, max_restarts=most) as (fleet, servers):
         call = Call(servers, number * most)
-        assert await fleet.through_deaths(call) == "done"
+        assert await fleet.with_recovery(call) == "done"
         assert (fleet.restarts, call.attempts) == (number * most, number * most + 1)
 
 
@@ -164,7 +164,7 @@ async def test_one_death_too_many_is_what_a_call_tells() -> None:
     async with fleet_of() as (fleet, servers):
         call = Call(servers, 2)
         with pytest.raises(EngineDied, match="max_restarts is 1"):
-            await fleet.through_deaths(call)
+            await fleet.with_recovery(call)
         assert call.attempts == 2
 
 
@@ -178,7 +178,7 @@ async def test_a_call_that_fails_without_a_death_is_not_tried_for_ever(error: In
 
     async with fleet_of() as (fleet, _):
         with pytest.raises(InferenceError, match=str(error)):
-            await fleet.through_deaths(call)
+            await fleet.with_recovery(call)
         assert (len(tried), fleet.restarts) == (attempts, 0)
 
 

@@ -53,15 +53,15 @@ def test_what_training_needs_is_always_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model"])
 def test_arguments_that_are_not_the_users_are_refused(argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)arguments.*{argument}.*decides that"):
+    with pytest.raises(ConfigError, match=f"(?s)arguments.*{argument}.*or by training"):
         load_config(VLLMConfig, overrides=["python=/p", f"arguments=['{argument}']"])
 
 
 async def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
     replica = VLLMReplica("m", config(python=tmp_path / "python"), log_file=tmp_path / "log")
-    with pytest.raises(InferenceError, match=r"python is .*/python, which cannot be run: name the interpreter"):
+    with pytest.raises(InferenceError, match=r"python is .*/python, which cannot be executed: name the interpreter"):
         await replica.launch()
-    with pytest.raises(InferenceError, match="does not run"):
+    with pytest.raises(InferenceError, match="is not running"):
         await replica.resume()
     assert not await replica.health()
     with pytest.raises(RequestRefused, match="weights version 2"):

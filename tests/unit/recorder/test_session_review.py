@@ -583,7 +583,7 @@ async def test_a_conversation_that_the_format_cannot_say_is_refused() -> None:
         def completion(self, message, tools):
             return super().completion({**message, "reasoning_content": ""}, tools)
 
-    with pytest.raises(SessionError, match="cannot be said"):
+    with pytest.raises(SessionError, match="cannot be expressed"):
         await replay([user("q"), {"role": "assistant", "content": "a", "reasoning_content": "hm"}], [], Thoughtless())
 
 

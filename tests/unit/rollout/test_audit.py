@@ -86,9 +86,9 @@ async def make_run(folder: Path) -> None:
     end(cut, stop_reason=StopReason.MAX_TOKENS)
 
     refused = Session(client, renderer, id="refused", limits=LIMITS)
-    with pytest.raises(SessionError, match="broke its contract"):
+    with pytest.raises(SessionError, match="breaks the contract"):
         await talk(refused, "more")
-    end(refused, error="SessionError: broke its contract", stop_reason=StopReason.ERROR)
+    end(refused, error="SessionError: breaks the contract", stop_reason=StopReason.ERROR)
 
     held_out = Session(client, renderer, id="held-out", limits=LIMITS)
     await talk(held_out)
@@ -251,7 +251,7 @@ def trained_error(records: Records) -> None:
         (gap_in_versions, "do not cover"),
         (change_finish, "finish reason is stop in the trajectory, length in the ledger"),
         (remove_trajectory, "session held-out: 1 calls in the ledger, but no trajectory"),
-        (double_trajectory, "trajectory plain: stands twice"),
+        (double_trajectory, "trajectory plain: occurs twice"),
         (rename_trajectory, "trajectory invented: segment 1 (turn t0): no call in the ledger sampled it"),
         (drop_turn, "a call of the ledger is in no segment"),
         (double_turn, "segment 2 (turn t9): no call in the ledger sampled it"),
@@ -401,7 +401,7 @@ def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: P
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.undo(3, 1)
     writer.close()
-    with pytest.raises(FormatError, match=r"batches\.jsonl:\d+: malformed .* takes back what does not stand before it"):
+    with pytest.raises(FormatError, match=r"batches\.jsonl:\d+: malformed .* undoes a record that is not before it"):
         read_batches(run / "batches.jsonl")
 
 

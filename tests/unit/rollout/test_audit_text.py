@@ -52,7 +52,7 @@ async def test_beside_others_text_is_counted_and_left_out(tmp_path: Path) -> Non
     write_trajectories(tmp_path, [known, text()])
     report = audit_files(tmp_path)
     assert report.sound
-    assert report.counts["trajectories of text: nothing to prove"] == 1
+    assert report.counts["trajectories of text: not audited"] == 1
     assert report.counts["turns equal to a call"] == 1
 
 

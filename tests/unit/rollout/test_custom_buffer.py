@@ -14,7 +14,7 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.setup import CustomReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, Filtered
+from turnwise.rollout.replay.strategies import Fifo, Filtered
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -101,7 +101,7 @@ class HastyToo(LocalReplayBuffer):
 @pytest.mark.parametrize("kind", [Hasty, HastyToo])
 async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalReplayBuffer]) -> None:
     inner = kind()
-    mine = CustomReplayBuffer("Hasty", inner, Arrival())
+    mine = CustomReplayBuffer("Hasty", inner, Fifo())
     waiting = asyncio.create_task(mine.sample(1, "train", 3))
     await asyncio.sleep(0)
     await inner.put(group("a"))
@@ -113,7 +113,7 @@ async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalRepla
 @pytest.mark.parametrize("act", ["wait", "take"])
 async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(act: str) -> None:
     inner = Slow(act)
-    mine = CustomReplayBuffer("Slow", inner, Arrival())
+    mine = CustomReplayBuffer("Slow", inner, Fifo())
     await inner.put(group("a"))
     asked = asyncio.create_task(mine.sample(1, "train", 1))
     await asyncio.to_thread(inner.computes.wait, 30)
@@ -126,7 +126,7 @@ async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(
 
 
 async def test_tasks_that_cannot_be_asked_for_end_the_wait() -> None:
-    mine = CustomReplayBuffer("Patient", Patient(), Arrival())
+    mine = CustomReplayBuffer("Patient", Patient(), Fifo())
 
     def refill(missing: int) -> bool:
         raise TaskError(f"row {missing} cannot be read")
@@ -138,7 +138,7 @@ async def test_tasks_that_cannot_be_asked_for_end_the_wait() -> None:
 
 
 async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_asked_for() -> None:
-    strategy = Filtered(Arrival(), "reward")
+    strategy = Filtered(Fifo(), "reward")
     inner = Counting(strategy)
     mine = CustomReplayBuffer("Counting", inner, strategy)
     mine.refill_by(lambda missing: False)
@@ -157,7 +157,7 @@ async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_
 async def test_what_a_sample_took_before_it_failed_is_known_to_be_handed_out(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     inner = Forgetful(journal=journal)
-    mine = CustomReplayBuffer("Forgetful", inner, Arrival())
+    mine = CustomReplayBuffer("Forgetful", inner, Fifo())
     for name in "abc":
         await mine.put(group(name))
     with pytest.raises(TrainError, match=r"Forgetful\.sample raised KeyError at step 1: 'mine'"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.rollout.audit import account
+from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.journal.state import SCHEMA_VERSION, seal
 
 
@@ -27,7 +27,7 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
     ]  # fmt: skip
     file = tmp_path / "journal.jsonl"
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
-    found = account(file)
+    found = summarize_journal(file)
     assert found.fates(["a1", "a2", "b1", "c1", "d1", "e1", "o1", "x"]) == {
         "finished trajectories given to a step": 2, "finished trajectories that wait": 3,
         "finished trajectories dropped": 1, "finished trajectories that a kill cut off": 1, "finished, in no group": 1,
@@ -45,11 +45,11 @@ def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> No
         *({"event": "take", "step": step, "keys": ["a"]} for step in (1, 2, 4)),
     ]
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
-    assert account(file).misused([("a1", 1), ("a1", 4)]) == []
-    assert account(file).misused([("a1", 4), ("a1", 1), ("a1", 2)]) == [
+    assert summarize_journal(file).misused([("a1", 1), ("a1", 4)]) == []
+    assert summarize_journal(file).misused([("a1", 4), ("a1", 1), ("a1", 2)]) == [
         "trajectory a1: was trained in more than 2 steps: 1, 2, 4"
     ]
-    assert account(file).misused([("a1", 1), ("a1", 3)]) == [
+    assert summarize_journal(file).misused([("a1", 1), ("a1", 3)]) == [
         "trajectory a1: trained in step 3, but the journal gave its group to 1, 2, 4"
     ]
 
@@ -71,16 +71,18 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
     ]
     file = tmp_path / "journal.jsonl"
 
-    def unnamed(*also: dict) -> list[str]:
+    def unreferenced(*also: dict) -> list[str]:
         file.write_bytes(b"".join(seal(event) + b"\n" for event in (*events, *also)))
-        return [text.split()[1] for text in account(file).unnamed(names, tmp_path / "trajectories.jsonl")]
+        return [
+            text.split()[1] for text in summarize_journal(file).unreferenced(names, tmp_path / "trajectories.jsonl")
+        ]
 
     # What stood there before the journal began is none of its business, nor what a process left that still runs.
-    assert unnamed() == ["x01:"]
-    assert unnamed({"event": "end"}) == ["x01:", "y01:"]
-    assert unnamed({**start, "part": 3, "payload": 14 * 7}) == ["x01:", "y01:"]
-    assert unnamed({"event": "orphan", "trajectory": "y01"}, {**start, "part": 3, "payload": 14 * 7}) == ["x01:"]
-    assert account(file).fates(["c01", "y01", "x01"]) == {
+    assert unreferenced() == ["x01:"]
+    assert unreferenced({"event": "end"}) == ["x01:", "y01:"]
+    assert unreferenced({**start, "part": 3, "payload": 14 * 7}) == ["x01:", "y01:"]
+    assert unreferenced({"event": "orphan", "trajectory": "y01"}, {**start, "part": 3, "payload": 14 * 7}) == ["x01:"]
+    assert summarize_journal(file).fates(["c01", "y01", "x01"]) == {
         "finished trajectories that came too late": 1, "finished trajectories that a kill cut off": 1,
         "finished, in no group": 1,
     }  # fmt: skip
@@ -103,15 +105,15 @@ def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: 
         {"event": "end"},
     ]
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
-    found = account(file)
+    found = summarize_journal(file)
     assert found.misused([("good", 1), ("once", 2), ("twic", 1), ("twic", 2)]) == [
         "trajectory once: trained in step 2, but the journal gave its group to none",
         "trajectory twic: was trained in more than one step: 1, 2",
     ]
-    assert found.unnamed(names, tmp_path / "trajectories.jsonl") == [
-        "trajectory lost: finished, but by the journal it is in no group, and no kill cut it off"
+    assert found.unreferenced(names, tmp_path / "trajectories.jsonl") == [
+        "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.
     given = {"event": "drop", "step": 2, "key": "k-good", "why": "keep_groups"}
     file.write_bytes(file.read_bytes() + seal(given) + b"\n")
-    assert account(file).fates(["good"]) == {"finished trajectories given to a step": 1}
+    assert summarize_journal(file).fates(["good"]) == {"finished trajectories given to a step": 1}

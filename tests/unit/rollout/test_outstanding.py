@@ -120,11 +120,11 @@ def test_what_is_lost_is_asked_for_again_and_the_late_group_is_not_taken() -> No
     assert out.heartbeat(requests[0])
     clock.move(6)
     assert again == [requests[1].key]
-    assert said == ["task t2: no sign of life for 10 s, so it is given out again"]
+    assert said == ["task t2: no heartbeat for 10 s, so it is issued again"]
     group = TrajectoryGroup("g", "t2", [], "train")
     assert out.arrived(group)
     assert not out.arrived(group)
-    assert said[1:] == ["group g of task t2 came too late: another attempt was faster"]
+    assert said[1:] == ["group g of task t2 arrived late: another attempt finished first"]
     assert not out.heartbeat(requests[1])
     out.remove([requests[0].key])
     clock.move(100)

@@ -90,7 +90,7 @@ async def test_lost_threads_up_to_the_bound_cost_their_episodes_only() -> None:
 
 @pytest.mark.parametrize("bound", [0, 2])
 async def test_one_more_ends_the_run_and_says_what_to_do(bound: int) -> None:
-    match = rf"{bound + 1} threads run code .*rollout\.max_lost_threads is {bound}\..*make it async.*outran"
+    match = rf"{bound + 1} abandoned threads .*rollout\.max_lost_threads is {bound}\..*make it async.*outran"
     with pytest.raises(EnvError, match=match):
         await produce(lambda _: calls("hang"), 8, concurrency=1, max_lost_threads=bound)
 

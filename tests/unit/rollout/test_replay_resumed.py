@@ -40,7 +40,7 @@ async def test_a_group_is_as_old_as_the_members_that_were_found(tmp_path: Path, 
     assert not buffer.expect(REQUEST, version)
     other = RolloutRequest(Task("b", "go"), group_size=3)
     assert not buffer.expect(other, version)
-    assert [each.version for each in buffer.flying("train")] == [expected, version]
+    assert [each.version for each in buffer.in_flight("train")] == [expected, version]
 
 
 @pytest.mark.parametrize("after", [0, 3])
@@ -70,4 +70,4 @@ async def test_a_group_that_lost_its_members_is_refused_again_where_its_step_is_
             member = Trajectory(f"{name}/0.0", f"{name}/0.0", name, "a")
             await buffer.put(TrajectoryGroup(name, "a", [member], failed=2))
         assert dropped == [f"{REQUEST.key} failed"]
-        assert buffer.ready("train") == buffer.flying("train") == []
+        assert buffer.ready("train") == buffer.in_flight("train") == []

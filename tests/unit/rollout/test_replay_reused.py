@@ -202,7 +202,7 @@ async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) ->
     await trained(tmp_path, ("a", "b"))
     file = tmp_path / "trajectories.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"score"', b'"scare"', 1))
-    with pytest.raises(FormatError, match=r"trajectory 0-train-a-e0/0\.0 is not as it was written"):
+    with pytest.raises(FormatError, match=r"trajectory 0-train-a-e0/0\.0 is corrupt"):
         Journal.open(tmp_path, part=1, after_step=1, max_uses=3)
     # Nobody needs it where nothing is trained twice.
     Journal.open(tmp_path, part=1, after_step=1).close()
@@ -214,7 +214,7 @@ async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_aga
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
     said: list[str] = []
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=said.append))
-    assert any("1 finished trajectories are not whole on disk" in text for text in said)
+    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
     assert not buffer.expect(RolloutRequest(Task("b", "?")), 1)
 
 

@@ -15,8 +15,8 @@ from turnwise.rollout.replay.setup import STRATEGIES, StalenessBound, make_admis
 from turnwise.rollout.replay.strategies import (
     Bounded,
     Choice,
-    Flight,
     GroupFacts,
+    InFlight,
     Mixed,
     Prioritized,
     priority,
@@ -29,8 +29,8 @@ def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REW
     return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards, uses=uses)
 
 
-def flight(version: int) -> Flight:
-    return Flight("f", "f", "train", version)
+def flight(version: int) -> InFlight:
+    return InFlight("f", "f", "train", version)
 
 
 def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
@@ -122,7 +122,7 @@ from turnwise.rollout.replay.strategies import Choice, Strategy
 class Newest(Strategy):
     def __init__(self, most=1):
         self.most = most
-    def choose(self, ready, flying, step, batch_size, taken=0):
+    def choose(self, ready, in_flight, step, batch_size, taken=0):
         return Choice(tuple(each.id for each in ready[-batch_size:])) if len(ready) >= batch_size else Choice()
 class Other: pass
 """
@@ -138,7 +138,7 @@ def test_one_s_own_strategy(tmp_path: Path) -> None:
     found = make(f"{tmp_path}/mine.py:Newest", most=3)
     assert found.most == 3
     assert found.choose([facts("a", 0), facts("b", 0)], [], 1, 1).take == ("b",)
-    with pytest.raises(ConfigError, match="is no strategy: subclass"):
+    with pytest.raises(ConfigError, match="is not a strategy: subclass"):
         make(f"{tmp_path}/mine.py:Other")
     with pytest.raises(ConfigError, match=r"cannot be made with its config \{'least': 1\}"):
         make(f"{tmp_path}/mine.py:Newest", least=1)
@@ -149,7 +149,7 @@ def test_one_s_own_strategy(tmp_path: Path) -> None:
 def test_a_key_that_the_strategy_does_not_read_is_named() -> None:
     with pytest.raises(ConfigError, match="alpha is given, but the strategy bounded reads max_staleness, when_stale"):
         load_config(ReplayConfig, defaults={"strategy": "bounded", "alpha": 1.0})
-    with pytest.raises(ConfigError, match=r"strategy\.config is for a class of your own"):
+    with pytest.raises(ConfigError, match=r"strategy\.config is for custom strategies"):
         load_config(ReplayConfig, defaults={"strategy": {"name": "fifo", "config": {"x": 1}}})
 
 

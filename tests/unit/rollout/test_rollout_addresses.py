@@ -139,8 +139,8 @@ async def test_a_proxy_in_front_passes_on_what_it_is_asked() -> None:
 def test_each_episode_is_given_the_base_that_the_fewest_have() -> None:
     form = EndpointTemplate("{base}/{token}", ["http://a/", "http://b"])
     assert [form.take() for _ in range(3)] == ["http://a", "http://b", "http://a"]
-    form.give_back("http://a")
-    form.give_back("http://a")
+    form.release("http://a")
+    form.release("http://a")
     assert [form.take() for _ in range(3)] == ["http://a", "http://a", "http://b"]
     assert EndpointTemplate().take() is None
 

@@ -81,9 +81,9 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- {name: a, target: 'json:JSONDecoder'}\n- {name: a, target: 'json:JSONDecoder'}", "stands there twice"),
+        ("- {name: a, target: 'json:JSONDecoder'}\n- {name: a, target: 'json:JSONDecoder'}", "occurs twice"),
         ("- {name: a, target: nodots}", "agent 'a': no agent is called 'nodots'"),
-        ("- {name: a, target: no_such_module.Class}", "there is no module 'no_such_module'"),
+        ("- {name: a, target: no_such_module.Class}", "no module named 'no_such_module'"),
         ("- {name: a, target: 'json:JSONDecodr'}", "json has no 'JSONDecodr'; did you mean 'JSONDecoder'?"),
         ("- {name: a, target: 'json:JSONDecoder'}", "must be a subclass of turnwise.Agent"),
         ("- {name: a.b, target: 'json:JSONDecoder'}", "agents.0.name"),

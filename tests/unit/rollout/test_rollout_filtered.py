@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.rollout.replay.buffer import LocalReplayBuffer, facts_of
-from turnwise.rollout.replay.strategies import Arrival, Filtered, GroupFacts, why_filtered
+from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
+from turnwise.rollout.replay.strategies import Fifo, Filtered, GroupFacts, why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 Rewards = list[tuple[str, float]]
@@ -33,7 +33,7 @@ def group(name: str, *members: Rewards, compared: tuple[str, ...] = (), policy: 
 
 
 def why(metric: str, *members: Rewards, **about: tuple[str, ...]) -> str | None:
-    return why_filtered(facts_of(group("g", *members, **about), "g", 0), metric)
+    return why_filtered(group_facts(group("g", *members, **about), "g", 0), metric)
 
 
 def test_what_is_equal() -> None:
@@ -54,7 +54,7 @@ def test_what_is_equal() -> None:
     assert why("reward", right, wrong, right, right, compared=("x", "y", "x", "y")) is None
     failed = group("g", right, wrong, right)
     failed.trajectories[1].error = "gone"
-    assert why_filtered(facts_of(failed, "g", 0), "reward") == "equal"
+    assert why_filtered(group_facts(failed, "g", 0), "reward") == "equal"
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -65,14 +65,14 @@ def test_a_filtered_strategy_takes_what_the_strategy_takes_of_the_rest(rewards: 
         for n, values in enumerate(rewards)
     ]
     differ = [each for each in ready if len(set(each.rewards)) > 1 or len(each.rewards) < 2]
-    choice = Filtered(Arrival(), "reward").choose(ready, [], 1, size)
-    assert choice.take == Arrival().choose(differ, [], 1, size).take
+    choice = Filtered(Fifo(), "reward").choose(ready, [], 1, size)
+    assert choice.take == Fifo().choose(differ, [], 1, size).take
     assert {name for name, _ in choice.drop} == {each.id for each in ready} - {each.id for each in differ}
 
 
 @pytest.mark.parametrize("equal_first", [True, False])
 async def test_a_buffer_asks_for_others_and_counts(equal_first: bool) -> None:
-    buffer, asked, told = LocalReplayBuffer(Filtered(Arrival(), "reward")), list[int](), list[str]()
+    buffer, asked, told = LocalReplayBuffer(Filtered(Fifo(), "reward")), list[int](), list[str]()
     buffer.refill_by(lambda missing: asked.append(missing) or True)
     buffer.drops_to(lambda facts, why: told.append(f"{facts.id} {why}"))
     differ, equal = group("a", [("r", 0.0)], [("r", 1.0)]), group("b", [("r", 1.0)], [("r", 1.0)])

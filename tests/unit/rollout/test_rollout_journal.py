@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.errors import FormatError, TrainError
-from turnwise.rollout.audit import account
+from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.journal.state import read_journal, seal, unseal
 from turnwise.rollout.records import read_trajectories
-from turnwise.rollout.replay.buffer import LocalReplayBuffer, facts_of
+from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
@@ -39,7 +39,7 @@ def finish(journal: Journal, group: str, numbers: range, *, put: bool = True) ->
         journal.write(trajectory)
         journal.member(group, f"0-{group}", number, [trajectory])
     if put:
-        journal.group(whole(group, members), facts_of(whole(group, members), group, 0))
+        journal.group(whole(group, members), group_facts(whole(group, members), group, 0))
 
 
 def test_a_line_tells_whether_it_is_as_it_was_written() -> None:
@@ -67,7 +67,7 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     assert (found.group_id, found.whole, list(found.members)) == ("0-d", False, [0])
     assert found.members[0][0].to_bytes() == member("d", 0).to_bytes()
     facts = later.facts("b", 7)
-    assert facts == replace(facts_of(whole("b", [member("b", n) for n in range(2)]), "b", 7))
+    assert facts == replace(group_facts(whole("b", [member("b", n) for n in range(2)]), "b", 7))
     group, size = later.load("b")
     assert [each.id for each in group.trajectories] == ["0-b/0.0", "0-b/1.0"]
     assert size == sum(len(each.to_bytes()) for each in group.trajectories)
@@ -158,7 +158,7 @@ def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
     file.write_bytes(good)
     payloads = tmp_path / "trajectories.jsonl"
     payloads.write_bytes(payloads.read_bytes().replace(b"hi", b"ho", 1))
-    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is not as it was written"):
+    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is corrupt"):
         Journal.open(tmp_path, part=1)
 
 
@@ -170,7 +170,7 @@ def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path)
     payloads.write_bytes(payloads.read_bytes()[:-5] + b"\0\0\0\0\0")
     said: list[str] = []
     later = Journal.open(tmp_path, part=1, say=said.append)
-    assert any("1 finished trajectories are not whole on disk" in text for text in said)
+    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
     assert later.facts("a", 0) is not None
     found = later.found("b")
     assert found is not None
@@ -208,7 +208,7 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
     rewarded = [trajectory for each in found.members.values() for trajectory in each]
     for each in rewarded:
         later.write(each)
-    later.group(whole("a", rewarded), facts_of(whole("a", rewarded), "a", 0))
+    later.group(whole("a", rewarded), group_facts(whole("a", rewarded), "a", 0))
     later.sync()
     assert (tmp_path / "pending.jsonl").stat().st_size == 0
     assert [each.id for each in read_trajectories(tmp_path / "trajectories.jsonl")] == [each.id for each in members]
@@ -265,8 +265,8 @@ def test_what_a_manager_put_into_no_group_is_named_at_the_end(tmp_path: Path) ->
     journal.close()
     events = [event for _, event in read_journal(tmp_path / "journal.jsonl").events]
     assert [event["ids"] for event in events if event["event"] == "late"] == [["0-b/0.0"]]
-    found = account(tmp_path / "journal.jsonl")
+    found = summarize_journal(tmp_path / "journal.jsonl")
     names = ["0-a/0.0", "0-b/0.0"]
-    assert found.unnamed(names, tmp_path / "trajectories.jsonl") == []
+    assert found.unreferenced(names, tmp_path / "trajectories.jsonl") == []
     # Read as every journal is by the next process.
     Journal.open(tmp_path, part=1).close()

@@ -38,7 +38,7 @@ async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
     await manager.close()
     assert result.sampled is not None
     assert result.sampled.success.tasks == 3
-    assert any("no sign of life for 0.3 s, so it is given out again" in text for text in said)
+    assert any("no heartbeat for 0.3 s, so it is issued again" in text for text in said)
 
 
 def test_leases_are_for_managers_of_one_s_own() -> None:
@@ -155,11 +155,11 @@ class WrongModel(Bare):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Manager", "'Manager' is no reference: write pkg.mod:Name"),
-        ("no_such_package.Manager", "there is no module 'no_such_package'"),
+        ("Manager", "'Manager' is not a reference: write pkg.mod:Name"),
+        ("no_such_package.Manager", "no module named 'no_such_package'"),
         (f"{HERE}.Bear", "has no 'Bear'; did you mean 'Bare'?"),
         (f"{HERE}.config", "is a function, not a class"),
-        (f"{HERE}.Deaf", "is no rollout manager, for want of generate_sequences"),
+        (f"{HERE}.Deaf", "is not a rollout manager, it lacks generate_sequences"),
         (f"{HERE}.WrongModel", "custom_model is <class 'dict'>, not a pydantic model"),
     ],
 )
@@ -190,8 +190,8 @@ def test_its_own_model_checks_the_custom_section() -> None:
     [
         ("Failing", "create failed: OSError: no cluster"),
         ("Elsewhere", "create returned None, not a Elsewhere"),
-        ("Wanting", "create wants cluster, which nobody has; it may name config, client, llm_client"),
-        ("Method", "create wants self, which nobody has: it must be a class method"),
+        ("Wanting", "create has the unknown parameters cluster; allowed are config, client, llm_client"),
+        ("Method", "create has the unknown parameters self: it must be a class method"),
     ],
 )
 async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, said: str) -> None:
@@ -239,9 +239,9 @@ async def test_create_with_any_keywords_gets_our_names() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Stranger", "task 'another task' into partition 'val' though nobody asked for it"),
+        ("Stranger", "task 'another task' into partition 'val' that was not requested"),
         ("Twice", "task 'a' into partition 'val' a second time"),
-        ("Junk", "was given {'prompt_ids': [1], 'response_ids': [2]} where a TrajectoryGroup belongs"),
+        ("Junk", "got {'prompt_ids': [1], 'response_ids': [2]} instead of a TrajectoryGroup"),
         ("Raising", "Raising.generate_sequences raised KeyError: 'no such queue'"),
     ],
 )
@@ -256,7 +256,7 @@ async def test_a_manager_that_breaks_its_contract_ends_the_run(name: str, said: 
 
 async def test_two_tasks_of_one_id_cannot_be_told_apart() -> None:
     manager = await made(f"{HERE}.Bare")
-    with pytest.raises(TurnwiseError, match="1 tasks have an id that another one has"):
+    with pytest.raises(TurnwiseError, match="1 tasks have the id of another task"):
         await manager.gather(requests("a", "a"))
     await manager.close()
 
@@ -307,7 +307,7 @@ async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> N
 
 
 def test_current_rollout_says_where_it_may_be_asked() -> None:
-    with pytest.raises(TurnwiseError, match=r"ask in create\(\) or generate_sequences\(\)"):
+    with pytest.raises(TurnwiseError, match=r"call it in create\(\) or generate_sequences\(\)"):
         current_rollout()
 
 

@@ -164,7 +164,7 @@ async def test_what_an_agent_raises_is_an_error_and_no_reward(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("agent", "wanted"),
     [
-        (Cancels(), "AgentError: the agent raised CancelledError, but nobody cancelled it"),
+        (Cancels(), "AgentError: the agent raised CancelledError without being cancelled"),
         (Malformed(), "FormatError: a message is an object with a role"),
         (ReActAgent(context={"compaction": {}}), "SessionError: .* prompts cannot be measured at a runner: leave"),
     ],
@@ -298,7 +298,7 @@ async def test_a_silent_runner_is_given_up(tmp_path: Path) -> None:
             [group] = await asked
             await stop(playing)
     assert group.trajectories[0].attempt == 1
-    assert any("mute is gone: no sign of life for 0.5 s" in text for text in run.said)
+    assert any("mute is gone: no heartbeat for 0.5 s" in text for text in run.said)
 
 
 async def test_several_runners_share_and_more_episodes_than_places_wait(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ async def test_an_episode_s_time_out_stops_the_agent_there_and_waiting_for_a_run
 
 async def test_a_runner_without_the_key_is_refused_and_says_so(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        with pytest.raises(ConfigError, match="this is not the key of the run"):
+        with pytest.raises(ConfigError, match="wrong key"):
             await serve_run(run.options(key="a wrong one"), ReActAgent(), run.said.append)
         async with aiohttp.ClientSession() as http, http.post(f"{run.url}/runners/line", data=b"{}") as answer:
             assert answer.status == 401

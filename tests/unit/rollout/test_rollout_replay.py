@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, Bounded
+from turnwise.rollout.replay.strategies import Bounded, Fifo
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
@@ -50,7 +50,7 @@ async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
 
 async def test_order_by_id_does_not_depend_on_arrival() -> None:
     for names in (["g2", "g1", "g3"], ["g3", "g2", "g1"]):
-        buffer = LocalReplayBuffer(Arrival("key"))
+        buffer = LocalReplayBuffer(Fifo("key"))
         for name in names:
             await buffer.put(group(name))
         ref, _ = await buffer.sample(1, "train", 3)
@@ -147,7 +147,7 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
         return True
 
     buffer.refill_by(refill)
-    with pytest.raises(TrainError, match=r"groups that were asked for came back too old .* the new weights"):
+    with pytest.raises(TrainError, match=r"requested groups came back too stale .* the new weights"):
         await buffer.sample(2, "train", 1)
     assert len(asked) == 17
 

@@ -13,11 +13,11 @@ from support.examples import examples
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import (
-    Arrival,
     Bounded,
     Choice,
-    Flight,
+    Fifo,
     GroupFacts,
+    InFlight,
     StragglerCutoff,
     StragglerDeadline,
 )
@@ -76,8 +76,8 @@ def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -
 
     strategy = Bounded(1, "wait")
     ready = [facts(0, 0), facts(1, 2), facts(2, 3)]
-    flying = [Flight(str(n), "t", "train", 2) for n in range(5)]
-    assert strategy.choose(ready, flying, 4, 2).take is None, "five more have to be trained in this step"
+    in_flight = [InFlight(str(n), "t", "train", 2) for n in range(5)]
+    assert strategy.choose(ready, in_flight, 4, 2).take is None, "five more have to be trained in this step"
     alone = lambda size: strategy.choose(ready, (), 4, size)  # noqa: E731
     assert StragglerDeadline(0.0, 1.0).look(alone, 3, 3, None, 0.0) == StragglerCutoff(), (
         "the first one is three steps old"
@@ -86,7 +86,7 @@ def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -
 
 
 async def test_a_step_goes_on_without_its_last_groups() -> None:
-    buffer = LocalReplayBuffer(Arrival("key"), tail=StragglerDeadline(0.0, 0.5))
+    buffer = LocalReplayBuffer(Fifo("key"), tail=StragglerDeadline(0.0, 0.5))
     for number in range(4):
         buffer.expect(RolloutRequest(Task(f"t{number}", "go")), 0)
     waiting = asyncio.create_task(buffer.sample(1, "train", 4))

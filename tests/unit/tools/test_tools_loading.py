@@ -161,7 +161,7 @@ class TestFunctionFiles:
             load_function_tools(written(tmp_path / "bad.py", text))
 
     def test_a_missing_file(self, tmp_path) -> None:
-        with pytest.raises(ConfigError, match=r"function_tool_path: there is no file .*none\.py"):
+        with pytest.raises(ConfigError, match=r"function_tool_path: no such file: .*none\.py"):
             load_function_tools(tmp_path / "none.py")
 
 
@@ -195,7 +195,7 @@ class TestYaml:
                 "  - class_name: base.py:Kep\n",
                 r"tools\.yaml:2: tools\.0\.class_name .*has no 'Kep'; did you mean 'Kept'",
             ),
-            ("  - class_name: nowhere.at.All\n", r"tools\.yaml:2: .*there is no module 'nowhere'"),
+            ("  - class_name: nowhere.at.All\n", r"tools\.yaml:2: .*no module named 'nowhere'"),
             ("  - class_name: base.py:Other\n", r"tools\.yaml:2: .*must be a subclass of turnwise\.BaseTool"),
             ("  - class_name: base.py:Kept\n", r"tools\.yaml:2: tools\.0: Kept has no schema"),
             (

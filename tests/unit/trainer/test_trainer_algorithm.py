@@ -69,7 +69,7 @@ OPTIONS = "algorithm.loss_options"
     ("given", "message"),
     [
         ({"loss": "gpso"}, "algorithm.loss is 'gpso'; did you mean 'gspo'"),
-        ({"loss": "nowhere.mod:f"}, "there is no module 'nowhere'"),
+        ({"loss": "nowhere.mod:f"}, "no module named 'nowhere'"),
         ({"loss": "math:pi"}, "algorithm.loss is 'math:pi', which is a float; it must be a function"),
         ({"loss": "math:cos"}, "which takes (x); it is called with (logprobs, old_logprobs, advantages, weights)"),
         (
@@ -172,7 +172,7 @@ def test_a_loss_of_the_users_is_one_line(tmp_path: Path, model_dir: Models, rows
     with pytest.raises(Exception, match="returned a Tensor; it must return"):
         update(model_dir(), rows, loss=f"{file}:a_tensor")
     # Only a Loss can say how tokens are selected.
-    with pytest.raises(ValidationError, match="asks for selected, but nothing selects tokens for it"):
+    with pytest.raises(ValidationError, match="takes selected, but has no select function"):
         AlgorithmConfig.model_validate({"loss": f"{file}:choosy"})
 
 

@@ -255,7 +255,7 @@ def test_what_is_an_algorithm() -> None:
 
     for given, said in [
         (Blocking(), "Blocking: its run is not async"),
-        (Wants(), "Wants: its run wants store; it may name training, train_dataset, val_dataset"),
+        (Wants(), "Wants: its run has the unknown parameters store; allowed are training, train_dataset, val_dataset"),
         ("grop", "algorithm 'grop' is unknown; did you mean 'grpo'?"),
         (3, "the algorithm is 3: give a name such as 'grpo'"),
     ]:
@@ -267,14 +267,14 @@ def test_what_cannot_be_found_again_is_refused() -> None:
     class Local(Agent):
         async def run(self, episode) -> None: ...
 
-    with pytest.raises(ConfigError, match="stands inside a function"):
+    with pytest.raises(ConfigError, match="is defined inside a function"):
         Trainer(BASE, agent=Local).plan()
-    with pytest.raises(ConfigError, match=r"Acts is an object with a state of its own.*config"):
+    with pytest.raises(ConfigError, match=r"Acts is an object with state.*config"):
         Trainer(BASE).plan(Acts(size=3))
     assert Trainer(BASE).plan(Acts()).config.rollout.agent.name == f"{__name__}:Acts"
-    with pytest.raises(ConfigError, match="names something else"):
+    with pytest.raises(ConfigError, match="refers to another object"):
         reference_to(type("own_loss", (), {"__module__": __name__, "__qualname__": "own_loss"}), "thing")
-    with pytest.raises(ConfigError, match="has no name"):
+    with pytest.raises(ConfigError, match="cannot be imported by another process"):
         reference_to(5, "thing")
     with pytest.raises((ConfigError, RegistryError), match="lookpu"):
         Trainer(BASE, env="lookpu", agent="raect").plan({"loss": "lookpu"})

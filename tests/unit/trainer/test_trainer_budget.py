@@ -51,7 +51,7 @@ def test_a_configuration_says_them() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("task_limit=5", r"steps is missing, and so is every budget: give steps, or budget\.trained_tokens"),
+        ("task_limit=5", r"neither steps nor a budget is given: give steps, or budget\.trained_tokens"),
         ("budget.wall_time=soon", r"budget\.wall_time.*'soon'.*2h30m"),
         ("budget.trained_tokens=2 million", r"budget\.trained_tokens.*500k, 2M"),
         ("budget.trained_tokens=0", r"budget\.trained_tokens"),

@@ -79,7 +79,7 @@ def test_going_back_removes_what_came_after(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         store.save(TrainerState(step), write_weights("w"))
     (tmp_path / "step_000003" / "trainer_state.json").unlink()
-    assert store.latest() == tmp_path / "step_000003", "nobody goes on from an older one without being told"
+    assert store.latest() == tmp_path / "step_000003", "a run does not resume from an older one silently"
     assert store.whole_before(3) == 2
     (tmp_path / "step_000002" / "sub" / "part").unlink()
     assert (store.whole_before(3), store.whole_before(1)) == (1, None)
@@ -111,7 +111,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
         write_weights("two")(directory)
         raise OSError("disk full")
 
-    with pytest.raises(CheckpointError, match="disk full; the ones before are untouched: make room"):
+    with pytest.raises(CheckpointError, match="disk full; earlier ones are intact: free disk space"):
         store.save(TrainerState(2), fail)
     assert [each.name for each in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
     assert store.latest() == tmp_path / "step_000001"

@@ -18,9 +18,9 @@ from turnwise.trainer.algorithms.correction import (
     correct,
     gap_metrics,
     importance_weights,
-    numbered,
     reduced,
     rejected,
+    span_indices,
 )
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
@@ -117,10 +117,10 @@ def scores(rows: list[TrainRow], shifts: list[list[float]]) -> dict[tuple[str, i
 def test_levels_number_tokens_turns_rows_and_trajectories(rows: list[TrainRow]) -> None:
     rows = rows[:3]
     rows[1].sample.turn_ids[-1] = 5
-    assert numbered(rows, "token").tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert numbered(rows, "turn").tolist() == [0, 0, 1, 1, 2, 3, 3]
-    assert numbered(rows, "sequence").tolist() == [0, 0, 1, 1, 1, 2, 2]
-    assert numbered(rows, "trajectory").tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert span_indices(rows, "token").tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert span_indices(rows, "turn").tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert span_indices(rows, "sequence").tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert span_indices(rows, "trajectory").tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_rows_are_weighed_and_cut(rows: list[TrainRow]) -> None:
@@ -228,7 +228,7 @@ def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows
         ({"loss": "gpg", "correction": {"weights": "none"}}, "nothing is corrected; leave algorithm.correction out"),
         (
             {"correction": {"weights": "none", "high": 5.0, "reject": [{"statistic": "k1", "high": 2.0}]}},
-            "high is 5.0, but weights is none, so nothing is weighed: remove it",
+            "high is 5.0, but weights is none, so nothing is weighted: remove it",
         ),
         ({"loss": "gpg", "correction": {"low": 0.5}}, "only weights: mask has a lower bound"),
         ({"loss": "gpg", "correction": {"weights": "mask", "low": 3.0}}, "weights from 3 to 2 keep nothing"),

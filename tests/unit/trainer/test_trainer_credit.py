@@ -149,7 +149,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
     ("name", "said"),
     [
         (f"{__name__}:nobody", "has no 'nobody'"),
-        ("no_such_package.f", "there is no module 'no_such_package'"),
+        ("no_such_package.f", "no module named 'no_such_package'"),
         (f"{__name__}:later", "is async"),
         (f"{__name__}:of_two", "cannot be called as f(trajectory)"),
     ],

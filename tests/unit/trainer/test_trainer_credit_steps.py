@@ -152,7 +152,7 @@ def test_named_states_stand_before_what_was_seen_unless_a_turn_has_none() -> Non
     assert anchor_states(replace(half, states={"": "room 1", "t0": "room 2"}), "named") == [
         ("named", "room 1"), ("named", "room 2"),
     ]  # fmt: skip
-    with pytest.raises(TrainError, match=r"credit\.state is named, but the environment named none before turn 0"):
+    with pytest.raises(TrainError, match=r"credit\.state is named, but the environment gave none before turn 0"):
         anchor_states(half, "named")
 
 

@@ -273,14 +273,14 @@ def test_a_shared_critic_needs_a_model_to_share(model_dir: Models) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policies": {"main": {"critic": None}}}, "asks a critic: give policies.main.critic"),
-        ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 2}}, "asks none: remove it"),
+        ({"policies": {"main": {"critic": None}}}, "needs a critic: give policies.main.critic"),
+        ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 2}}, "needs none: remove it"),
         ({"algorithm": {"advantage": "rloo"}}, "a group of one has advantage zero; .* compares no groups"),
         ({"policies": {"main": {"critic": {"warmup_steps": 5}}}}, "warmup_steps is 5 of 5 steps"),
         ({"policies": {"main": {"critic": {"kind": "shared", "path": "x"}}}}, "shared critic is a head"),
-        ({"policies": {"main": {"critic": {"coef": 1}}}}, "own critic has a loss of its own"),
+        ({"policies": {"main": {"critic": {"coef": 1}}}}, "critic of kind own has a separate loss"),
         ({"policies": {"main": {"critic": {"bootstrap": ["completed"]}}}}, "bootstrap holds completed"),
-        ({"algorithm": {"credit": "last"}}, "gives each token credit by what the critic expects"),
+        ({"algorithm": {"credit": "last"}}, "derives the credit of each token from the critic"),
         ({"algorithm": {"advantage_options": {"lam": 1.5}}}, "lam"),
         ({"algorithm": {"advantage_options": {"lamda": 1}}}, "did you mean .*lam"),
     ],

@@ -91,12 +91,12 @@ async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
     stream, _ = await open_tasks(config(None), ToyRenderer(), TrainerState(0))
     assert {name for name, _ in ids(stream, 3)} == {"f0", "f1", "f2"}
     nothing = config(None, rollout={"env": {"name": "single_turn"}})
-    with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' names no tasks"):
+    with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
         await open_tasks(nothing, ToyRenderer(), TrainerState(0))
 
 
 def test_held_out_tasks_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tasks of its own"):
+    with pytest.raises(ValueError, match="held-out tasks"):
         config("a.jsonl", eval={"samples": 1})
 
 

@@ -12,9 +12,9 @@ import torch
 from support.toy_renderer import ToyRenderer
 from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.gap import GapWatch, gap_record, gap_words
+from turnwise.trainer.observe.gap import GapWatch, describe_gap, gap_record
 from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
-from turnwise.trainer.observe.warnings import RULES, Diagnostics, Setting, Warned, Warner, find_warnings
+from turnwise.trainer.observe.warnings import RULES, Diagnostics, TrainingWarning, Warner, WarningContext, find_warnings
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
 
 
@@ -93,10 +93,10 @@ def test_the_worst_token_is_named_with_its_message() -> None:
     worst, other, *_ = record["largest"]
     assert (worst["turn_id"], worst["segment"], worst["agent"], worst["tokens"]) == ("t1", 3, "main", 3)
     assert "turn_id" not in other
-    words = gap_words(record)
+    words = describe_gap(record)
     assert "number 2 of 3 in turn 2 of trajectory a: server -1, trainer -4" in words
     assert repr(ToyRenderer().decode(np.array([71], np.int32))) in words
-    assert gap_words({"largest": []}) == ""
+    assert describe_gap({"largest": []}) == ""
 
 
 # What is dropped
@@ -162,14 +162,14 @@ AMISS = {
     "failed": ({"batch/failed": 3.0, "batch/trajectories": 5.0}, "38% of trajectories ended in an error"),
     "cut": ({"dropped/cut_tokens": 10.0, "batch/trained_tokens": 90.0}, "10% of the tokens to train were cut off"),
     "correction": ({"correction/rejected": 0.5, "correction/ess": 0.1}, "rejects 50% of tokens"),
-    "not_finite": ({"train/non_finite_updates": 2.0}, "2 optimizer steps were left out"),
+    "not_finite": ({"train/non_finite_updates": 2.0}, "2 optimizer steps were skipped"),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_each_rule_says_what_was_found_and_what_to_do(name: str) -> None:
     metrics, said = AMISS[name]
-    [warned] = find_warnings(metrics, Setting())
+    [warned] = find_warnings(metrics, WarningContext())
     assert warned.name == name
     assert said in warned.text
     # A healthy step, and one of which nothing is known.
@@ -179,26 +179,26 @@ def test_each_rule_says_what_was_found_and_what_to_do(name: str) -> None:
         "tools/error_rate": 0.1, "tools/calls": 9.0, "batch/trajectories": 99.0, "batch/failed": 1.0,
         "dropped/cut_tokens": 1.0, "batch/trained_tokens": 99.0, "correction/ess": 0.9, "train/non_finite_updates": 0.0,
     }  # fmt: skip
-    assert find_warnings(healthy, Setting(exact=True)) == find_warnings({}, Setting(exact=True)) == []
+    assert find_warnings(healthy, WarningContext(exact=True)) == find_warnings({}, WarningContext(exact=True)) == []
 
 
 def test_rules_know_their_setting() -> None:
     small = {"gap/mean": 0.001, "gap/max": 0.05}
-    assert find_warnings(small, Setting()) == []
-    [warned] = find_warnings(small, Setting(exact=True, worst_gap="the largest is at token 5"))
+    assert find_warnings(small, WarningContext()) == []
+    [warned] = find_warnings(small, WarningContext(exact=True, worst_gap="the largest is at token 5"))
     assert "0.05 at most; the largest is at token 5. With equal weights" in warned.text
     dead, _ = AMISS["dead_groups"]
-    assert find_warnings(dead, Setting(compares=False)) == []
-    assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, Setting()) == []
+    assert find_warnings(dead, WarningContext(compares=False)) == []
+    assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, WarningContext()) == []
 
 
 def test_a_step_of_the_critic_alone_is_no_step_in_vain() -> None:
     nothing, _ = AMISS["nothing_trained"]
-    assert find_warnings({**nothing, "critic/loss": 0.3}, Setting()) == []
+    assert find_warnings({**nothing, "critic/loss": 0.3}, WarningContext()) == []
 
 
 def test_a_warning_is_repeated_at_growing_distances() -> None:
-    warner, same, other = Warner(quiet=4), Warned("a", "text"), Warned("b", "text")
+    warner, same, other = Warner(quiet=4), TrainingWarning("a", "text"), TrainingWarning("b", "text")
     said = [step for step in range(1, 30) if warner.due(step, [same])]
     # 1, then 4 steps later, then 8, then 16.
     assert said == [1, 5, 13, 29]

@@ -127,8 +127,8 @@ def test_a_teacher_alone_needs_no_groups_and_leaves_none_out() -> None:
     ("given", "message"),
     [
         ({"kl": {"coef": 0.1, "where": "reward"}}, "algorithm.kl.where is reward"),
-        ({"advantage": "gae"}, "algorithm.advantage gae asks a critic"),
-        ({"advantage": "remax"}, "algorithm.advantage remax asks for greedy rollouts"),
+        ({"advantage": "gae"}, "algorithm.advantage gae needs a critic"),
+        ({"advantage": "remax"}, "algorithm.advantage remax needs greedy rollouts"),
         ({"credit": "turns"}, "algorithm.credit is 'turns'"),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_reads_rewards_does_not_go_with_a_teacher_alone(given: dict[str, An
         ({"frozen": {"t": {"model": "m"}}, "temperature": 0.7}, "temperature is 0.7, but .* at temperature 1"),
         (
             {"frozen": {"t": {"hosted": {"model": "m"}, "url": "https://example.org/v1"}}},
-            "a hosted endpoint: it tells nothing of given ids",
+            "a hosted endpoint: it cannot score given ids",
         ),
     ],
 )

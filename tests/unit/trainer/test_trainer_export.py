@@ -107,7 +107,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, base: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "x").touch()
-    with pytest.raises(ConfigError, match="taken is there already: name another folder, or remove it"):
+    with pytest.raises(ConfigError, match="taken already exists: name another folder, or remove it"):
         export_model(base, taken)
     with pytest.raises(CheckpointError, match="has no checkpoint: nothing to export"):
         export_model(run, tmp_path / "out")
@@ -117,7 +117,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, base: Path) -> None:
         export_model(run, tmp_path / "out", best=True)
     with pytest.raises(ConfigError, match="two checkpoints"):
         export_model(run, tmp_path / "out", best=True, step=1)
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         export_model(base, tmp_path / "out", best=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "taken"]
 
@@ -160,4 +160,4 @@ def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(tmp_path: Pat
     done = run_command(program, capture_output=True, text=True, env={**os.environ, **environment()}, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step_000002 cannot be written: ") == 2
-    assert done.stdout.count("the ones before are untouched: make room") == 2
+    assert done.stdout.count("earlier ones are intact: free disk space") == 2

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
+from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import with_penalties
 from turnwise.trainer.batch.experience import Collected, build_experience, collect
 from turnwise.trainer.batch.packing import TrainRow, pack
@@ -63,15 +63,15 @@ def test_what_tokens_pay_by_hand() -> None:
     # k1: log p - log p_ref = 1, -0.5 | 2; times 0.1. Mean 2.5 / 3; two trajectories pay 0.25 / 2 on average.
     own = {("a", 1): torch.tensor([-1.0, -1.0]), ("b", 1): torch.tensor([-1.0])}
     ref = {("a", 1): torch.tensor([-2.0, -0.5]), ("b", 1): torch.tensor([-3.0])}
-    found = charge(own, ref, estimator="k1", coef=0.1)
+    found = reward_penalties(own, ref, estimator="k1", coef=0.1)
     assert {key: value.tolist() for key, value in found.tokens.items()} == {
         ("a", 1): pytest.approx([0.1, -0.05]),
         ("b", 1): pytest.approx([0.2]),
     }
     assert (found.kl, found.mean) == (pytest.approx(2.5 / 3), pytest.approx(0.125))
     # k2: 1/2, 1/8, 2.
-    assert charge(own, ref, estimator="k2", coef=1.0).kl == pytest.approx(2.625 / 3)
-    assert charge({}, {}, estimator="k3", coef=1.0).kl == 0.0
+    assert reward_penalties(own, ref, estimator="k2", coef=1.0).kl == pytest.approx(2.625 / 3)
+    assert reward_penalties({}, {}, estimator="k3", coef=1.0).kl == 0.0
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -111,7 +111,7 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
     assert build_experience(before, AlgorithmConfig(norm_by_std=False), temperature=1.0).rows == []
     held = guard({"where": "reward", "estimator": "k1"}, Fixed())
-    after = held.charge(before, None)  # type: ignore[arg-type]
+    after = held.reward_penalties(before, None)  # type: ignore[arg-type]
     found = build_experience(after, AlgorithmConfig(norm_by_std=False), temperature=1.0)
     # Rewards 0.75 and 1: -+ 0.125.
     assert [row.advantage for row in found.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
@@ -130,7 +130,7 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
 
 def test_where_nothing_was_sampled_the_coefficient_stays() -> None:
     held = guard({"where": "reward", "estimator": "k1", "target": 0.1, "horizon": 1}, Fixed())
-    found = held.charge(collected(), None)  # type: ignore[arg-type]
+    found = held.reward_penalties(collected(), None)  # type: ignore[arg-type]
     assert held.step(found.metrics) == {"kl/coef": 0.5}
     assert held.control.coef == 0.5
 

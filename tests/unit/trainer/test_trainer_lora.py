@@ -153,7 +153,7 @@ def test_a_seed_decides_them_and_a_saved_one_goes_on(base: Path, rows: list[Trai
     [
         ({"targets": ["q_project"]}, r"model\.lora\.targets is \['q_project'\]: .*not found"),
         ({"targets": ["lm_head"]}, r"lm_head is the output matrix, which cannot be a target"),
-        ({"targets": ["embed_tokens"]}, r"embed_tokens is no linear layer"),
+        ({"targets": ["embed_tokens"]}, r"embed_tokens is not a linear layer"),
         ({"path": "nowhere"}, r"model\.lora\.path is .*nowhere.* cannot be read as the settings of an adapter"),
     ],
 )
@@ -172,7 +172,7 @@ def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], t
     text = settings.read_text()
     for old, new, message in (
         ('"use_dora": false', '"use_dora": true', "sets use_dora: only plain LoRA can be read"),
-        (str(base), "/gone", "says base_model_name_or_path '/gone', and there is no such folder"),
+        (str(base), "/gone", "says base_model_name_or_path '/gone', which does not exist"),
     ):
         assert old in text
         settings.write_text(text.replace(old, new))

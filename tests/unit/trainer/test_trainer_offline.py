@@ -399,14 +399,14 @@ def test_dpo_and_reward_models_learn_from_recorded_pairs(
 def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
     home, _ = recorded
     other = load_renderer(chat_model(tmp_path / "other", "llama3_1"))
-    with pytest.raises(TaskError, match=r"trajectory t0: its ids do not mean its messages to the tokenizer"):
+    with pytest.raises(TaskError, match=r"trajectory t0: its ids do not encode its messages with the tokenizer"):
         read_recorded(FilterConfig(path=home), other)
 
 
 def test_what_cannot_be_read_is_named(model: Path, recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
     home, every = recorded
     renderer = load_renderer(model)
-    with pytest.raises(TaskError, match=r"there is no file .*nowhere"):
+    with pytest.raises(TaskError, match=r"no such file: .*nowhere"):
         read_recorded(FilterConfig(path=tmp_path / "nowhere"), renderer)
     with pytest.raises(
         TaskError, match=r"8 trajectories \(policies: main\), but none of policy other and partition val"

@@ -86,7 +86,7 @@ async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -
         policies = {"main": {"model": {"path": model}, "critic": critic}}
         return config(model, tmp_path / "runs", policies=policies, algorithm={"advantage": "gae"})
 
-    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a model of its own"
+    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a separate model"
     nowhere = by_name(await dry_run(judged(path=tmp_path / "nowhere")))
     assert nowhere["critic"].startswith(
         f"failed: policies.main.critic.path is {tmp_path / 'nowhere'}: there is no such"
@@ -113,7 +113,7 @@ async def test_of_an_adapter_the_model_under_it_is_looked_at(model: Path, tmp_pa
     assert "Qwen3ForCausalLM, context 512" in found["model"]
     (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "nowhere"}))
     found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "there is no such folder" in found["model"]
+    assert "which does not exist" in found["model"]
 
 
 async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
     checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
-    assert "of 512 tokens of the context: nothing is left to answer in" in checks["episodes"]
+    assert "of 512 tokens of the context: no room is left to answer" in checks["episodes"]
 
 
 async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ async def test_a_run_goes_on_with_the_template_that_it_was_trained_with_only(mod
     store = CheckpointStore(home.path / "checkpoints")
     checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
     checks = by_name(await dry_run(wanted))
-    assert "goes on after step 2" in checks["run directory"]
+    assert "resumes after step 2" in checks["run directory"]
     assert checks["chat format"] == "ok: hermes"
 
     template.write_text(template.read_text().replace("Tools:", "What you may call:"))
-    words = "was trained with another chat template .* than the run would go on with .*: make renderer.chat_template"
+    words = "was trained with another chat template .* than the run would resume with .*: make renderer.chat_template"
     assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(wanted))["chat format"])
     assert by_name(await dry_run(wanted, fresh=True))["chat format"] == "ok: hermes"
     with pytest.raises(CheckpointError, match=words):
@@ -261,7 +261,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "the model may call calculator" in said
-    assert "math: this run can start" in said
+    assert "math: ready to start" in said
     with pytest.raises(SystemExit) as ended:
         main([*arguments, f"policies.main.model.path={tmp_path / 'nowhere'}"])
     assert ended.value.code == 1
@@ -269,7 +269,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert "✗ model: policies.main.model.path is" in said
     assert "✗ tasks: " in said
     assert "✗ held-out tasks: " in said
-    assert "3 of 9 checks failed: it cannot start" in said
+    assert "3 of 9 checks failed, the run cannot start" in said
     assert not (tmp_path / "runs").exists()
 
 

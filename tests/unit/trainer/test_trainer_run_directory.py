@@ -33,7 +33,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "r")
     holder = (
         "import sys; from pathlib import Path; from turnwise.trainer.run.directory import RunDirectory\n"
-        "with RunDirectory(Path(sys.argv[1])).alone():\n"
+        "with RunDirectory(Path(sys.argv[1])).lock():\n"
         "    print('in', flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", holder, str(home.path)]
@@ -41,22 +41,22 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
         with (
-            pytest.raises(TrainError, match=r"another process works on the run .*: wait for it"),
-            home.alone(),
+            pytest.raises(TrainError, match=r"another process is using the run .*: wait for it"),
+            home.lock(),
         ):
             pytest.fail("two are in")
         other.kill()
         other.wait()
-    with home.alone():
+    with home.lock():
         pass
 
 
 def test_where_nothing_was_begun_nothing_is_left(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "r")
-    with pytest.raises(ZeroDivisionError), home.alone():
+    with pytest.raises(ZeroDivisionError), home.lock():
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-    with home.alone():
+    with home.lock():
         home.begin(config(), "d", fresh=False)
     assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
 

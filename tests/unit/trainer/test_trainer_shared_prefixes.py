@@ -202,7 +202,7 @@ def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None
     parts = tree.partition(budget)
     assert sorted(place for part in parts for place in part) == list(range(len(rows)))
     for part in parts:
-        laid = tree.lay(part)
+        laid = tree.as_segments(part)
         tokens = np.concatenate([rows[tree.order[part[row]]][first:end] for row, first, end in laid.sources])
         assert len(tokens) <= budget or len(part) == 1
         assert [start for start, _, _ in laid.segments] == np.cumsum([0, *(n for _, n, _ in laid.segments)])[
@@ -216,7 +216,7 @@ def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None
         # With room for all of them each prefix of any row stands there once.
         (whole,) = tree.partition(10**6)
         prefixes = {tuple(each[:n]) for each in ids for n in range(1, len(each) + 1)}
-        assert sum(length for _, length, _ in tree.lay(whole).segments) == len(prefixes)
+        assert sum(length for _, length, _ in tree.as_segments(whole).segments) == len(prefixes)
 
 
 def test_targets_behind_a_fork_are_predicted_by_the_parent() -> None:

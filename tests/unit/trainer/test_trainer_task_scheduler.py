@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, Choice, Filtered, Mixed, Strategy
+from turnwise.rollout.replay.strategies import Choice, Fifo, Filtered, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
@@ -66,7 +66,7 @@ class Picky(Strategy):
     def __init__(self, *tasks: str) -> None:
         self.tasks = tasks
 
-    def choose(self, ready, flying, step, batch_size, taken=0):
+    def choose(self, ready, in_flight, step, batch_size, taken=0):
         bad = tuple((each.id, "picky") for each in ready if each.task_id in self.tasks)
         good = [each.id for each in ready if each.task_id not in self.tasks]
         return Choice(tuple(good[:batch_size]) if len(good) >= batch_size else None, bad)
@@ -81,7 +81,7 @@ TASKS = [
 ]
 
 
-def feed(
+def make_scheduler(
     strategy: Strategy | None = None, state=None, **changes
 ) -> tuple[TaskScheduler, Asked, LocalReplayBuffer, Told]:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"), group_size=4)
@@ -94,7 +94,7 @@ def feed(
 
 
 async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> None:
-    first, asked, buffer, stream = feed(algorithm={"advantage": "remax"})
+    first, asked, buffer, stream = make_scheduler(algorithm={"advantage": "remax"})
     first.top_up(3)
     await buffer.put(asked.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
@@ -102,7 +102,7 @@ async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> N
     assert [each.request.task.id for each in first.outstanding.values()] == ["t0", "t2"]
     state, order = json.loads(json.dumps([first.state(), stream.state()]))
 
-    second, later, *_ = feed(state=order, algorithm={"advantage": "remax"})
+    second, later, *_ = make_scheduler(state=order, algorithm={"advantage": "remax"})
     second.restore(state)
     assert second.state() == state, "what has not been asked for yet is on its way, too"
     second.top_up(4)
@@ -115,7 +115,7 @@ async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> N
 
 
 async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_asks_again() -> None:
-    own, asked, buffer, _ = feed()
+    own, asked, buffer, _ = make_scheduler()
     own.top_up(3)
     await buffer.put(asked.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
@@ -127,7 +127,7 @@ async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_
 
 
 async def test_what_a_step_was_given_and_did_not_train_is_asked_for_first() -> None:
-    own, asked, buffer, _ = feed()
+    own, asked, buffer, _ = make_scheduler()
     own.top_up(4)
     given = []
     for number in (2, 3, 0):
@@ -152,7 +152,7 @@ async def take(own: TaskScheduler, buffer: LocalReplayBuffer) -> str:
 
 
 async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_back() -> None:
-    own, asked, buffer, stream = feed()
+    own, asked, buffer, stream = make_scheduler()
     own.top_up(3)
     given = set()
     for number in (0, 1):
@@ -163,7 +163,7 @@ async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_bac
     state, order = json.loads(json.dumps([own.state(), stream.state()]))
     assert [(each["task"]["id"], each["learned"]) for each in state] == [("t0", True), ("t1", True), ("t2", False)]
 
-    later, again, kept, told = feed(Picky("t1"), state=order)
+    later, again, kept, told = make_scheduler(Picky("t1"), state=order)
     later.restore(state)
     assert later.state() == state, "what has not been asked for yet was learned from all the same"
     later.top_up(3)
@@ -179,20 +179,20 @@ async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_bac
 
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
     mixed = {"strategy": "mixed", "stored_share": 0.5}
-    first, asked, *_ = feed(replay=mixed, batch={"groups": 4})
+    first, asked, *_ = make_scheduler(replay=mixed, batch={"groups": 4})
     first.ask()
     first.ask()
     assert len(asked.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
-    more, asked, *_ = feed(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
+    more, asked, *_ = make_scheduler(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
     more.ask()
     assert len(asked.requests) == 3
 
 
 async def test_messages_with_calls_survive() -> None:
-    first, asked, *_ = feed()
+    first, asked, *_ = make_scheduler()
     first.top_up(2)
     state = json.loads(json.dumps(first.state()))
-    second, later, *_ = feed()
+    second, later, *_ = make_scheduler()
     second.restore(state)
     second.top_up(2)
     assert later.requests == asked.requests
@@ -200,7 +200,7 @@ async def test_messages_with_calls_survive() -> None:
 
 
 async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> None:
-    own, asked, buffer, _ = feed(Picky("t2"))
+    own, asked, buffer, _ = make_scheduler(Picky("t2"))
     requests = [RolloutRequest(task, 0, 4, tag="step1.1") for task in TASKS[:3]]
     own.issue(requests, given=True)
     assert own.state() == []
@@ -215,7 +215,7 @@ async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> 
 
 
 async def test_dropped_groups_are_replaced_and_forgotten() -> None:
-    own, asked, buffer, _ = feed(Picky("t0"))
+    own, asked, buffer, _ = make_scheduler(Picky("t0"))
     own.issue(own.next(2, group_size=3))
     await buffer.put(asked.group(0))
     await buffer.put(asked.group(1))
@@ -258,7 +258,7 @@ TAIL = {"tail": {"seconds": 1}}
     ],
 )
 async def test_what_a_step_did_not_wait_for_is_carried_or_cancelled(changes, at, left, cancelled) -> None:
-    own, asked, buffer, _ = feed(**changes)
+    own, asked, buffer, _ = make_scheduler(**changes)
     own.ask()
     assert len(asked.requests) == 5
     for number in (0, 1):
@@ -277,7 +277,7 @@ async def test_what_a_step_did_not_wait_for_is_carried_or_cancelled(changes, at,
 
 
 async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() -> None:
-    own, asked, *_ = feed(batch={"groups": 2})
+    own, asked, *_ = make_scheduler(batch={"groups": 2})
     own.ask()
     await own.settle(1)
     own.wrote(episode(asked.requests[0], 5, StopReason.CANCELLED))
@@ -289,8 +289,8 @@ async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() ->
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"batch": {"leftover": "carry"}}, "every group that is started is waited for"),
-        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights began"),
+        ({"batch": {"leftover": "carry"}}, "a step waits for every group that it starts"),
+        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights started"),
         ({"batch": {"over_sample": 2}, "mode": "colocate_async"}, "over_sample is 2, but an asynchronous mode"),
         ({"batch": {"leftover": "cancel", **TAIL}, "mode": "colocate_async"}, "leftover is cancel"),
         ({"batch": {"over_sample": 0.5}}, "over_sample"),
@@ -299,7 +299,7 @@ async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() ->
 )
 def test_a_batch_that_cannot_be_is_refused(changes, match) -> None:
     with pytest.raises(ValidationError, match=match):
-        feed(**changes)
+        make_scheduler(**changes)
 
 
 @pytest.mark.parametrize(("groups", "factor", "started"), [(10, 1.1, 11), (16, 1.25, 20), (3, 1.25, 4), (7, 1.0, 7)])
@@ -310,7 +310,7 @@ def test_so_many_groups_are_started(groups, factor, started) -> None:
 @pytest.mark.parametrize("record", [{}, {"task": {"id": "t"}, "source": None}, {"task": 3, "source": None}, []])
 def test_a_malformed_state_is_one_error(record) -> None:
     with pytest.raises(CheckpointError, match="in flight"):
-        feed()[0].restore([record])
+        make_scheduler()[0].restore([record])
 
 
 @pytest.mark.parametrize(("differ", "expected"), [(1, 1), (0, None)])
@@ -323,7 +323,7 @@ async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, ex
         return replace(asked.group(number), trajectories=members)
 
     filtering = {"filter_groups": {"metric": "reward", "max_refills": 2}}
-    run, asked, buffer, _ = feed(Filtered(Arrival(), "reward"), batch={"groups": 2}, replay=filtering)
+    run, asked, buffer, _ = make_scheduler(Filtered(Fifo(), "reward"), batch={"groups": 2}, replay=filtering)
     run.issue(run.next(2))
     waiting = asyncio.create_task(buffer.sample(1, "train", 2))
     for number in range(100):
@@ -334,7 +334,7 @@ async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, ex
     # Two for the batch; in the place of each dropped one another, but no more than two batches' worth of them.
     assert len(asked.requests) == 6
     if expected is None:
-        with pytest.raises(TrainError, match=r"all groups that were asked for were dropped \(equal\)"):
+        with pytest.raises(TrainError, match=r"all requested groups were dropped \(equal\)"):
             await waiting
     else:
         ref, metrics = await waiting
@@ -348,7 +348,7 @@ async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
         def learn(self, task_id, rewards):
             learned.append(task_id)
 
-    config = feed()[0]._config
+    config = make_scheduler()[0]._config
     buffer, asked = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
     own = TaskScheduler(config, TaskStream(Watched(TASKS, shuffle=False)), asked, buffer, lambda: 0)
     own.top_up(2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, paths_within, read_config, settled
+from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, paths_within, read_config, resolve_recipe
 from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError, WorkerReply, Workers
 from turnwise.agents.blackbox.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
@@ -21,16 +21,16 @@ from turnwise.agents.blackbox.workdir import (
     API_KEY,
     PLACEHOLDERS,
     Workdir,
-    answer_at,
     check_arguments,
     environment,
     fill,
+    read_answer,
     shell_tools,
     told_of,
 )
 from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown, undo_on_error
-from turnwise.gateway.local import Door
+from turnwise.gateway.local import SessionEndpoint
 from turnwise.model.canonical import clean
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.types import StopReason
@@ -44,7 +44,7 @@ class _Acting:
     """State of one episode that a program acts in."""
 
     episode: Episode
-    door: Door
+    endpoint: SessionEndpoint
     offered: OfferedTools | None
     values: dict[str, str]
     started: float
@@ -94,7 +94,7 @@ class BlackBoxAgent(Agent):
             ConfigError: A reference cannot be loaded.
         """
         self._config: BlackBoxConfig = read_config(config)
-        self._recipe = settled(self._config)
+        self._recipe = resolve_recipe(self._config)
         self._mounts = mounts_of(self._config, self._recipe)
         most = self._config.max_concurrent
         self._slots = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
@@ -112,15 +112,15 @@ class BlackBoxAgent(Agent):
             SandboxError: The sandbox failed.
         """
         async with self._slots, contextlib.AsyncExitStack() as stack:
-            door = await episode.door()
+            endpoint = await episode.endpoint()
             sandbox = self._sandbox_of(episode) if self._config.sandbox else None
             offered = None
             if self._config.tools and (episode.tools or self._config.reply):
                 listener = None if sandbox is None else await sandbox.listen()
-                offered = await self._tools.offer(episode, door, reply=self._config.reply, listener=listener)
+                offered = await self._tools.offer(episode, endpoint, reply=self._config.reply, listener=listener)
                 stack.push_async_callback(self._tools.withdraw, offered)
-            url = door.url if sandbox is None else await door.answer_at(await sandbox.listen())
-            acting = _Acting(episode, door, offered, self._values(episode, url, offered), time.monotonic())
+            url = endpoint.url if sandbox is None else await endpoint.serve_at(await sandbox.listen())
+            acting = _Acting(episode, endpoint, offered, self._values(episode, url, offered), time.monotonic())
             if sandbox is not None:
                 end = await self._in_sandbox(acting, sandbox)
             elif self._workers is not None:
@@ -180,7 +180,7 @@ class BlackBoxAgent(Agent):
             except OSError:
                 return None
 
-        return _End(how, left, await answer_at(fill(self._recipe.result, acting.values), left.stdout.text, read))
+        return _End(how, left, await read_answer(fill(self._recipe.result, acting.values), left.stdout.text, read))
 
     async def _in_sandbox(self, acting: _Acting, sandbox: Sandbox) -> _End:
         quarters = await ProgramFolder.make(sandbox, self._config.workspace)
@@ -201,7 +201,7 @@ class BlackBoxAgent(Agent):
             # Of one that was given up nobody reads what it wrote.
             left = await program.end(collect=how == "ended")
         where = fill(self._recipe.result, acting.values)
-        return _End(how, left, await answer_at(where, left.stdout.text, quarters.read))
+        return _End(how, left, await read_answer(where, left.stdout.text, quarters.read))
 
     def _given(self, acting: _Acting, *, home: str, work: str, root: str) -> _Given:
         recipe, values = self._recipe, acting.values
@@ -231,7 +231,7 @@ class BlackBoxAgent(Agent):
         """Wait for a program's exit, with a grace period once its budget is used up or the episode is over."""
         over = asyncio.ensure_future(wait())
         # Who has nothing left to sample, or nothing left to do, has a moment to end by itself.
-        told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.door.wait_exhausted())]
+        told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.endpoint.wait_exhausted())]
         if acting.offered is not None:
             told.append(asyncio.ensure_future(acting.offered.over.wait()))
         try:
@@ -284,30 +284,30 @@ class BlackBoxAgent(Agent):
     # -- what it came to
 
     async def _conclude(self, acting: _Acting, end: _End) -> None:
-        episode, door, left = acting.episode, acting.door, end.exit
+        episode, endpoint, left = acting.episode, acting.endpoint, end.exit
         if acting.offered is not None and acting.offered.failure is not None:
             raise acting.offered.failure
         if episode.ended:
             return
-        await door.settled()
+        await endpoint.wait_settled()
         if end.how == "timeout":
             episode.finish(StopReason.TIMEOUT)
             return
-        if end.how == "lingered" or door.failure is not None:
+        if end.how == "lingered" or endpoint.failure is not None:
             # What the program was told last ends the episode: the runner knows what it means.
             return
         if left.status is None or left.status < 0:
             how = "its supervisor was killed" if left.status is None else f"signal {-left.status} ended it"
             raise ProgramError(self._story(how, end))
-        turns = door.entry.session.turns
+        turns = endpoint.entry.session.turns
         if turns == 0:
             raise ProgramError(self._story(f"exit status {left.status}, and it never asked the model", end))
         if left.status != 0 and self._config.nonzero_exit == "error":
             raise AgentError(self._story(f"exit status {left.status}", end))
-        await self._answer(episode, door, end.answer)
+        await self._answer(episode, endpoint, end.answer)
 
-    async def _answer(self, episode: Episode, door: Door, answer: str | None) -> None:
-        last = door.entry.session.last
+    async def _answer(self, episode: Episode, endpoint: SessionEndpoint, answer: str | None) -> None:
+        last = endpoint.entry.session.last
         if answer is None and self._recipe.result == "message":
             if last is not None and last.get("finish_reason") == "length" and not last.get("tool_calls"):
                 episode.finish(StopReason.MAX_TOKENS, final=last)

@@ -204,7 +204,7 @@ def read_config(given: Mapping[str, Any]) -> BlackBoxConfig:
         raise AgentError("blackbox: " + "; ".join(told)) from None
 
 
-def settled(config: BlackBoxConfig) -> Recipe:
+def resolve_recipe(config: BlackBoxConfig) -> Recipe:
     """Return the recipe with the configuration's overrides."""
     base = config.recipe if isinstance(config.recipe, Recipe) else recipe_of(config.recipe)
     command = tuple(config.command) if config.command is not None else base.command

@@ -19,7 +19,7 @@ from aiohttp import web
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
-from turnwise.gateway.local import Door
+from turnwise.gateway.local import SessionEndpoint
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
 from turnwise.version import __version__
@@ -152,14 +152,16 @@ class OfferedTools:
         listening: The episode's own socket, if any.
     """
 
-    def __init__(self, episode: Episode, token: str, address: str, door: Door | None, *, reply: bool) -> None:
+    def __init__(
+        self, episode: Episode, token: str, address: str, endpoint: SessionEndpoint | None, *, reply: bool
+    ) -> None:
         self.schemas = (*episode.tools, _REPLY) if reply else tuple(episode.tools)
         self.url = f"{address}/tools/{token}"
         self.mcp_url = f"{address}/mcp/{token}"
         self.over = asyncio.Event()
         self.failure: TurnwiseError | None = None
         self._episode = episode
-        self._door = door
+        self._endpoint = endpoint
         self._reply = reply
         self._told: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
@@ -179,9 +181,9 @@ class OfferedTools:
         assert task is not None
         self._running.add(task)
         try:
-            if self._door is not None:
+            if self._endpoint is not None:
                 # Which turn makes this call is known only then, where the episode is recorded elsewhere.
-                await self._door.settled()
+                await self._endpoint.wait_settled()
             if self._reply and name == REPLY:
                 return await self._say(arguments)
             return await self._episode.call(self._made(name, arguments, call_id))
@@ -257,33 +259,38 @@ class ToolServer:
         self._starting = asyncio.Lock()
 
     async def offer(
-        self, episode: Episode, door: Door | None = None, *, reply: bool = False, listener: socket.socket | None = None
+        self,
+        episode: Episode,
+        endpoint: SessionEndpoint | None = None,
+        *,
+        reply: bool = False,
+        listener: socket.socket | None = None,
     ) -> OfferedTools:
         """Serve the tools of an episode until :meth:`withdraw`.
 
         Args:
             episode: The episode.
-            door: The program's model endpoint, if it has one here.
+            endpoint: The program's model endpoint, if it has one here.
             reply: Whether to add the tool ``reply``.
             listener: Socket to serve them on alone, instead of this server's; closed with them.
         """
         if listener is not None:
-            return await self._offer_at(listener, episode, door, reply=reply)
+            return await self._offer_at(listener, episode, endpoint, reply=reply)
         async with self._starting:
             if self._listening is None:
                 await self._start()
         assert self._listening is not None
         token = secrets.token_urlsafe(32)
         address = f"http://{self._host}:{self._listening.sockets[0].getsockname()[1]}"
-        offered = self._offered[token] = OfferedTools(episode, token, address, door, reply=reply)
+        offered = self._offered[token] = OfferedTools(episode, token, address, endpoint, reply=reply)
         return offered
 
     async def _offer_at(
-        self, listener: socket.socket, episode: Episode, door: Door | None, *, reply: bool
+        self, listener: socket.socket, episode: Episode, endpoint: SessionEndpoint | None, *, reply: bool
     ) -> OfferedTools:
         token = secrets.token_urlsafe(32)
         host, port = listener.getsockname()[:2]
-        offered = OfferedTools(episode, token, f"http://{host}:{port}", door, reply=reply)
+        offered = OfferedTools(episode, token, f"http://{host}:{port}", endpoint, reply=reply)
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             return await self._answer(request, {token: offered})

@@ -401,7 +401,7 @@ def check_arguments(argv: Sequence[str]) -> None:
             )
 
 
-async def answer_at(where: str, stdout: str, read: Callable[[str], Awaitable[str | None]]) -> str | None:
+async def read_answer(where: str, stdout: str, read: Callable[[str], Awaitable[str | None]]) -> str | None:
     """Return a program's answer; None where it is missing, or is the last message.
 
     Args:

@@ -55,7 +55,7 @@ def keep_free_logits(sampler: TemperatureSampler) -> None:
     try:
         apply = gpu_model_runner.apply_grammar_bitmask
     except AttributeError as error:
-        raise RuntimeError("it is not known how grammars are applied: this version of vLLM is not known") from error
+        raise RuntimeError("cannot tell how grammars are applied: this version of vLLM is not supported") from error
 
     def apply_to_a_copy(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
         sampler.free = logits.clone()
@@ -74,7 +74,9 @@ class RolloutLogprobs:
         runner = self.model_runner
         sampler = runner.sampler
         if type(sampler) is not Sampler:
-            raise RuntimeError(f"the sampler is a {type(sampler)}, not {Sampler}: this version of vLLM is not known")
+            raise RuntimeError(
+                f"the sampler is a {type(sampler)}, not {Sampler}: this version of vLLM is not supported"
+            )
         if runner.speculative_config is not None:
             raise RuntimeError("speculative decoding is on: its log-probabilities are not those of the policy")
         runner.sampler = TemperatureSampler()

@@ -177,7 +177,7 @@ def _own_tasks(env: Env) -> tuple[Task | None, ...]:
         return (None,)
     found = load_tasks(env.default_tasks, limit=DEFAULT_TASKS)
     if not found:
-        raise TaskError(f"{type(env).__qualname__}.default_tasks {env.default_tasks!r}: there is no task in it")
+        raise TaskError(f"{type(env).__qualname__}.default_tasks {env.default_tasks!r}: it contains no tasks")
     return tuple(found)
 
 

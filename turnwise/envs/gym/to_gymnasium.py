@@ -386,7 +386,7 @@ def _tasks(env: Env, source: TaskSource | None, limit: int) -> list[Task]:
         return []
     found = load_tasks(source, limit=limit)
     if not found:
-        raise TaskError(f"tasks={source!r}: there is no task in it")
+        raise TaskError(f"tasks={source!r}: it contains no tasks")
     return found
 
 

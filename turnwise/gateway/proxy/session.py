@@ -17,7 +17,7 @@ from turnwise.gateway.config import SETTINGS, SessionSettings
 from turnwise.gateway.errors import unsupported
 from turnwise.model.canonical import Canonical, TemplateArguments
 from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
-from turnwise.recorder.completion import SessionLimits, room_for
+from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.recorder.session import PendingRequest, Session
@@ -314,7 +314,9 @@ class TextSession(Session):
         return self._echoes.recognise(ids, message)
 
     def _limited(self, params: SamplingParams, prompt: TokenIds) -> SamplingParams:
-        room_for(self.limits, self.id, prompt=len(prompt), committed=self._used, requests=self._requests, wanted=None)
+        token_budget(
+            self.limits, self.id, prompt=len(prompt), committed=self._used, requests=self._requests, wanted=None
+        )
         return params
 
     def _use(self, placed: PendingRequest, usage: Usage) -> None:

@@ -41,9 +41,9 @@ def drop_lost(
         if not each.pending and each.place.offset < last:
             line = _line_number(payloads, each.place.offset)
             raise FormatError(
-                f"{payloads}:{line}: trajectory {each.id} is not as it was written (its checksum "
-                f"differs), and whole ones follow: restore the file from a copy, or remove {journal}: what "
-                "no checkpoint has trained is then rolled out again"
+                f"{payloads}:{line}: trajectory {each.id} is corrupt (its checksum differs), and intact ones follow: "
+                f"restore the file from a copy, or remove {journal}: what no checkpoint has trained is then rolled out "
+                "again"
             )
     for key, entry in waiting.items():
         if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
@@ -53,8 +53,8 @@ def drop_lost(
             del state.entries[key]
     if lost := [each for each in bad if not each.pending]:
         say(
-            f"{payloads}: {len(lost)} finished trajectories are not whole on disk (power was cut before "
-            "they were forced there): they are rolled out again"
+            f"{payloads}: {len(lost)} finished trajectories are incomplete on disk (power was lost before they were "
+            "synced): they are rolled out again"
         )
 
 
@@ -67,7 +67,7 @@ def _all(entry: Entry) -> Iterator[Stored]:
         yield from member
 
 
-def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+def references(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield (offset, checksum) of a line's references into trajectories.jsonl."""
     if event["event"] == "orphan":
         yield event["place"][0], event["place"][2]
@@ -76,7 +76,7 @@ def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
             yield offset, crc
 
 
-def unnamed(
+def unreferenced(
     payloads: TrajectoryWriter, since: int, offsets: Mapping[int, int], say: Callable[[str], None]
 ) -> list[tuple[Stored, bool]]:
     """Return the trajectories without a journal line, each with whether it ended without an error: a kill came between
@@ -97,7 +97,7 @@ def unnamed(
         elif spoilt is None:
             spoilt = place.offset
     if spoilt is not None:
-        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes were not written whole: cut")
+        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes are an incomplete write: truncated")
         payloads.truncate(spoilt)
     return found
 
@@ -126,7 +126,7 @@ _FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("ke
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RestoredGroup:
     """Finished parts of a group from earlier processes.
 
     Attributes:
@@ -200,17 +200,18 @@ class Journal:
         for number, event in read.events:
             try:
                 state.apply(event)
-                offsets.update(named(event))
+                offsets.update(references(event))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
         if read.spoilt:
             say(
-                f"{path}: the last {read.spoilt} bytes were not written whole (a process was killed, or power cut): cut"
+                f"{path}: the last {read.spoilt} bytes are an incomplete write (a process was killed, or power was "
+                "lost): truncated"
             )
         with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
             file.truncate(read.end)
-            orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
+            orphans = [] if state.payload is None else unreferenced(payloads, state.payload, offsets, say)
             journal = cls(directory, state, file, payloads)
             journal.next_step = after_step + 1
             # First of all: what is given back has to be on disk, too.
@@ -292,13 +293,13 @@ class Journal:
         """Record that a group will not be trained (again). Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
-    def found(self, key: str) -> Found | None:
+    def found(self, key: str) -> RestoredGroup | None:
         """Return the finished, untrained parts of a requested group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed:
             return None
         members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
-        return Found(entry.group_id, members, entry.whole is not None)
+        return RestoredGroup(entry.group_id, members, entry.whole is not None)
 
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a complete, untrained group, without reading its trajectories."""
@@ -311,7 +312,7 @@ class Journal:
         """Read a complete group; return it with its bytes on disk."""
         entry = self._state.entries.get(key)
         if entry is None or entry.whole is None:
-            raise TrainError(f"{self._file_path} knows no whole group of {key!r}")
+            raise TrainError(f"{self._file_path} has no complete group of {key!r}")
         whole = entry.whole
         group = TrajectoryGroup(
             entry.group_id,
@@ -389,7 +390,7 @@ class Journal:
         for each in stored:
             file = self._file_of(each)
             if file is None:
-                raise FormatError(f"{self._directory / PENDING} is gone, and trajectory {each.id} was in it")
+                raise FormatError(f"{self._directory / PENDING} is missing, and it held trajectory {each.id}")
             found.append(file.read(each.place))
         return found
 
@@ -398,7 +399,7 @@ class Journal:
         for orphan, finished in orphans:
             if orphan.id in pending:
                 # It is written again, with its group's reward.
-                self._payloads.strike(orphan.place)
+                self._payloads.invalidate(orphan.place)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
 

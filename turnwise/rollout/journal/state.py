@@ -149,7 +149,7 @@ class JournalState:
             case "back":
                 for key in event["keys"]:
                     if key in self.entries:
-                        self._give_back(self.entries[key], int(event["step"]))
+                        self._undo_take(self.entries[key], int(event["step"]))
             case "drop":
                 if event["key"] in self.entries:
                     self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
@@ -183,7 +183,7 @@ class JournalState:
             if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
 
-    def _give_back(self, entry: Entry, step: int) -> None:
+    def _undo_take(self, entry: Entry, step: int) -> None:
         """Undo the last take of a group, and a later drop."""
         of_step = [take for take in entry.taken if take[0] == step]
         if of_step:
@@ -272,9 +272,8 @@ def read_journal(path: Path) -> JournalFile:
                     raise FormatError(f"{path}:{number}: schema version {version}; this version reads {SCHEMA_VERSION}")
             elif spoilt is not None:
                 raise FormatError(
-                    f"{path}:{spoilt}: the line is not as it was written (its checksum differs), and whole lines "
-                    "follow: restore the file from a copy, or remove it: what no checkpoint has trained is then rolled "
-                    "out again"
+                    f"{path}:{spoilt}: the line is corrupt (its checksum differs), and intact lines follow: restore "
+                    "the file from a copy, or remove it: what no checkpoint has trained is then rolled out again"
                 )
             spoilt, end = None, offset
             events.append((number, record))

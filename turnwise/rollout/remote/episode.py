@@ -14,7 +14,7 @@ import aiohttp
 from turnwise.agents.core import Episode, EpisodeLimits
 from turnwise.envs.core import Env, StepResult
 from turnwise.errors import RunnerDisconnected, SessionError, TurnwiseError
-from turnwise.gateway.local import Door
+from turnwise.gateway.local import SessionEndpoint
 from turnwise.gateway.proxy.session import NoTokens, TextRenderer
 from turnwise.gateway.sessions import GatewaySession
 from turnwise.recorder.session import Session, SessionLimits
@@ -51,16 +51,16 @@ class LeaseClient:
                 answer = load(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as gone:
             raise RunnerDisconnected(f"the run cannot be reached: {type(gone).__name__}: {gone}") from gone
-        told = answer.get("error")
-        if told is None:
+        reply = answer.get("error")
+        if reply is None:
             return answer
         if response.status == 400:
             # What the agent sent is wrong, and would be so again.
-            raise read_error(told)
+            raise read_error(reply)
         if response.status != 200:
-            raise RunnerDisconnected(str(told.get("message")))
-        error = read_error(told)
-        self._errors.append((error, int(told["known"])))
+            raise RunnerDisconnected(str(reply.get("message")))
+        error = read_error(reply)
+        self._errors.append((error, int(reply["known"])))
         raise error
 
     def record(self, error: BaseException) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class RemoteSession(Session):
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
         """Sample a message; see :meth:`Session.chat`."""
-        told = await self._lease.ask(
+        reply = await self._lease.ask(
             "chat",
             {
                 **self._who,
@@ -129,7 +129,7 @@ class RemoteSession(Session):
                 "template_args": template_args,
             },
         )
-        message = read_message(told["message"])
+        message = read_message(reply["message"])
         self._note(message)
         if message["turn_id"] not in self._taken:
             self._taken.append(message["turn_id"])
@@ -152,16 +152,16 @@ class RemoteSession(Session):
 
     async def taken(self) -> list[str]:
         """Return the ids of the recorded turns, in order."""
-        told = await self._lease.ask("taken", self._who)
-        return [str(each) for each in told["taken"]]
+        reply = await self._lease.ask("taken", self._who)
+        return [str(each) for each in reply["taken"]]
 
     async def refresh(self) -> dict[str, Any]:
         """Fetch what was recorded at the session's endpoint, and return the response."""
-        told = await self._lease.ask("state", self._who)
-        self._taken = [str(each) for each in told["taken"]]
-        if told["last"] is not None:
-            self._note(read_message(told["last"]))
-        return told
+        reply = await self._lease.ask("state", self._who)
+        self._taken = [str(each) for each in reply["taken"]]
+        if reply["last"] is not None:
+            self._note(read_message(reply["last"]))
+        return reply
 
     def _note(self, message: Message) -> None:
         self._last = message
@@ -169,9 +169,9 @@ class RemoteSession(Session):
 
     async def open(self) -> str:
         """Return the base URL of the session's endpoint."""
-        told = await self._lease.ask("door", self._who)
-        self.params = read_params(told["params"]) or self.params
-        url = str(told["url"])
+        reply = await self._lease.ask("door", self._who)
+        self.params = read_params(reply["params"]) or self.params
+        url = str(reply["url"])
         return url if urlsplit(url).scheme else f"{self._lease.base}{url}"
 
     async def exhausted(self) -> None:
@@ -179,10 +179,10 @@ class RemoteSession(Session):
         await self._lease.ask("exhausted", self._who)
 
 
-class RemoteDoor(Door):
+class RemoteEndpoint(SessionEndpoint):
     """The endpoint of a remote session."""
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Fetch the outcome of the requests there."""
         session = self.entry.session
         if isinstance(session, RemoteSession):
@@ -217,7 +217,7 @@ class RemoteEpisode(Episode):
             tools=[ToolSchema(**tool) for tool in work["tools"]],
             limits=limits,
             open_session=lambda name, policy: RemoteSession(lease, name, policy, episode_id=work["id"], limits=limits),
-            open_door=_door,
+            open_endpoint=_open_remote_endpoint,
             list_turns=_turns,
             deadline=None if seconds is None else asyncio.get_running_loop().time() + float(seconds),
             id=str(work["id"]),
@@ -230,20 +230,20 @@ class RemoteEpisode(Episode):
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:  # noqa: ARG002
         """Pass an assistant message to the environment at the run."""
-        told = await self._lease.ask("step", {"session": agent, "message": message})
-        observation, reward, terminated, truncated, info = told["result"]
+        reply = await self._lease.ask("step", {"session": agent, "message": message})
+        observation, reward, terminated, truncated, info = reply["result"]
         if isinstance(observation, list):
             observation = [read_message(each) for each in observation]
         if terminated or truncated:
-            self.ended, self.scored = True, bool(told["scored"])
-            self.stop_reason = StopReason(told["stop_reason"])
+            self.ended, self.scored = True, bool(reply["scored"])
+            self.stop_reason = StopReason(reply["stop_reason"])
             self.final = message if terminated else None
         return StepResult(observation, reward, terminated, truncated, info)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Execute a tool call in the environment at the run."""
-        told = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
-        return ToolResponse(**told["response"])
+        reply = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
+        return ToolResponse(**reply["response"])
 
     def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
         """Add to the episode's metrics."""
@@ -271,7 +271,7 @@ async def _turns(session: Session) -> list[str]:
     return await session.taken()
 
 
-async def _door(session: Session) -> Door:
+async def _open_remote_endpoint(session: Session) -> SessionEndpoint:
     assert isinstance(session, RemoteSession)
     url = await session.open()
-    return RemoteDoor(url, GatewaySession(session.id, "", "", session, TextRenderer(), {}, math.inf))
+    return RemoteEndpoint(url, GatewaySession(session.id, "", "", session, TextRenderer(), {}, math.inf))

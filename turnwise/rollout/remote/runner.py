@@ -72,12 +72,12 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
         try:
             while True:
                 try:
-                    ended = await _Line(http, options, agent, say).serve()
+                    ended = await _RunConnection(http, options, agent, say).serve()
                     seen, tries = time.monotonic(), 0
                     if ended and not options.stay:
                         say("the run has ended")
                         return
-                    say("the run has ended: waiting for another" if ended else "the line is gone: connecting anew")
+                    say("the run has ended: waiting for another" if ended else "the connection is lost: reconnecting")
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     if tries == 0:
                         say(f"no run answers at {options.url} ({error}): waiting for one")
@@ -89,7 +89,7 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
             await agent.close()
 
 
-class _Line:
+class _RunConnection:
     """One connection to a run, with its work."""
 
     def __init__(
@@ -165,13 +165,13 @@ class _Line:
             if task is None or task.cancelling():
                 raise
             # Nobody cancelled this episode: passed on, the run would wait for a result that never comes.
-            error = AgentError("the agent raised CancelledError, but nobody cancelled it")
+            error = AgentError("the agent raised CancelledError without being cancelled")
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: the run is told what it raised
             error = raised
         try:
             await lease.ask("result", episode.result(error))
         except (RunnerDisconnected, FormatError) as refused:
-            self._say(f"{episode.id}: the run took no result: {refused}")
+            self._say(f"{episode.id}: the run refused the result: {refused}")
         finally:
             self._working.pop(work["lease"], None)
 
@@ -180,7 +180,7 @@ async def _refusal(response: aiohttp.ClientResponse, url: str) -> Exception:
     try:
         message = load(await response.read())["error"]["message"]
     except (FormatError, KeyError, TypeError):
-        message = f"it answered {response.status}, so it takes no runners: is rollout.remote set there?"
+        message = f"it answered {response.status}, so it accepts no runners: is rollout.remote set there?"
     if response.status >= 500:
         return aiohttp.ClientError(f"status {response.status}")
     return ConfigError(f"--connect {url}: {message}")

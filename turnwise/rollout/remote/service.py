@@ -78,7 +78,7 @@ class RunnerHub:
     def __init__(self, *, lost_after: float, notify: Notify | None = None) -> None:
         self.lost_after = lost_after
         self.runners: dict[str, Runner] = {}
-        self._told = notify
+        self._on_notice = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
         self._lives = Leases(lost_after, self._silent)
         self._said_waiting = False
@@ -116,7 +116,7 @@ class RunnerHub:
         self._say_waiting()
 
     @contextlib.asynccontextmanager
-    async def seat(self) -> AsyncIterator[Runner]:
+    async def acquire_runner(self) -> AsyncIterator[Runner]:
         """Wait for a runner with a free place, and hold it."""
         found: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
         self._waiting.append(found)
@@ -144,7 +144,7 @@ class RunnerHub:
             RunnerDisconnected: The runner has gone.
         """
         if runner.id not in self.runners:
-            raise RunnerDisconnected(f"runner {runner.name} went while an episode was begun for it")
+            raise RunnerDisconnected(f"runner {runner.name} disconnected while an episode was starting")
         lease = Lease(secrets.token_urlsafe(16), episode, asyncio.get_running_loop().create_future())
         runner.leases[lease.id] = lease
         runner.events.put_nowait({"event": "work", "lease": lease.id, **work})
@@ -168,8 +168,8 @@ class RunnerHub:
             runner.events.put_nowait(None)
 
     def _notify(self, text: str) -> None:
-        if self._told is not None:
-            self._told(text)
+        if self._on_notice is not None:
+            self._on_notice(text)
 
     def _free(self, runner: Runner) -> None:
         runner.free += 1
@@ -191,7 +191,7 @@ class RunnerHub:
             self._notify("no runner is connected: episodes wait for one")
 
     def _silent(self, runner_id: str) -> None:
-        self.leave(self.runners[runner_id], f"no sign of life for {self.lost_after:g} s")
+        self.leave(self.runners[runner_id], f"no heartbeat for {self.lost_after:g} s")
 
 
 _LINE = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
@@ -247,19 +247,19 @@ class RunnerApp:
     def _authorise(self, scope: Scope) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, b"Bearer " + self._key):
-            raise _Refused(401, "this is not the key of the run: give the file that rollout.remote.key_file names")
+            raise _Refused(401, "wrong key: give the file that rollout.remote.key_file names")
 
     def _runner(self, runner_id: str) -> Runner:
         runner = self._hub.runners.get(runner_id)
         if runner is None:
-            raise _Refused(410, "the run has given this runner up: open a line anew")
+            raise _Refused(410, "the run has dropped this runner: reconnect")
         self._hub.heartbeat(runner)
         return runner
 
     def _lease(self, runner: Runner, lease_id: str) -> Lease:
         lease = runner.leases.get(lease_id)
         if lease is None or lease.done.done():
-            raise _Refused(410, "this attempt has ended: what comes late is not taken")
+            raise _Refused(410, "this attempt has ended: late results are not accepted")
         return lease
 
     async def _line(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -306,7 +306,7 @@ class RunnerApp:
             if not task.cancelled() or (current := asyncio.current_task()) is None or current.cancelling():
                 task.cancel()
                 raise
-            raise _Refused(410, "this attempt has ended: what comes late is not taken") from None
+            raise _Refused(410, "this attempt has ended: late results are not accepted") from None
         except FormatError:
             raise
         except TurnwiseError as error:
@@ -335,25 +335,25 @@ class RunnerApp:
                 result = await episode.step(read_message(body.get("message")), agent=agent)
                 return {"result": list(result), "stop_reason": episode.stop_reason.value, "scored": episode.scored}
             case "door":
-                door = await episode.door(agent, policy)
+                endpoint = await episode.endpoint(agent, policy)
                 session = episode.session_for(agent, policy)
-                url = door.url.removeprefix(self._own)
+                url = endpoint.url.removeprefix(self._own)
                 return {"url": url, "params": asdict(session.params)}
             case "state":
                 session = episode.session_for(agent, policy)
-                door = await episode.door(agent, policy)
-                return _state(session, await recorded_turns(session), door.failure)
+                endpoint = await episode.endpoint(agent, policy)
+                return _state(session, await recorded_turns(session), endpoint.failure)
             case "taken":
                 return {"taken": await recorded_turns(episode.session_for(agent, policy))}
             case "exhausted":
-                await (await episode.door(agent, policy)).wait_exhausted()
+                await (await episode.endpoint(agent, policy)).wait_exhausted()
                 return {}
-        raise _Refused(404, f"{what!r} is nothing that can be asked of a lease")
+        raise _Refused(404, f"{what!r} is not a request of a lease")
 
 
 def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
-    told = None if failure is None else error_record(failure)
-    return {"taken": taken, "last": session.last, "failure": told}
+    error = None if failure is None else error_record(failure)
+    return {"taken": taken, "last": session.last, "failure": error}
 
 
 async def _gone(receive: Receive) -> None:
@@ -385,9 +385,9 @@ class RemoteRunners:
         return cls(hub)
 
     @contextlib.asynccontextmanager
-    async def seat(self) -> AsyncIterator[Agent]:
+    async def acquire_runner(self) -> AsyncIterator[Agent]:
         """Wait for a runner with a free place; yield its agent."""
-        async with self._hub.seat() as runner:
+        async with self._hub.acquire_runner() as runner:
             yield RemoteAgent(self._hub, runner)
 
     async def close(self) -> None:

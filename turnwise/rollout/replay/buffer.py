@@ -22,10 +22,10 @@ from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.replay.group_store import GroupStore, versions_of
 from turnwise.rollout.replay.strategies import (
     STALE,
-    Arrival,
     Choice,
-    Flight,
+    Fifo,
     GroupFacts,
+    InFlight,
     StragglerCutoff,
     StragglerDeadline,
     Strategy,
@@ -48,7 +48,7 @@ class _Call:
 _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("turnwise_blocking_call", default=None)
 
 
-class Waiting:
+class ChangeNotifier:
     """Counts changes and wakes waiters."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Waiting:
         self._lock = threading.Lock()
 
     async def changed(self, seconds: float | None = None) -> bool:
-        """Wait for a change since the caller last read ``ready`` or ``flying``.
+        """Wait for a change since the caller last read ``ready`` or ``in_flight``.
 
         Args:
             seconds: Timeout; None waits without limit.
@@ -101,7 +101,7 @@ class Waiting:
         """
         loop = self._loop
         if loop is None or _running() is loop:
-            raise TrainError("wait() would block the run for ever: in an async def, await self.changed() instead")
+            raise TrainError("wait() would block the run forever: in an async def, await self.changed() instead")
         with self._lock:
             # Who was cancelled while this computed has looked for what waits already.
             if (call := _CALL.get()) is not None and call.given_up:
@@ -182,7 +182,7 @@ def _running() -> asyncio.AbstractEventLoop | None:
 
 
 PARTITIONS = ("train", "val")
-_EVALUATED = Arrival()
+_EVALUATED = Fifo()
 """Groups of an evaluation are neither weighed nor dropped."""
 OUSTED = "keep_groups"
 """Why a group is not trained once more that others took the place of."""
@@ -192,7 +192,7 @@ _HOPELESS = 16
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
-class LocalReplayBuffer(Waiting, ReplayBuffer):
+class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
     """Keeps finished groups by partition, in the order of arrival.
 
     Args:
@@ -219,12 +219,12 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self.refills = False
         self._members = members or MemberRule()
         self._tail = tail
-        self._strategy = strategy or Arrival()
+        self._strategy = strategy or Fifo()
         self._store = GroupStore(journal, memory_mb)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         for facts in self._store.reusable(self._strategy.keep_groups):
             self._ready["train"][facts.id] = facts
-        self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
+        self._in_flight: dict[str, list[InFlight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[GroupFacts]] = {}
         # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
         self._step = self._store.next_step
@@ -233,7 +233,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._next_batch = 0
         self._arrived = 1 + max((facts.arrived for facts in self._ready["train"].values()), default=-1)
         self._refill: Callable[[int], bool] | None = None
-        self._told: Callable[[GroupFacts, str], None] | None = None
+        self._on_drop: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
@@ -248,28 +248,28 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
                 self._notify()
                 return True
             version = self._store.begun_by(request.key, version)
-        flight = Flight(request.key, request.task.id, request.partition, version)
-        self._flying[request.partition].append(flight)
+        flight = InFlight(request.key, request.task.id, request.partition, version)
+        self._in_flight[request.partition].append(flight)
         return False
 
     def refill_by(self, refill: Callable[[int], bool]) -> None:
         """Set the callback that requests further groups."""
         self._refill = refill
 
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
         """Set the callback for groups that will never be trained."""
-        self._told = told
+        self._on_drop = callback
 
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget requests, in flight or finished."""
         self._on_loop(lambda: self._discard(frozenset(keys), why))
 
     def _discard(self, keys: Collection[str], why: str) -> None:
-        for ready, flying in zip(self._ready.values(), self._flying.values(), strict=True):
-            flights = [each for each in flying if each.key in keys]
+        for ready, in_flight in zip(self._ready.values(), self._in_flight.values(), strict=True):
+            flights = [each for each in in_flight if each.key in keys]
             finished = [facts for facts in ready.values() if facts.key in keys]
             for flight in flights:
-                flying.remove(flight)
+                in_flight.remove(flight)
                 self._store.drop_key(self._step, flight.key, why)
             for facts in finished:
                 self._drop(facts.partition, facts.id, why)
@@ -283,16 +283,16 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             FormatError: A trajectory cannot be written as JSON.
             TrainError: Its partition is unknown, or the disk refuses.
         """
-        ready, flying = self._partition(group.partition), self._flying[group.partition]
+        ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
         # Our ids end with what was asked for: a task may be on its way in two epochs at once. A manager from elsewhere
         # names groups as it likes: there the task tells.
-        mine = [each for each in flying if each.task_id == group.task_id]
+        mine = [each for each in in_flight if each.task_id == group.task_id]
         flight = next((each for each in mine if group.id.endswith(f"-{each.key}")), mine[0] if mine else None)
         if flight is not None:
-            flying.remove(flight)
+            in_flight.remove(flight)
         # It may give two of them one name, too.
         name = group.id if group.id not in ready else f"{group.id}#{self._arrived}"
-        facts = replace(facts_of(group, name if flight is None else flight.key, self._arrived), id=name)
+        facts = replace(group_facts(group, name if flight is None else flight.key, self._arrived), id=name)
         if facts.oldest_version is None and flight is not None:
             facts = replace(facts, oldest_version=flight.version)
         self._store.put(group, facts)
@@ -324,29 +324,29 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         while True:
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed
-            ready, flying = self.ready(partition_id), self.flying(partition_id)
+            ready, in_flight = self.ready(partition_id), self.in_flight(partition_id)
             self._check()
             taken = self._taken.get((partition_id, global_steps), 0)
-            choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
+            choice = strategy.choose(ready, in_flight, global_steps, batch_size, taken)
             for group_id, why in choice.drop:
                 self._drop(partition_id, group_id, why)
                 stale += why == STALE
             if stale > _HOPELESS * batch_size:
                 raise TrainError(
-                    f"step {global_steps}: {stale} groups that were asked for came back too old for replay.strategy, "
+                    f"step {global_steps}: {stale} requested groups came back too stale for replay.strategy, "
                     f"{_HOPELESS} batches of them: their weight versions do not follow those of the run. Raise "
-                    "replay.max_staleness, or see that the server that samples gets the new weights"
+                    "replay.max_staleness, or make sure that the sampling server gets the new weights"
                 )
             if choice.take is None and tail is not None:
                 # As if nothing were in flight: nobody waits for that any more.
-                smaller = partial(_without_flights, strategy, ready, global_steps, taken)
+                smaller = partial(_without_in_flight, strategy, ready, global_steps, taken)
                 cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
             if (take := choice.take or cut.take) is not None:
                 ref, metrics = self.take(take, global_steps)
                 if tail is not None:
                     metrics |= cut.metrics(batch_size - len(take), time.monotonic())
                 return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
-            missing = strategy.lacks(self.ready(partition_id), flying, global_steps, batch_size)
+            missing = strategy.lacks(self.ready(partition_id), in_flight, global_steps, batch_size)
             refill = self._refill if choice.refill and partition_id == "train" else None
             if missing > 0 and refill is not None and not refill(missing):
                 batch_size = self._smaller(global_steps, batch_size - missing)
@@ -360,11 +360,11 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._see()
         return list(self._partition(partition_id).values())
 
-    def flying(self, partition_id: str) -> list[Flight]:
+    def in_flight(self, partition_id: str) -> list[InFlight]:
         """Return a partition's groups in flight."""
         self._partition(partition_id)
         self._see()
-        return list(self._flying[partition_id])
+        return list(self._in_flight[partition_id])
 
     def take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
         """Hand out finished groups of one partition as a batch, in this order.
@@ -406,7 +406,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         ages = [each.staleness(step) for each in facts]
         return ref, {
             "replay/ready": float(sum(each.uses == 0 for each in self.ready(partition))),
-            "replay/in_flight": float(len(self._flying[partition])),
+            "replay/in_flight": float(len(self._in_flight[partition])),
             "replay/failed": float(sum(each.failed for each in facts)),
             "replay/staleness_mean": sum(ages) / max(1, len(ages)),
             "replay/staleness_max": float(max(ages, default=0)),
@@ -483,14 +483,14 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         # Nobody waits for what was trained.
         if facts.uses == 0:
             self._dropped[why] += 1
-            if self._told is not None:
-                self._told(facts, why)
+            if self._on_drop is not None:
+                self._on_drop(facts, why)
 
     def _smaller(self, step: int, batch_size: int) -> int:
         if batch_size < 1:
             raise TrainError(
-                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))}), and "
-                "no more are asked for: choose other tasks, or loosen what drops them (replay.filter_groups ...)"
+                f"step {step}: all requested groups were dropped ({', '.join(sorted(self._dropped))}), and no more are "
+                "requested: choose other tasks, or relax what drops them (replay.filter_groups ...)"
             )
         return batch_size
 
@@ -500,11 +500,13 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         return self._ready[name]
 
 
-def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int) -> Choice:
+def _without_in_flight(
+    strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int
+) -> Choice:
     return strategy.choose(ready, (), step, batch_size, taken)
 
 
-def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
+def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
     """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
     trained = [each for each in group.trajectories if each.policy == TRAINED]
     return GroupFacts(

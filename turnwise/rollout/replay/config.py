@@ -122,7 +122,7 @@ class ReplayConfig(BaseModel):
                 f"({readers})"
             )
         if self.strategy.config:
-            raise ValueError(f"strategy.config is for a class of your own; give the keys of {name} beside strategy")
+            raise ValueError(f"strategy.config is for custom strategies; give the keys of {name} beside strategy")
         return self
 
 

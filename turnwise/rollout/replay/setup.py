@@ -25,8 +25,8 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
 from turnwise.rollout.replay.strategies import (
-    Arrival,
     Bounded,
+    Fifo,
     Filtered,
     Mixed,
     Prioritized,
@@ -43,7 +43,7 @@ def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
     found = load_class_from_fqn(name, BUFFER_KEY)
     if not issubclass(found, LocalReplayBuffer):
         raise ConfigError(
-            f"{BUFFER_KEY} {name!r} is no replay buffer: subclass turnwise.LocalReplayBuffer, override sample"
+            f"{BUFFER_KEY} {name!r} is not a replay buffer: subclass turnwise.LocalReplayBuffer, override sample"
         )
     wanted = ["global_steps", "partition_id", "batch_size"]
     has = list(inspect.signature(found.sample).parameters)[1:]
@@ -85,7 +85,7 @@ class CustomReplayBuffer(ForwardingReplayBuffer):
         except TypeError as error:
             raise ConfigError(
                 f"{BUFFER_KEY} {named.name!r} cannot be made: {error}. Its __init__ takes its own arguments and "
-                "**inherited, which it hands on: super().__init__(**inherited)"
+                "**inherited, which it passes on: super().__init__(**inherited)"
             ) from error
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
@@ -146,10 +146,12 @@ class CustomReplayBuffer(ForwardingReplayBuffer):
     async def _feed(self, refill: Callable[[int], bool], step: int, batch_size: int) -> None:
         inner = self._inner
         while True:
-            missing = self._strategy.lacks(inner.ready("train"), inner.flying("train"), step, batch_size)
+            missing = self._strategy.lacks(inner.ready("train"), inner.in_flight("train"), step, batch_size)
             # The inherited sample asks by itself, and takes a smaller batch where nothing more is asked for.
             if missing > 0 and not inner.refills and not refill(missing):
-                inner.fail(TrainError(f"step {step}: groups were discarded, and nobody asks for others in their place"))
+                inner.fail(
+                    TrainError(f"step {step}: groups were discarded, and no others were requested in their place")
+                )
                 return
             await inner.changed()
 
@@ -210,7 +212,7 @@ def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:
 
 def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
     del config
-    return Arrival(facts.order)
+    return Fifo(facts.order)
 
 
 def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:
@@ -251,13 +253,13 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
         close = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a class of your own as "
+            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a custom class as "
             "path/to/file.py:Class"
         )
     found = load_class_from_fqn(name, STRATEGY_KEY)
     if not issubclass(found, Strategy):
         raise ConfigError(
-            f"{STRATEGY_KEY} {name!r} is no strategy: subclass turnwise.rollout.replay.strategies.Strategy"
+            f"{STRATEGY_KEY} {name!r} is not a strategy: subclass turnwise.rollout.replay.strategies.Strategy"
         )
     arguments = {} if config.strategy is None else config.strategy.config
     try:

@@ -54,7 +54,7 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlight:
     """A group in flight: requested and not finished.
 
     Attributes:
@@ -100,23 +100,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Choose or wait. Called at every change while a batch is requested.
 
         Args:
             ready: Finished groups of the partition, in the order of arrival; those with ``uses`` were trained.
-            flying: Groups in flight of the partition.
+            in_flight: Groups in flight of the partition.
             step: The train step; it learns with the weights of version ``step - 1``.
             batch_size: Number of groups requested.
             taken: Groups handed out for this step before: a step may request its batch in parts.
         """
 
-    def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return how many needed groups are neither finished nor in flight, to be requested."""
         del step
         fresh = sum(each.uses == 0 for each in ready)
-        return max(0, batch_size - fresh - len(flying))
+        return max(0, batch_size - fresh - len(in_flight))
 
 
 Order: TypeAlias = Literal["arrival", "key"]
@@ -146,17 +146,17 @@ def ordered(groups: Sequence[GroupFacts], order: Order) -> tuple[str, ...]:
     return tuple(each.id for each in groups)
 
 
-class Arrival(Strategy):
+class Fifo(Strategy):
     """First in, first out, whatever the weights."""
 
     def __init__(self, order: Order = "arrival") -> None:
         self._order: Order = order
 
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take the first ``batch_size`` groups."""
-        del flying, step, taken
+        del in_flight, step, taken
         if len(ready) < batch_size:
             return Choice()
         return Choice(ordered(ready[:batch_size], self._order))
@@ -190,7 +190,7 @@ class Bounded(Strategy):
         self._order: Order = order
 
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take the oldest groups within the bound."""
         fit, choice = split_stale(ready, step, self._bound)
@@ -198,12 +198,17 @@ class Bounded(Strategy):
         if len(queue) < batch_size:
             return choice
         of_step = max(self._step_groups or batch_size, taken + batch_size)
-        if self._waits and self._must_wait(queue, flying, step, batch_size, (of_step, of_step - taken - batch_size)):
+        if self._waits and self._must_wait(queue, in_flight, step, batch_size, (of_step, of_step - taken - batch_size)):
             return choice
         return Choice(ordered(queue[:batch_size], self._order), choice.drop)
 
     def _must_wait(
-        self, queue: list[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, room: tuple[int, int]
+        self,
+        queue: list[GroupFacts],
+        in_flight: Sequence[InFlight],
+        step: int,
+        batch_size: int,
+        room: tuple[int, int],
     ) -> bool:
         """Whether taking the head of the queue leaves more groups than can be trained in time, and one in flight could
         replace a group with more time.
@@ -212,7 +217,7 @@ class Bounded(Strategy):
         versions = (math.inf if each.oldest_version is None else each.oldest_version for each in queue)
         last = [version + 1 + self._bound for version in versions]
         # What flies past the bound already is dropped when it comes: nobody waits for it.
-        flights = [due for each in flying if (due := each.version + 1 + self._bound) >= step]
+        flights = [due for each in in_flight if (due := each.version + 1 + self._bound) >= step]
         for due in set(flights):
             remain = sum(each <= due for each in (*last[batch_size:], *flights))
             if remain > left + (due - step) * of_step and any(each > due for each in last[:batch_size]):
@@ -241,7 +246,7 @@ def priority(rewards: Sequence[float]) -> float:
     return math.fsum(off) / len(rewards) / (std + _EPS) + FLOOR
 
 
-def drawn(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[int, ...]) -> list[GroupFacts]:
+def weighted_shuffle(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[int, ...]) -> list[GroupFacts]:
     """Return groups in a weighted random order without replacement.
 
     Sorted by ``log(u) / w``, largest first, with u uniform (Efraimidis and Spirakis 2006, Weighted random sampling with
@@ -274,16 +279,17 @@ class Prioritized(Strategy):
         self._seed = seed
 
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Draw a batch of the finished groups."""
-        del flying
+        del in_flight
         fit, choice = split_stale(ready, step, self._bound)
         if len(fit) < batch_size:
             return choice
         weights = [priority(each.rewards) ** self._alpha for each in fit]
         return Choice(
-            tuple(each.id for each in drawn(fit, weights, (self._seed, step, taken))[:batch_size]), choice.drop
+            tuple(each.id for each in weighted_shuffle(fit, weights, (self._seed, step, taken))[:batch_size]),
+            choice.drop,
         )
 
 
@@ -309,10 +315,10 @@ class Mixed(Strategy):
         self._seed = seed
 
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take fresh groups, and draw the rest."""
-        del flying
+        del in_flight
         fit, choice = split_stale(ready, step, self._bound)
         fresh = oldest_first([each for each in fit if each.uses == 0])
         stored = self._stored(fit, batch_size, (self._seed, step, taken))
@@ -321,16 +327,16 @@ class Mixed(Strategy):
             return choice
         return Choice(tuple(each.id for each in (*fresh[:wanted], *stored)), choice.drop)
 
-    def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return the number of missing fresh groups."""
         fit, _ = split_stale(ready, step, self._bound)
         fresh = sum(each.uses == 0 for each in fit)
         stored = self._stored(fit, batch_size, (self._seed, step, 0))
-        return max(0, batch_size - len(stored) - fresh - len(flying))
+        return max(0, batch_size - len(stored) - fresh - len(in_flight))
 
     def _stored(self, fit: Sequence[GroupFacts], batch_size: int, seed: tuple[int, ...]) -> list[GroupFacts]:
         usable = [each for each in fit if 0 < each.uses < self.max_uses]
-        shuffled = drawn(usable, [1.0] * len(usable), seed)
+        shuffled = weighted_shuffle(usable, [1.0] * len(usable), seed)
         return sorted(shuffled, key=lambda each: each.uses)[: stored_groups(self._share, batch_size)]
 
 
@@ -339,7 +345,7 @@ def stored_groups(share: float, groups: int) -> int:
     return int(share * groups + 1e-9)
 
 
-__all__ = ["Arrival", "Bounded", "Choice", "Flight", "GroupFacts", "Mixed", "Prioritized", "Strategy"]
+__all__ = ["Bounded", "Choice", "Fifo", "GroupFacts", "InFlight", "Mixed", "Prioritized", "Strategy"]
 
 
 EQUAL = "equal"
@@ -372,17 +378,17 @@ class Filtered(Strategy):
         self.keep_groups, self.max_uses = strategy.keep_groups, strategy.max_uses
 
     def choose(
-        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Drop filtered groups, and choose among the others."""
         whys = {each.id: why for each in ready if (why := why_filtered(each, self._metric)) is not None}
         left = [each for each in ready if each.id not in whys]
-        choice = self._strategy.choose(left, flying, step, batch_size, taken)
+        choice = self._strategy.choose(left, in_flight, step, batch_size, taken)
         return replace(choice, drop=(*whys.items(), *choice.drop))
 
-    def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
+    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return what the strategy lacks."""
-        return self._strategy.lacks(ready, flying, step, batch_size)
+        return self._strategy.lacks(ready, in_flight, step, batch_size)
 
 
 @dataclass(frozen=True, slots=True)

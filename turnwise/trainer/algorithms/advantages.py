@@ -19,7 +19,7 @@ from torch import Tensor
 from turnwise.errors import TrainError, shown
 from turnwise.trainer.algorithms.credit import Credit, CustomAdvantages, StateCredit, TrajectoryCredit, Values
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, whitened
-from turnwise.trainer.algorithms.registry import Chosen, enter, find
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, find, register_entry
 from turnwise.trainer.algorithms.rewards import StepRewards
 from turnwise.trajectory import TrainSample
 
@@ -363,7 +363,7 @@ def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
     """
 
     def register(given: AdvantageFn) -> AdvantageFn:
-        enter(name, given, ADVANTAGES, "estimator")
+        register_entry(name, given, ADVANTAGES, "estimator")
         return given
 
     return register if function is None else register(function)
@@ -479,7 +479,7 @@ class StepAdvantages:
         }
 
 
-def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen) -> StepAdvantages:
+def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: ConfiguredFunction) -> StepAdvantages:
     """Compute advantages from rewards and the output of credit assignment.
 
     Raises:
@@ -510,7 +510,7 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen)
     return StepAdvantages([*compared], dead, len(set(groups)), len(dead_groups), credit.token_starts)
 
 
-def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: Chosen) -> StepAdvantages:
+def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: ConfiguredFunction) -> StepAdvantages:
     estimate = estimator.with_data(lengths=rewards.lengths, components=rewards.components, baselines=rewards.baselines)
     result = estimate(rewards.totals, torch.tensor(rewards.groups, dtype=torch.int64))
     if not isinstance(result, Advantages) or result.values.shape != rewards.totals.shape:

@@ -29,7 +29,7 @@ from turnwise.trainer.algorithms.losses import (
     find_loss,
 )
 from turnwise.trainer.algorithms.losses.core import LossAggregation
-from turnwise.trainer.algorithms.registry import Chosen, bind
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -132,8 +132,8 @@ class AlgorithmConfig(BaseModel):
     def _credit_is_not_given_twice(self) -> Self:
         if self.asks_critic and self.credit.name != "same":
             raise ValueError(
-                f"credit is {self.credit.name!r}, but {self.advantage} gives each token credit by what the critic "
-                "expects: remove it (advantage_options.level: turn makes turns its steps)"
+                f"credit is {self.credit.name!r}, but {self.advantage} derives the credit of each token from the "
+                "critic: remove it (advantage_options.level: turn makes turns its steps)"
             )
         return self
 
@@ -163,13 +163,13 @@ class AlgorithmConfig(BaseModel):
             )
         if self.advantage == "gpg" and self.drop_zero_variance:
             raise ValueError(
-                "algorithm.advantage gpg makes up for groups that teach nothing itself: set "
+                "algorithm.advantage gpg already corrects for groups without signal: set "
                 "algorithm.drop_zero_variance to false, or they count twice"
             )
         if self.kl is not None and self.kl.where == "reward" and self.advantage == "gdpo":
             raise ValueError(
-                "algorithm.kl.where is reward, but gdpo compares each named reward apart, and a penalty is none of "
-                "them: set it to loss"
+                "algorithm.kl.where is reward, but gdpo normalises each named reward separately, and the penalty is "
+                "not one of them: set it to loss"
             )
         normed = self.aggregation == "seq_mean_token_sum_norm"
         if normed and self.loss_scale is None:
@@ -190,8 +190,8 @@ class AlgorithmConfig(BaseModel):
             return self
         unread = {
             "algorithm.kl.where is reward": self.kl is not None and self.kl.where == "reward",
-            f"algorithm.advantage {self.advantage} asks a critic": self.asks_critic,
-            f"algorithm.advantage {self.advantage} asks for greedy rollouts": self.greedy_baseline,
+            f"algorithm.advantage {self.advantage} needs a critic": self.asks_critic,
+            f"algorithm.advantage {self.advantage} needs greedy rollouts": self.greedy_baseline,
             f"algorithm.credit is {self.credit.name!r}": self.credit.name != "same",
         }
         if what := next((name for name, is_so in unread.items() if is_so), None):
@@ -211,7 +211,7 @@ class AlgorithmConfig(BaseModel):
         """The configured aggregation, or that of the loss."""
         return self.loss_aggregation or find_loss(self.loss).aggregation
 
-    def chosen_advantage(self) -> Chosen:
+    def chosen_advantage(self) -> ConfiguredFunction:
         """Return the estimator with its options.
 
         Raises:
@@ -240,7 +240,7 @@ class AlgorithmConfig(BaseModel):
             data=ADVANTAGE_DATA,
         )
 
-    def chosen_loss(self) -> Chosen:
+    def chosen_loss(self) -> ConfiguredFunction:
         """Return the loss with its options.
 
         Raises:
@@ -257,12 +257,12 @@ class AlgorithmConfig(BaseModel):
         )
         if "selected" in chosen.reads and loss.select is None:
             raise RegistryError(
-                f"algorithm.loss is {self.loss!r}, which asks for selected, but nothing selects tokens for it: name a "
+                f"algorithm.loss is {self.loss!r}, which takes selected, but has no select function: name a "
                 "turnwise.trainer.algorithms.losses.Loss with the function and its select"
             )
         return chosen
 
-    def chosen_selection(self) -> Chosen | None:
+    def chosen_selection(self) -> ConfiguredFunction | None:
         """Return the token selection of the loss with its options; None where the loss has none.
 
         Raises:

@@ -82,7 +82,7 @@ class CorrectionConfig(BaseModel):
             raise ValueError(f"weights from {self.lower:g} to {self.high:g} keep nothing; high must be above low")
         for name, value in {"level": self.level, "high": self.high, "normalize": self.normalize}.items():
             if self.weights == "none" and value != CorrectionConfig.model_fields[name].default:
-                raise ValueError(f"{name} is {value}, but weights is none, so nothing is weighed: remove it")
+                raise ValueError(f"{name} is {value}, but weights is none, so nothing is weighted: remove it")
         if self.weights == "none" and not self.reject:
             raise ValueError("weights is none, reject empty: nothing is corrected; leave algorithm.correction out")
         return self
@@ -187,12 +187,14 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
 
     ``trainer`` has, by row, the trainer's log-probabilities of the trained tokens before the first update.
     """
-    told = [row for row in rows if row.sample.trained_tokens]
-    if not told:
+    trained_rows = [row for row in rows if row.sample.trained_tokens]
+    if not trained_rows:
         return Corrected(list(rows), {_key(row): torch.zeros(0, dtype=torch.bool) for row in rows}, {})
-    mine = torch.cat([trainer[_key(row)] for row in told])
-    theirs = torch.cat([torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in told])
-    spans: dict[str, Tensor] = {level: numbered(told, level) for level in ("token", "turn", "sequence", "trajectory")}
+    mine = torch.cat([trainer[_key(row)] for row in trained_rows])
+    theirs = torch.cat([torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in trained_rows])
+    spans: dict[str, Tensor] = {
+        level: span_indices(trained_rows, level) for level in ("token", "turn", "sequence", "trajectory")
+    }
     weights = torch.ones_like(mine)
     if config.weights != "none":
         low = config.lower if config.weights == "mask" else None
@@ -217,8 +219,8 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
         "correction/zero_weights": float((weights == 0).float().mean()),
         "correction/rejected": float(out.float().mean()),
     }
-    sizes = [row.sample.trained_tokens for row in told]
-    parts = zip(told, torch.split(weights, sizes), torch.split(~out, sizes), strict=True)
+    sizes = [row.sample.trained_tokens for row in trained_rows]
+    parts = zip(trained_rows, torch.split(weights, sizes), torch.split(~out, sizes), strict=True)
     found = {_key(row): (weight, keep) for row, weight, keep in parts}
     return Corrected(
         [_applied(row, *found[_key(row)]) if _key(row) in found else row for row in rows],
@@ -227,7 +229,7 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
     )
 
 
-def numbered(rows: Sequence[TrainRow], level: str) -> Tensor:
+def span_indices(rows: Sequence[TrainRow], level: str) -> Tensor:
     """Return the span of each trained token at a level, numbered from 0; int64 of shape [N]."""
     if level == "token":
         return torch.arange(sum(row.sample.trained_tokens for row in rows))

@@ -250,7 +250,7 @@ def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Has
         if segment.sampled:
             if state == "named" and name is None:
                 raise TrainError(
-                    f"algorithm.credit.state is named, but the environment named none before turn {len(states)} of "
+                    f"algorithm.credit.state is named, but the environment gave none before turn {len(states)} of "
                     f"trajectory {trajectory.id}: return info['state'] (a text or a whole number) from reset and step, "
                     "or set it to seen or shown"
                 )

@@ -173,7 +173,7 @@ class KLTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class RewardPenalties:
     """The KL penalties subtracted from a step's rewards.
 
     Attributes:
@@ -187,9 +187,9 @@ class Charge:
     mean: float
 
 
-def charge(
+def reward_penalties(
     logprobs: Mapping[RowKey, Tensor], ref_logprobs: Mapping[RowKey, Tensor], *, estimator: str, coef: float
-) -> Charge:
+) -> RewardPenalties:
     """Return what each trained token pays: ``coef * KL(policy || reference)`` as estimated on the token itself.
 
     Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences (arXiv:1909.08593), eq. 2, token by token.
@@ -205,4 +205,4 @@ def charge(
     count = sum(len(value) for value in values.values())
     trajectories = {name for name, _ in values}
     tokens = {key: coef * value for key, value in values.items()}
-    return Charge(tokens, total / max(1, count), coef * total / max(1, len(trajectories)))
+    return RewardPenalties(tokens, total / max(1, count), coef * total / max(1, len(trajectories)))

@@ -12,12 +12,12 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.kl import KLTerm, kl_penalty
 from turnwise.trainer.algorithms.losses.core import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap
 from turnwise.trainer.algorithms.losses.policy import ppo_clip_loss
-from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.observe.gap import GapWatch
 
-PPO_CLIP = Chosen("ppo_clip", ppo_clip_loss, {})
+PPO_CLIP = ConfiguredFunction("ppo_clip", ppo_clip_loss, {})
 
 
 class Objective(Protocol):
@@ -45,7 +45,7 @@ class PolicyObjective:
         watch: Optional callback with every token's log-probabilities.
     """
 
-    loss: Chosen = PPO_CLIP
+    loss: ConfiguredFunction = PPO_CLIP
     entropy_coef: float = 0.0
     kl: tuple[str, float] | None = None
     watch: GapWatch | None = None

@@ -18,7 +18,7 @@ from turnwise.plugins import load_object
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ConfiguredFunction:
     """A configured function with its options.
 
     Attributes:
@@ -76,7 +76,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
-def enter(
+def register_entry(
     name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
 ) -> None:
     """Add an entry to a registry. Adding the same definition again (a reimported module) is allowed.
@@ -88,7 +88,9 @@ def enter(
     """
     own = _place(of(thing))
     if not name or any(mark in name for mark in ":./"):
-        raise RegistryError(f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' stand in references")
+        raise RegistryError(
+            f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' are reserved for references"
+        )
     if name in known and (taken := _place(of(known[name]))) != own:
         raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
     known[name] = thing
@@ -108,7 +110,7 @@ def bind(
     key: str,
     arguments: Collection[str],
     data: Collection[str],
-) -> Chosen:
+) -> ConfiguredFunction:
     """Check options against a function's signature.
 
     Parameters beyond the positional ``arguments`` that are not in ``data`` are options, validated by their annotations.
@@ -146,7 +148,7 @@ def bind(
         problems = report_problems(model, held, {}, error.errors(include_url=False))
         raise RegistryError(f"{name}: {problems}") from error
     checked = dict(options.model_validate(dict(given)))
-    return Chosen(name, function, {each: checked[each] for each in given}, reads)
+    return ConfiguredFunction(name, function, {each: checked[each] for each in given}, reads)
 
 
 def _signature(function: Callable[..., Any], key: str, name: str) -> inspect.Signature:

@@ -87,7 +87,7 @@ def collate_padded(
         TrainError: No sample, an invalid argument, or a sample with media.
     """
     _check(samples, side, pad_to_multiple_of)
-    told = None if advantages is None else _advantages(samples, advantages)
+    given = None if advantages is None else _advantages(samples, advantages)
     firsts = [
         int(np.argmax(sample.loss_mask)) if sample.trained_tokens else len(sample.loss_mask) for sample in samples
     ]
@@ -112,7 +112,7 @@ def collate_padded(
         rollout_logprobs=laid(logprobs, whole, 0.0, numbers),
         weight_versions=laid([sample.weight_versions for sample in samples], whole, -1, integers),
         turn_ids=laid([sample.turn_ids for sample in samples], whole, -1, integers),
-        advantages=None if told is None else laid(told, whole, 0.0, numbers),
+        advantages=None if given is None else laid(given, whole, 0.0, numbers),
         prompt_ids=laid(ids, prompt, pad_id, integers),
         prompt_mask=laid(ones, prompt, 0, integers),
         completion_ids=laid(ids, completion, pad_id, integers),

@@ -28,7 +28,7 @@ _Piece = tuple[list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class RowSegments:
     """Rows of a micro-batch as segments.
 
     Attributes:
@@ -93,8 +93,8 @@ class PrefixTree:
                 open_forks[-1][1].extend(_together(pieces, depth, budget))
         return [sorted(places) for places, _ in _together(open_forks[0][1], 0, budget) if places]
 
-    def lay(self, places: Sequence[int]) -> Laid:
-        """Lay rows out as segments; ``places`` are ascending indices into ``order``, which ``Laid`` refers to."""
+    def as_segments(self, places: Sequence[int]) -> RowSegments:
+        """Lay rows out as segments; ``places`` are ascending indices into ``order``, as ``RowSegments.sources``."""
         ends, parents, rows, tails = [0], [-1], [-1], []
         path = [0]
         before = -1
@@ -159,7 +159,7 @@ def _together(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
     return found
 
 
-def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> Laid:
+def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> RowSegments:
     """Number the nodes of a tree (0 is the empty root) in depth-first order."""
     # A node's row is the first that goes through it, so rows and then depth are the order of a walk.
     walk = sorted(range(1, len(ends)), key=lambda node: (rows[node], ends[node]))
@@ -178,7 +178,7 @@ def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tail
             path.append(numbers[node])
             node = parents[node]
         paths.append(tuple(path[::-1]))
-    return Laid(tuple(segments), tuple(sources), tuple(paths))
+    return RowSegments(tuple(segments), tuple(sources), tuple(paths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = Fa
     tree = PrefixTree.of([rows[index].sample.input_ids[:end] for index, end in zip(trained, needed, strict=True)])
     parts = tree.partition(max_tokens)
     members = _named([[tree.order[place] for place in part] for part in parts], trained)
-    return [_lay(rows, names, tree.lay(part)) for names, part in zip(members, parts, strict=True)]
+    return [_lay(rows, names, tree.as_segments(part)) for names, part in zip(members, parts, strict=True)]
 
 
 def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[int]]:
@@ -337,17 +337,17 @@ def _check(index: int, row: TrainRow) -> None:
         raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
 
 
-def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> Laid:
+def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> RowSegments:
     lengths = [len(rows[index].sample.input_ids) for index in members]
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
-    return Laid(
+    return RowSegments(
         segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
         sources=tuple((number, 0, length) for number, length in enumerate(lengths)),
         paths=tuple((number,) for number in range(len(lengths))),
     )
 
 
-def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroBatch:
+def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) -> MicroBatch:
     chosen = [rows[index] for index in members]
     ids = [chosen[number].sample.input_ids[first:end] for number, first, end in laid.sources]
     trained = [np.flatnonzero(row.sample.loss_mask) for row in chosen]
@@ -381,7 +381,7 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroB
     )
 
 
-def _predictors(laid: Laid, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+def _predictors(laid: RowSegments, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each row the positions of the states that predict its trained tokens."""
     found = []
     for path, tokens in zip(laid.paths, trained, strict=True):

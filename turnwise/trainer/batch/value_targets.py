@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from turnwise.trainer.algorithms.gae import TokenAdvantages
-from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.algorithms.rewards import RowKey, StepRewards
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.config.train import BatchConfig
@@ -79,7 +79,7 @@ def value_rows(
     samples: Sequence[Sequence[TrainSample]],
     penalties: Mapping[RowKey, Tensor],
     values: Sequence[TrajectoryValues],
-    estimator: Chosen,
+    estimator: ConfiguredFunction,
     *,
     temperature: float,
 ) -> tuple[list[TrainRow], dict[str, float]]:

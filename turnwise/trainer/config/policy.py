@@ -156,9 +156,13 @@ class CriticConfig(Section):
         if self.kind == "shared" and self.path is not None:
             raise ValueError(f"path is {self.path}, but a shared critic is a head on the policy's model: remove it")
         if self.kind == "own" and self.coef is not None:
-            raise ValueError(f"coef is {self.coef:g}, but an own critic has a loss of its own: remove it, set optim.lr")
+            raise ValueError(
+                f"coef is {self.coef:g}, but a critic of kind own has a separate loss: remove it, set optim.lr"
+            )
         if never := set(self.bootstrap) & {StopReason.COMPLETED, StopReason.ERROR, StopReason.CANCELLED}:
-            raise ValueError(f"bootstrap holds {min(never)}, after which nothing comes that a critic could foresee")
+            raise ValueError(
+                f"bootstrap holds {min(never)}, after which there is no return that a critic could estimate"
+            )
         return self
 
 

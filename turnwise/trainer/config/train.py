@@ -33,7 +33,7 @@ class TrainEvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _held_out(self) -> Self:
         if self.tasks is None:
-            raise ValueError("tasks of its own: those that an environment names may be the ones that are trained")
+            raise ValueError("held-out tasks: an environment's default_tasks may be the ones that are trained")
         return self
 
 
@@ -126,7 +126,7 @@ class BatchConfig(BaseModel):
     def _something_is_left(self) -> Self:
         if self.leftover is not None and self.tail is None and self.started == self.groups:
             raise ValueError(
-                f"leftover is {self.leftover}, but every group that is started is waited for: remove it, or give "
+                f"leftover is {self.leftover}, but a step waits for every group that it starts: remove it, or give "
                 "over_sample or tail"
             )
         return self
@@ -156,7 +156,7 @@ def check_leftover(batch: BatchConfig, replay: ReplayConfig, *, sync: bool) -> N
         )
     if batch.leftover == "carry" and allowed_staleness(replay, sync=sync) == 0:
         raise ValueError(
-            "batch.leftover is carry, but replay trains no group that older weights began: set replay.strategy to "
+            "batch.leftover is carry, but replay trains no group that older weights started: set replay.strategy to "
             "bounded, with replay.max_staleness 1 or more, or batch.leftover to cancel"
         )
 
@@ -249,7 +249,7 @@ def check_limits(steps: int | None, config: BudgetConfig) -> None:
     """
     if steps is None and not config.limits:
         raise ValueError(
-            "steps is missing, and so is every budget: give steps, or budget.trained_tokens, budget.sampled_tokens or "
+            "neither steps nor a budget is given: give steps, or budget.trained_tokens, budget.sampled_tokens or "
             "budget.wall_time (such as 2h30m)"
         )
 
@@ -286,7 +286,7 @@ def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) 
         )
     if overlap.sampling == "pause" and mode != "colocate_async":
         raise ValueError(
-            f"overlap.sampling is pause, but mode is {mode}, whose servers never stand still: remove it, or set "
+            f"overlap.sampling is pause, but mode is {mode}, whose servers are never paused: remove it, or set "
             "mode to colocate_async"
         )
     if overlap.stream == 1:
@@ -297,7 +297,7 @@ def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) 
         raise ValueError(f"overlap.stream is {overlap.stream}, but a batch has {groups} groups (batch.groups)")
     if passes > 1:
         raise ValueError(
-            f"overlap.stream is {overlap.stream}, and each part is gone through once by one optimizer step: set "
+            f"overlap.stream is {overlap.stream}, and each part is trained by exactly one optimizer step: set "
             "algorithm.epochs and algorithm.minibatches to 1"
         )
 
@@ -402,8 +402,9 @@ class TrainConfig(Section):
             )
         if self.algorithm.greedy_baseline and self.rollout.group_reward is not None:
             raise ValueError(
-                f"algorithm.advantage {self.algorithm.advantage} holds trajectories against a greedy rollout, which is "
-                "no member of the group that rollout.group_reward compares: its reward would lack that part; choose one"
+                f"algorithm.advantage {self.algorithm.advantage} compares trajectories with a greedy rollout, which is "
+                "no member of the group that rollout.group_reward compares: its reward would lack that part; choose "
+                "one"
             )
         self._check_teacher()
         begins = sorted(name for name, frozen in self.rollout.frozen.items() if frozen.start)
@@ -422,12 +423,12 @@ class TrainConfig(Section):
         critic = self.policy.critic
         if self.algorithm.asks_critic and critic is None:
             raise ValueError(
-                f"algorithm.advantage is {self.algorithm.advantage}, which asks a critic: give policies.main.critic, "
+                f"algorithm.advantage is {self.algorithm.advantage}, which needs a critic: give policies.main.critic, "
                 "such as {kind: own}"
             )
         if critic is not None and not self.algorithm.asks_critic:
             raise ValueError(
-                f"policies.main.critic is given, but algorithm.advantage {self.algorithm.advantage} asks none: remove "
+                f"policies.main.critic is given, but algorithm.advantage {self.algorithm.advantage} needs none: remove "
                 "it, or set algorithm.advantage to gae"
             )
         if critic is not None and self.steps is not None and critic.warmup_steps >= self.steps:
@@ -448,8 +449,8 @@ class TrainConfig(Section):
             )
         if frozen[distill.teacher].hosted is not None:
             raise ValueError(
-                f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it tells nothing of given ids; "
-                "name a model, or a server of token ids"
+                f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it cannot score given ids; name "
+                "a model, or a server of token ids"
             )
         if self.rollout.temperature != 1.0:
             raise ValueError(

@@ -87,11 +87,11 @@ def distilled(experience: Experience, scores: Sequence[Scores], config: DistillC
     rows = []
     gaps: list[Scores] = []
     for row, teacher in zip(experience.rows, scores, strict=True):
-        told = row.sample.loss_mask & np.isfinite(teacher)
+        scored = row.sample.loss_mask & np.isfinite(teacher)
         word = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
-        gaps.append(-word[told])
+        gaps.append(-word[scored])
         rewards = config.reward_coef * np.asarray(row.advantage, np.float32)
-        advantage = np.where(told, config.coef * word, np.float32(0)) + rewards
+        advantage = np.where(scored, config.coef * word, np.float32(0)) + rewards
         rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
     every = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
     trained = sum(row.sample.trained_tokens for row in rows)

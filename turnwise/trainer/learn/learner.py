@@ -17,7 +17,7 @@ from turnwise.errors import RegistryError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.objectives import Objective
-from turnwise.trainer.algorithms.registry import Chosen, bind, enter, find
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find, register_entry
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
 
@@ -141,7 +141,7 @@ class Learner(ABC):
         Raises:
             TrainError: The learner has no value head (the default).
         """
-        raise TrainError(f"{type(self).__name__} has no value head: it says nothing of {len(batches)} micro-batches")
+        raise TrainError(f"{type(self).__name__} has no value head: it cannot evaluate {len(batches)} micro-batches")
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
         """Return a context in which :meth:`logprobs` uses the initial weights, or None (the default).
@@ -209,7 +209,7 @@ def register_engine(name: str, engine: Any = None) -> Any:
 
     def register(cls: Any) -> Any:
         _check(name, cls)
-        enter(name, cls, ENGINES, "engine", of=_loaded)
+        register_entry(name, cls, ENGINES, "engine", of=_loaded)
         return cls
 
     return register if engine is None else register(engine)
@@ -227,7 +227,7 @@ def find_engine(name: str) -> type[Learner]:
     return engine
 
 
-def chosen_engine(config: PolicyConfig) -> Chosen:
+def chosen_engine(config: PolicyConfig) -> ConfiguredFunction:
     """Return the engine's ``create`` with its validated options.
 
     Raises:

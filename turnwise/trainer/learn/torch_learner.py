@@ -231,13 +231,13 @@ class TorchLearner(Learner):
 
     def _check_here(self, what: str) -> None:
         if self._away:
-            raise TrainError(f"{what} was called while the learner is offloaded to the CPU: call onload() before")
+            raise TrainError(f"{what} was called while the learner is offloaded to the CPU: call onload() first")
 
     def _skip_bad_step(self, norm: float) -> None:
         self._optimizers.zero_grad()
         self.skipped["non_finite"] += 1
         self._bad_steps += 1
-        _log.error("optimizer step %d left out: the gradient norm is %s", self.steps, norm)
+        _log.error("optimizer step %d skipped: the gradient norm is %s", self.steps, norm)
         if self._bad_steps >= _MOST_BAD_STEPS:
             raise TrainError(
                 f"{self._bad_steps} optimizer steps in a row had no finite gradient (last norm: {norm}); "

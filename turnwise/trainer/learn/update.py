@@ -17,7 +17,7 @@ from turnwise.trainer.algorithms.correction import correct
 from turnwise.trainer.algorithms.kl import KLTerm
 from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.config.train import BatchConfig
@@ -143,7 +143,7 @@ def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmCon
 
 
 def select_tokens(
-    rows: Sequence[TrainRow], old: Mapping[RowKey, Tensor], select: Chosen, *, seed: int
+    rows: Sequence[TrainRow], old: Mapping[RowKey, Tensor], select: ConfiguredFunction, *, seed: int
 ) -> dict[RowKey, Tensor]:
     """Return by row the trained tokens that a loss selects among all rows of an optimizer step."""
     trained = [row for row in rows if row.sample.trained_tokens]

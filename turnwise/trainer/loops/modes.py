@@ -27,13 +27,13 @@ from turnwise.trainer.config.train import Mode
 from turnwise.trainer.loops.steps import (
     Learned,
     TrainThread,
-    ask_ahead,
     finish_step,
     learn,
-    measured,
     publish,
+    request_ahead,
     roll_out,
     split_evenly,
+    step_record,
     train_on,
     wait_for,
 )
@@ -63,15 +63,15 @@ async def train_colocate_async(run: TrainRun) -> None:
     with TrainThread() as train_thread:
         while not run.ended:
             step = run.state.step + 1
-            ask_ahead(run, step)
+            request_ahead(run, step)
             batch = await wait_for(run, run.config.batch.groups)
-            ask_ahead(run, step + 1)
+            request_ahead(run, step + 1)
             if pauses:
                 await run.pause_servers()
             learned = await learn(run, batch, train_thread)
             run.advance()
             await publish(run, [learned], still=True)
-            ask_ahead(run, step + 1)
+            request_ahead(run, step + 1)
             await finish_step(run)
 
 
@@ -110,7 +110,7 @@ def requeue_untrained(run: TrainRun, trained: Trained) -> None:
         run.journal.take(trained.step, keys, back=True)
     run.batches.undo(trained.step, run.batches.records - trained.records)
     # A stored group that an earlier part of the step trained is on its way no more.
-    run.feed.take_back(set(keys).difference(kept))
+    run.scheduler.take_back(set(keys).difference(kept))
     run.budget.spend(sampled_tokens=trained.sampled_tokens - run.budget.spent.get("sampled_tokens", 0.0))
 
 
@@ -124,7 +124,7 @@ async def train_separate_async(run: TrainRun) -> None:
         while not run.ended:
             learned = await _stream(run, train_thread)
             await publish(run, learned)
-            ask_ahead(run, run.state.step + 1)
+            request_ahead(run, run.state.step + 1)
             await finish_step(run)
 
 
@@ -139,34 +139,34 @@ async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
     sizes = split_evenly(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
-            ask_ahead(run, step, taken)
+            request_ahead(run, step, taken)
             batch = await wait_for(run, size, settles=taken + size == run.config.batch.groups)
             taken += size
-            ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
+            request_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, train_thread, part=len(sizes) > 1))
             trained = Trained.now(run)
     except BaseException:  # also a cancellation: what was learned is kept
-        if _any(learned) and not run.torn:
-            _end_here(run, learned, trained)
+        if _any_updated(learned) and not run.torn:
+            _end_partial_step(run, learned, trained)
         raise
-    if not _any(learned):
+    if not _any_updated(learned):
         raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
     run.advance()
     return learned
 
 
-def _end_here(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
+def _end_partial_step(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
     """Count a step that ends with its trained parts; on a disk error it is discarded."""
     try:
         requeue_untrained(run, trained)
         run.advance()
-        run.log(measured(run, learned, time.monotonic()))
+        run.log(step_record(run, learned, time.monotonic()))
     except DiskError:
         # What ended the step is told, not what followed from it.
         run.torn = True
 
 
-def _any(learned: list[Learned]) -> bool:
+def _any_updated(learned: list[Learned]) -> bool:
     return any(each.metrics["batch/trajectories"] for each in learned)
 
 

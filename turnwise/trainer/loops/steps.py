@@ -123,7 +123,7 @@ async def sample_groups(
         # What the buffer handed out is trained, whatever interrupts the run from here on.
         fetched = await uninterrupted(run.buffer.fetch(ref, fields))
         await uninterrupted(run.buffer.release(ref))
-        run.feed.done(ref, fetched)
+        run.scheduler.done(ref, fetched)
         for name, value in found.items():
             metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMMED) else 0.0)
         run.hooks.timing_raw["rollout_s"] = metrics["replay/wait_s"]
@@ -131,13 +131,13 @@ async def sample_groups(
         missing = run.hooks.refills if refill and refills < run.hooks.max_refills else 0
         refills += 1
         if missing:
-            run.feed.issue(run.feed.next(missing))
+            run.scheduler.issue(run.scheduler.next(missing))
     if settles:
-        metrics |= await uninterrupted(run.feed.settle(step))
+        metrics |= await uninterrupted(run.scheduler.settle(step))
     if not groups:
         raise TrainError(
-            f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "
-            "learn from; let some pass, or raise max_refills"
+            f"step {step}: the hooks dropped every group of {wanted}, after {refills - 1} refills: a step needs at "
+            "least one; keep some, or raise max_refills"
         )
     if len(groups) < wanted:
         metrics["replay/short"] = float(wanted - len(groups))
@@ -252,12 +252,12 @@ class Learned:
     overlap: float
 
 
-def ask_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
+def request_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
     """Request as many groups as the staleness bound allows; ``taken`` ones of the batch of ``step`` have finished."""
     admission = make_admission(run.config.replay, run.config.replay_facts)
-    outstanding = len(run.feed.outstanding)
+    outstanding = len(run.scheduler.outstanding)
     room = admission.room(outstanding=outstanding, version=run.state.weight_version, step=step, taken=taken)
-    run.feed.top_up(outstanding + room)
+    run.scheduler.top_up(outstanding + room)
 
 
 async def roll_out(
@@ -273,9 +273,9 @@ async def roll_out(
     """
     await run.hooks.step_begin()
     if requests is None:
-        run.feed.ask(group_size=group_size)
+        run.scheduler.ask(group_size=group_size)
         return await wait_for(run, run.config.batch.groups)
-    run.feed.issue(requests, given=True)
+    run.scheduler.issue(requests, given=True)
     return await wait_for(run, len(requests), refill=False)
 
 
@@ -332,7 +332,7 @@ def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
     if not collected.metrics["batch/trajectories"]:
         return collected, Experience([])
     if run.kl is not None:
-        collected = run.kl.charge(collected, run.learner)
+        collected = run.kl.reward_penalties(collected, run.learner)
     values = critic_values(run.critic, collected.trajectories, collected.samples, config.batch)
     return collected, build_experience(
         collected, config.algorithm, temperature=config.rollout.temperature, values=values
@@ -375,10 +375,10 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
             sent = await run.sync_weights(still=still)
     except BaseException:  # also a cancellation
         # The step is made, and is saved: the log must not lack it because its weights did not get further.
-        run.log(measured(run, parts, began))
+        run.log(step_record(run, parts, began))
         raise
     synced = time.monotonic()
-    metrics = measured(run, parts, synced) | sent | {"time/sync_s": synced - began}
+    metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began}
     groups = [group for each in parts for group in each.batch.groups]
     try:
         metrics = await run.hooks.step_end(metrics, groups)
@@ -388,7 +388,7 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
     return metrics
 
 
-def measured(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str, float]:
+def step_record(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str, float]:
     """Return the metrics of a step that ended at ``until`` (``time.monotonic``).
 
     At least one of its parts has a trajectory.

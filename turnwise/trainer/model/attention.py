@@ -296,7 +296,7 @@ def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str,
     layout = given.get(LAYOUT_ARGUMENT)
     if not isinstance(layout, PackedLayout):
         raise TrainError(
-            "the layout of the packed segments did not reach the attention layer: this model does not hand keyword "
+            "the layout of the packed segments did not reach the attention layer: this model does not pass keyword "
             "arguments of its forward on to attention, so it cannot be trained packed"
         )
     if attention_mask is not None or given.get("position_bias") is not None:

@@ -56,7 +56,7 @@ class ValueHead(nn.Module):
         return self.linear
 
 
-class _Whole(nn.Module):
+class _ValueModel(nn.Module):
     """A model and its value head as one module, without the language-model head."""
 
     def __init__(self, model: Any, head: ValueHead) -> None:
@@ -134,7 +134,7 @@ class Critic:
         self.total_steps = total_steps
         self._bad_steps = 0
         self._updates: list[tuple[Stats, float]] = []
-        trained: nn.Module = self.head if self.shared else _Whole(policy.model, self.head)
+        trained: nn.Module = self.head if self.shared else _ValueModel(policy.model, self.head)
         self._parameters = [each for each in trained.parameters() if each.requires_grad]
         self._optimizers = OptimizerSet(trained, config.optim)
         if self.shared:
@@ -157,8 +157,7 @@ class Critic:
         if critic.kind == "shared":
             if not isinstance(learner, TorchLearner):
                 raise TrainError(
-                    "policies.main.critic.kind is shared, which puts a head on the model of the engine torch: choose "
-                    "own, or that engine"
+                    "policies.main.critic.kind is shared, which needs the engine torch: choose own, or that engine"
                 )
             made = cls(learner.policy, critic, total_steps)
         else:
@@ -297,7 +296,7 @@ class Critic:
             return norm
         self._optimizers.zero_grad()
         self._bad_steps += 1
-        _log.error("step %d of the critic left out: the gradient norm is %s", self.steps, norm)
+        _log.error("step %d of the critic skipped: the gradient norm is %s", self.steps, norm)
         if self._bad_steps >= _MOST_BAD_STEPS:
             raise TrainError(
                 f"{self._bad_steps} steps of the critic in a row had no finite gradient (last norm: {norm}); lower "

@@ -102,7 +102,7 @@ class PackedLayout:
             if parent != -1 and not open_path:
                 raise TrainError(
                     f"segment {number} has parent {parent}, which is not the segment before it or an ancestor of that: "
-                    "the segments of a tree stand in the order of a walk through it"
+                    "the segments of a tree must be in depth-first order"
                 )
             depths.append(0 if parent == -1 else depths[parent] + segments[parent][1])
             open_path.append(number)

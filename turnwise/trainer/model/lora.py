@@ -91,7 +91,7 @@ class LoRA:
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         if {name: tuple(tensor.shape) for name, tensor in saved.items()} != shapes:
             raise CheckpointError(
-                f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora says"
+                f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora"
             )
         with torch.no_grad():
             for name, tensor in own.items():
@@ -147,7 +147,7 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
     tables = sorted(name for name, matrix in matrices.items() if id(matrix) in frozen)
     other = sorted(adapted - lora._layers.keys())
     if tables or other:
-        what = f"{tables[0]} is the output matrix" if tables else f"{other[0]} is no linear layer"
+        what = f"{tables[0]} is the output matrix" if tables else f"{other[0]} is not a linear layer"
         raise TrainError(f"model.lora.targets is {_given(config, 'targets')}: {what}, which cannot be a target")
     ends = () if config.targets is None else config.targets
     if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:

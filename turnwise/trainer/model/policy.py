@@ -222,7 +222,9 @@ def load_model(
         TrainError: The model cannot be loaded, or cannot be trained packed.
     """
     if not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise TrainError(f"model.path is {str(path)!r}, which is no directory of a Hugging Face model (no config.json)")
+        raise TrainError(
+            f"model.path is {str(path)!r}, which is not a directory of a Hugging Face model (no config.json)"
+        )
     try:
         base, adapters = adapter_chain(path)
         with _no_progress_bars():
@@ -312,8 +314,8 @@ def check_packable(model: Any) -> None:
     scale = float(reference.abs().max())
     if not difference <= 1e-3 * max(1.0, scale):
         raise TrainError(
-            f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), "
-            "so segments see what they should not, or something stands behind the output matrix that is not known here"
+            f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), so "
+            "attention leaks between segments, or the model transforms its logits in an unsupported way"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import ConfigError
-from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
+from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.experience import Collected
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow
@@ -143,7 +143,7 @@ class KLGuard:
             config.algorithm.old_logprobs == "recompute",
         )
 
-    def charge(self, collected: Collected, learner: Learner) -> Collected:
+    def reward_penalties(self, collected: Collected, learner: Learner) -> Collected:
         """Add the reward penalties of the tokens, where the penalty is in the reward."""
         config = self.control.config
         if config.where != "reward":
@@ -155,7 +155,7 @@ class KLGuard:
             if self.recompute
             else {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
         )
-        found = charge(own, reference, estimator=config.estimator, coef=self.control.coef)
+        found = reward_penalties(own, reference, estimator=config.estimator, coef=self.control.coef)
         # Where nothing was sampled nothing was measured, and nothing is to be adapted to.
         paid = {"kl/value": found.kl, "kl/penalty": found.mean} if found.tokens else {}
         return replace(collected, penalties=found.tokens, metrics=collected.metrics | paid)

@@ -286,6 +286,6 @@ def _show(run: Path, report: AuditReport, console: Console) -> None:
     if len(report.contradictions) > _MOST_SHOWN:
         console.print(Text(f"and {len(report.contradictions) - _MOST_SHOWN} more", style="red"))
     if report.sound:
-        console.print(Text("✓ nothing contradicts: what was sampled was recorded and trained exactly", style="green"))
+        console.print(Text("✓ no contradictions: what was sampled was recorded and trained exactly", style="green"))
     else:
         console.print(Text(f"{len(report.contradictions)} contradictions", style="bold red"))

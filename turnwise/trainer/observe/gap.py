@@ -190,7 +190,7 @@ def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> 
     }
 
 
-def gap_words(record: Mapping[str, Any]) -> str:
+def describe_gap(record: Mapping[str, Any]) -> str:
     """Describe the worst token of a :func:`gap_record`; empty without one."""
     if not record["largest"]:
         return ""

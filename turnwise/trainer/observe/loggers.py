@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from turnwise.config import ConfigReference
 from turnwise.errors import MissingExtraError, RegistryError
 from turnwise.plugins import load_object
-from turnwise.trainer.algorithms.registry import Chosen, bind, find
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
 
 LOGGERS: dict[str, str] = {
     "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
@@ -123,7 +123,7 @@ def find_logger(name: str) -> type[Logger]:
     return cls
 
 
-def chosen_logger(config: LoggerConfig) -> Chosen:
+def chosen_logger(config: LoggerConfig) -> ConfiguredFunction:
     """Return a logger's class with its validated options.
 
     Raises:

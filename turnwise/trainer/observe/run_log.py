@@ -102,7 +102,7 @@ class RunLog(JSONLLogger):
         self, path: Path, loggers: Mapping[str, Logger] | None = None, say: Callable[[str], object] = print
     ) -> None:
         super().__init__(path)
-        self._outlets = [_Outlet(name, logger, say) for name, logger in (loggers or {}).items()]
+        self._outlets = [_LoggerThread(name, logger, say) for name, logger in (loggers or {}).items()]
 
     @classmethod
     def open(cls, run: LoggedRun, loggers: Sequence[LoggerConfig], console: Console, *, part: int = 0) -> RunLog:
@@ -125,7 +125,7 @@ class RunLog(JSONLLogger):
             except Exception as error:  # whatever a logger's package raises is named
                 raise ConfigError(
                     f"loggers.{number} ({each.name}) cannot be opened: {type(error).__name__}: {error}; correct its "
-                    "config, or take it out: metrics.jsonl has everything without it"
+                    "config, or remove it: metrics.jsonl has everything without it"
                 ) from error
         log = cls(run.directory / METRICS_FILE, made, say)
         log.log({"kind": "start", "part": part, "step": run.step})
@@ -153,7 +153,7 @@ class RunLog(JSONLLogger):
             each.wait()
 
 
-class _Outlet:
+class _LoggerThread:
     """One logger in its own thread."""
 
     def __init__(self, name: str, logger: Logger, say: Callable[[str], object]) -> None:
@@ -175,7 +175,7 @@ class _Outlet:
     def wait(self) -> None:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._say(f"warning: logger {self._name} did not end within {CLOSE_S:g} s: metrics.jsonl has what it lacks")
+            self._say(f"warning: logger {self._name} did not close within {CLOSE_S:g} s: metrics.jsonl is complete")
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -190,8 +190,8 @@ class _Outlet:
             self.failures += 1
             if self.failures == 1:
                 self._say(
-                    f"warning: logger {self._name} failed {when}: {type(error).__name__}: {error}. Training goes on, "
-                    "metrics.jsonl has everything; this is said once, loggers/failures counts"
+                    f"warning: logger {self._name} failed {when}: {type(error).__name__}: {error}. Training continues, "
+                    "metrics.jsonl is complete; shown once, loggers/failures counts all"
                 )
 
 

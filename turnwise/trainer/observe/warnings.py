@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from turnwise.model.core import Renderer
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import is_float32
-from turnwise.trainer.observe.gap import Gaps, gap_record, gap_words
+from turnwise.trainer.observe.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.observe.run_log import JSONLLogger
 from turnwise.trajectory import TrajectoryGroup
 
@@ -34,7 +34,7 @@ _LEAST_CALLS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class TrainingWarning:
     """A warning.
 
     Attributes:
@@ -47,7 +47,7 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class WarningContext:
     """The facts besides metrics that rules depend on.
 
     Attributes:
@@ -61,38 +61,38 @@ class Setting:
     worst_gap: str = ""
 
 
-def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
+def dead_groups(metrics: Metrics, setting: WarningContext) -> str | None:
     """Groups of equal rewards have no gradient."""
     groups, dead = metrics.get("batch/groups", 0.0), metrics.get("batch/dead_groups", 0.0)
     if not setting.compares or groups < _LEAST_GROUPS or dead < MOST_DEAD * groups:
         return None
     mean = metrics.get("reward/mean", 0.0)
     return (
-        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they teach nothing. If that "
-        "is the best reward there is, the tasks are learned: stop, or mix harder ones. Else raise rollout.temperature "
-        "or rollout.group_size, mix easier tasks, or pay for partial success"
+        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they have no gradient. If "
+        "that is the highest reward, the tasks are learned: stop, or mix in harder ones. Else raise "
+        "rollout.temperature or rollout.group_size, mix in easier tasks, or reward partial success"
     )
 
 
-def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def nothing_trained(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """No token was trained, and no critic warm-up explains it."""
     if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
         return None
     return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
 
 
-def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def short(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """The batch could not be filled."""
     missing = metrics.get("replay/short", 0.0)
     if not missing:
         return None
     return (
-        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were asked for. "
-        "Mix tasks of other difficulty, see curriculum, or raise replay.filter_groups.max_refills"
+        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were requested. "
+        "Mix in tasks of other difficulty (curriculum), or raise replay.filter_groups.max_refills"
     )
 
 
-def gap(metrics: Metrics, setting: Setting) -> str | None:
+def gap(metrics: Metrics, setting: WarningContext) -> str | None:
     """Trainer and server disagree on equal weights; in asynchronous modes they must."""
     if metrics.get("lag/max", 0.0) > 0:
         return None
@@ -103,35 +103,34 @@ def gap(metrics: Metrics, setting: Setting) -> str | None:
     where = f"; {setting.worst_gap}" if setting.worst_gap else ""
     return (
         f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most{where}"
-        ". With equal weights that is rounding: look at inference.dtype, model.compute_dtype, rollout.temperature "
-        "and what the server truncates; turnwise audit says whether the ids agree. algorithm.correction bounds the "
-        "harm"
+        ". With equal weights that is rounding: check inference.dtype, model.compute_dtype, rollout.temperature "
+        "and what the server truncates; turnwise audit verifies the ids. algorithm.correction bounds the effect"
     )
 
 
-def entropy(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def entropy(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Entropy has collapsed."""
     found = metrics.get("train/entropy")
     if found is None or found >= LEAST_ENTROPY:
         return None
     return (
-        f"the policy's entropy is {found:.2g} nats: it hardly tries anything else. If the reward is not what it should "
+        f"the policy's entropy is {found:.2g} nats: it hardly explores. If the reward is not what it should "
         "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.clip_high, or lower optim.lr"
     )
 
 
-def clipped(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def clipped(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Most tokens of the step are clipped."""
     found = metrics.get("train/clip_fraction", 0.0)
     if found <= MOST_CLIPPED:
         return None
     return (
-        f"{_share(found)} of tokens are clipped: updates of one step go too far. Lower optim.lr, algorithm.epochs or "
-        "algorithm.minibatches, or widen algorithm.clip_low and clip_high"
+        f"{_share(found)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, algorithm.epochs "
+        "or algorithm.minibatches, or widen algorithm.clip_low and clip_high"
     )
 
 
-def divergence(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def divergence(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """The policy diverges within a step."""
     found = metrics.get("train/approx_kl", 0.0)
     if found <= MOST_KL:
@@ -150,7 +149,7 @@ _TRUNCATIONS: Final = {
 }
 
 
-def truncated(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def truncated(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Episodes are truncated by a limit."""
     ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _TRUNCATIONS}
     total = sum(ends.values())
@@ -163,7 +162,7 @@ def truncated(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001
     )
 
 
-def tool_errors(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def tool_errors(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Tool calls fail."""
     rate, calls = metrics.get("tools/error_rate", 0.0), metrics.get("tools/calls", 0.0)
     if rate <= MOST_TOOL_ERRORS or calls * metrics.get("batch/trajectories", 0.0) < _LEAST_CALLS:
@@ -178,18 +177,18 @@ def tool_errors(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG0
     )
 
 
-def failed(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def failed(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Episodes fail in the infrastructure."""
     count, whole = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
     if not count or count <= MOST_FAILED * (count + whole):
         return None
     return (
-        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: the errors stand in "
-        "trajectories.jsonl (turnwise view), those of servers in logs/"
+        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: see "
+        "trajectories.jsonl (turnwise view) for the errors, logs/ for those of servers"
     )
 
 
-def cut(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def cut(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Rows are truncated."""
     lost, kept = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
     if not lost or lost <= MOST_CUT * (lost + kept):
@@ -200,7 +199,7 @@ def cut(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rul
     )
 
 
-def correction(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def correction(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Off-policy correction rejects most of the batch."""
     rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
     if rejected <= MOST_REJECTED and ess >= LEAST_ESS:
@@ -212,18 +211,18 @@ def correction(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG00
     )
 
 
-def not_finite(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+def not_finite(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Updates were skipped for non-finite gradients."""
     found = metrics.get("train/non_finite_updates", 0.0)
     if not found:
         return None
     return (
-        f"{found:.0f} optimizer steps were left out because their gradient was not finite: lower optim.lr, set "
+        f"{found:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
         "optim.max_grad_norm, or look for rewards and log-probabilities that are far off"
     )
 
 
-Rule: TypeAlias = Callable[[Metrics, Setting], "str | None"]
+Rule: TypeAlias = Callable[[Metrics, WarningContext], "str | None"]
 
 RULES: Final[dict[str, Rule]] = {
     "dead_groups": dead_groups,
@@ -243,10 +242,10 @@ RULES: Final[dict[str, Rule]] = {
 """The rules by name."""
 
 
-def find_warnings(metrics: Metrics, setting: Setting) -> list[Warned]:
+def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
     """Return the warnings that a step's metrics trigger, in the order of :data:`RULES`."""
     found = ((name, rule(metrics, setting)) for name, rule in RULES.items())
-    return [Warned(name, text) for name, text in found if text is not None]
+    return [TrainingWarning(name, text) for name, text in found if text is not None]
 
 
 class Warner:
@@ -256,9 +255,9 @@ class Warner:
         self._quiet = quiet
         self._next: dict[str, tuple[int, int]] = {}
 
-    def due(self, step: int, found: list[Warned]) -> list[Warned]:
+    def due(self, step: int, found: list[TrainingWarning]) -> list[TrainingWarning]:
         """Return the warnings of a step that are due."""
-        said: list[Warned] = []
+        said: list[TrainingWarning] = []
         for each in found:
             least, pause = self._next.get(each.name, (step, self._quiet))
             if step >= least:
@@ -291,7 +290,7 @@ class Diagnostics:
 
     def step(
         self, step: int, metrics: Mapping[str, float], gaps: Gaps, groups: Sequence[TrajectoryGroup]
-    ) -> list[Warned]:
+    ) -> list[TrainingWarning]:
         """Record the gaps of a step, and return the warnings that are due."""
         words = ""
         if gaps.turns:
@@ -299,8 +298,8 @@ class Diagnostics:
             held = {each.id: each for group in groups for each in group.trajectories if each.id in named}
             record = gap_record(gaps, held, self._renderer)
             self._log.log({"kind": "gap", "step": step, **record})
-            words = gap_words(record)
-        setting = Setting(exact=self._exact, compares=self._compares, worst_gap=words)
+            words = describe_gap(record)
+        setting = WarningContext(exact=self._exact, compares=self._compares, worst_gap=words)
         return self._warner.due(step, find_warnings(metrics, setting))
 
     def close(self) -> None:

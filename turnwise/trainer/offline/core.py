@@ -67,7 +67,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DisplayLayout:
     """Title, columns and curve of a run's display."""
 
     title: str
@@ -75,7 +75,7 @@ class Shown:
     curve: str
 
 
-def shown_of_pairs(title: str) -> Shown:
+def pair_display(title: str) -> DisplayLayout:
     """Return the display of a run on preferences."""
     columns = {
         "loss": "train/loss",
@@ -84,7 +84,7 @@ def shown_of_pairs(title: str) -> Shown:
         "grad": "train/grad_norm",
         "tok/s": "time/tokens_per_s",
     }
-    return Shown(title, columns, "preference/accuracy")
+    return DisplayLayout(title, columns, "preference/accuracy")
 
 
 def prepare(config: OfflineConfig) -> Path:
@@ -101,7 +101,7 @@ def prepare(config: OfflineConfig) -> Path:
     return target
 
 
-def told(console: Console | None, text: str) -> None:
+def print_notice(console: Console | None, text: str) -> None:
     """Print a notice."""
     (console or Console(stderr=True)).print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -112,7 +112,7 @@ def fit(
     steps: int,
     order: Iterator[list[int]],
     make: Callable[[list[int]], Batch],
-    shown: Shown,
+    shown: DisplayLayout,
     console: Console | None,
 ) -> dict[str, float]:
     """Take optimizer steps, log and show them; return the metrics of the last one.
@@ -212,7 +212,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
     file = config.path / TRAJECTORIES if config.path.is_dir() else config.path
     if not file.is_file():
         raise TaskError(
-            f"trajectories.path is {config.path}: there is no file {file}: give the directory of a run or an "
+            f"trajectories.path is {config.path}: no such file: {file}: give the directory of a run or an "
             f"evaluation, which holds {TRAJECTORIES}, or such a file"
         )
     try:
@@ -288,7 +288,7 @@ def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> lis
     return pairs
 
 
-def spoken(trajectory: Trajectory) -> list[dict[str, Any]]:
+def branch_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the messages of a trajectory's last branch, in OpenAI's format.
 
     Raises:
@@ -319,6 +319,6 @@ def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -
             text = ""
         if not any(each in text for each in said):
             raise TaskError(
-                f"{file}: trajectory {trajectory.id}: its ids do not mean its messages to the tokenizer of "
-                "model.path: it was recorded with another model's; train a model with the tokenizer of that one"
+                f"{file}: trajectory {trajectory.id}: its ids do not encode its messages with the tokenizer of "
+                "model.path: it was recorded with another tokenizer; train a model that has that one"
             )

@@ -23,12 +23,12 @@ from turnwise.trainer.offline.core import (
     OfflineResult,
     fit,
     make_pairs,
+    pair_display,
     prepare,
+    print_notice,
     read_recorded,
     save_model,
-    shown_of_pairs,
     shuffled,
-    told,
 )
 from turnwise.trainer.offline.preferences import (
     Pair,
@@ -94,7 +94,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
     if not pairs:
         raise TrainError("max_tokens_per_row leaves nothing to train of any pair: raise it")
     if left_out:
-        told(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
+        print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
     steps = config.steps_over(len(pairs), config.pairs)
     learner = open_learner(config.policy, steps)
     judge = learner
@@ -109,7 +109,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         return Batch(micro, PreferenceObjective(config, sides, reference[chosen]), float(len(chosen)), len(chosen))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, shown_of_pairs("dpo"), console)
+    metrics = fit(config, learner, steps, order, make, pair_display("dpo"), console)
     save_model(learner, renderer, target)
     return OfflineResult(target, steps, metrics)
 

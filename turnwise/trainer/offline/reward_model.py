@@ -25,15 +25,15 @@ from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.offline.core import (
     Batch,
     OfflineResult,
+    branch_messages,
     fit,
     make_pairs,
+    pair_display,
     prepare,
+    print_notice,
     read_recorded,
     save_model,
-    shown_of_pairs,
     shuffled,
-    spoken,
-    told,
 )
 from turnwise.trainer.offline.preferences import Pair, Preference, load_preferences, pack_pairs, token_sides
 from turnwise.trajectory import TrainSample
@@ -179,11 +179,11 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
         return Batch(micro, objective, float(len(mine)), len(mine))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, shown_of_pairs("reward model"), console)
+    metrics = fit(config, learner, steps, order, make, pair_display("reward model"), console)
     if held_out:
         right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
         metrics["preference/held_out_accuracy"] = right
-        told(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
+        print_notice(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
     save_model(learner, None, target)
     return OfflineResult(target, steps, metrics)
 
@@ -227,14 +227,16 @@ def _pairs(config: RewardModelConfig, encoder: Encoder, console: Console | None)
     found = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
     pairs = []
     for number, (better, worse) in enumerate(found):
-        chosen = _row(encoder, spoken(better), better.id, f"{number}-chosen")
-        pairs.append(Pair([chosen], [_row(encoder, spoken(worse), worse.id, f"{number}-rejected")]))
+        chosen = _row(encoder, branch_messages(better), better.id, f"{number}-chosen")
+        pairs.append(Pair([chosen], [_row(encoder, branch_messages(worse), worse.id, f"{number}-rejected")]))
     return pairs
 
 
 def _written(preferences: Sequence[Preference], encoder: Encoder, console: Console | None) -> list[Pair]:
     if tools := sum(1 for each in preferences if each.tools):
-        told(console, f"{tools} rows name tools: a reward's server shows its model none, so neither does training")
+        print_notice(
+            console, f"{tools} rows name tools: a reward's server shows its model none, so neither does training"
+        )
     pairs = []
     for number, each in enumerate(preferences):
         chosen = _row(encoder, [*each.prompt, *each.chosen], f"{each.id}: chosen", f"{number}-chosen")
@@ -249,7 +251,7 @@ def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, na
     except RenderError as error:
         raise TaskError(f"{where}: {error}") from error
     if not ids:
-        raise TaskError(f"{where}: the chat template writes nothing of it")
+        raise TaskError(f"{where}: the chat template renders nothing of it")
     return scored_row(ids, name)
 
 
@@ -262,5 +264,5 @@ def _within(config: RewardModelConfig, pairs: list[Pair], console: Console | Non
         if most is None or all(len(row.sample.input_ids) <= most + 1 for row in (*pair.chosen, *pair.rejected))
     ]
     if len(kept) < len(pairs):
-        told(console, f"max_tokens_per_row {most} leaves {len(pairs) - len(kept)} pairs out")
+        print_notice(console, f"max_tokens_per_row {most} leaves {len(pairs) - len(kept)} pairs out")
     return kept

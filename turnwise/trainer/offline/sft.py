@@ -15,20 +15,20 @@ from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.offline.core import (
     Batch,
+    DisplayLayout,
     OfflineResult,
-    Shown,
     fit,
     keep_good,
     prepare,
+    print_notice,
     read_recorded,
     save_model,
     shuffled,
-    told,
 )
 from turnwise.trainer.offline.preferences import demonstration_rows, load_demonstrations
 from turnwise.trajectory import to_samples
 
-_SHOWN = Shown(
+_SHOWN = DisplayLayout(
     "sft",
     {"loss": "train/nll", "grad": "train/grad_norm", "tokens": "train/tokens", "tok/s": "time/tokens_per_s"},
     "train/nll",
@@ -49,7 +49,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     if not rows:
         raise TrainError("no conversation of the data has an assistant token within max_tokens_per_row")
     if cut:
-        told(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
+        print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
     steps = config.steps_over(len(rows), config.conversations)
     learner = open_learner(config.policy, steps)
     objective = CrossEntropyObjective()
@@ -75,6 +75,6 @@ def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tup
     recorded = read_recorded(config.trajectories, renderer)
     kept = keep_good(recorded, config.trajectories)[: config.limit]
     tasks = len({each.task_id for each in kept})
-    told(console, f"trajectories: {len(kept)} of {len(recorded)} are trained, of {tasks} tasks")
+    print_notice(console, f"trajectories: {len(kept)} of {len(recorded)} are trained, of {tasks} tasks")
     samples = [to_samples(each, max_tokens=config.max_tokens_per_row) for each in kept]
     return [[TrainRow(row) for row in each.rows] for each in samples], sum(each.unowned_tokens for each in samples)

@@ -202,8 +202,8 @@ class CheckpointStore:
             # Of a disk that is full torch and safetensors tell by errors of their own.
             shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {final} cannot be written: {error}; the ones before are untouched: make room (or set "
-                "checkpoint.keep), and the same command goes on"
+                f"checkpoint {final} cannot be written: {error}; earlier ones are intact: free disk space (or set "
+                "checkpoint.keep) and resume with the same command"
             ) from error
         except BaseException:  # also Ctrl-C: the draft is removed
             shutil.rmtree(draft, ignore_errors=True)

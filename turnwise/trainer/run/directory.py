@@ -71,7 +71,7 @@ class RunDirectory:
         self._file = path / "run.json"
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Create and lock the directory; the lock ends with the process.
 
         Raises:
@@ -85,7 +85,7 @@ class RunDirectory:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TrainError(
-                    f"another process works on the run {self.path}: wait for it, end it, or choose another name"
+                    f"another process is using the run {self.path}: wait for it, stop it, or choose another name"
                 ) from None
             except OSError:
                 # A file system without locks: then nobody watches.
@@ -116,13 +116,13 @@ class RunDirectory:
             )
         if latest is None:
             return None, TrainerState(0)
-        with self.explaining(store, latest):
+        with self.with_remedy(store, latest):
             state = load_state(latest)
         self._check(latest, state.config_digest, digest)
         return latest, state
 
     @contextlib.contextmanager
-    def explaining(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
+    def with_remedy(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
         """Add a remedy to the error of a checkpoint that cannot be resumed from."""
         try:
             yield
@@ -131,10 +131,10 @@ class RunDirectory:
                 raise
             whole = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
             remedy = (
-                "no whole one is before it: put back what is missing, or start over with --fresh"
+                "there is no complete one before it: restore the missing files, or start over with --fresh"
                 if whole is None
-                else f"the newest whole one before it is that of step {whole}: --resume-step {whole} goes on from it "
-                "and removes the later ones; or put back what is missing"
+                else f"the newest complete one is that of step {whole}: --resume-step {whole} resumes from it "
+                "and removes the later ones; or restore the missing files"
             )
             raise CheckpointError(f"{error}; {remedy}") from error
 
@@ -214,10 +214,10 @@ def check_template(checkpoint: Path, renderer: Renderer) -> None:
     trained, now = trained_digest(checkpoint), renderer.describe().get("template")
     if trained is not None and trained != now:
         raise CheckpointError(
-            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would go on "
-            f"with ({str(now)[:12]}...): make renderer.chat_template, or the template of policies.main.model.path, the "
-            f"one that is saved as {checkpoint / 'chat_template.jinja'}; or choose another name, or start over with "
-            "--fresh"
+            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would "
+            f"resume with ({str(now)[:12]}...): make renderer.chat_template, or the template of "
+            f"policies.main.model.path, the one that is saved as {checkpoint / 'chat_template.jinja'}; or choose "
+            "another name, or start over with --fresh"
         )
 
 
@@ -297,7 +297,7 @@ async def read_start(
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
-    with home.explaining(store, latest):
+    with home.with_remedy(store, latest):
         learner = open_learner(policy, config.optimizer_steps, model_path=latest)
         guard = KLGuard.open(config, learner, state.kl_coef)
         critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)

@@ -140,7 +140,7 @@ def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
 
 def _checked(cls: type[Any], reference: str) -> type[Hooks]:
     if not issubclass(cls, Hooks):
-        raise ConfigError(f"hooks {reference!r} is no subclass of turnwise.Hooks: write class {cls.__name__}(Hooks)")
+        raise ConfigError(f"hooks {reference!r} is not a subclass of turnwise.Hooks: write class {cls.__name__}(Hooks)")
     methods = {name: each for name, each in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}
     for name, method in methods.items():
         if name not in CALLS:
@@ -168,7 +168,7 @@ class HookedRun(Protocol):
 
     config: TrainConfig
     buffer: ReplayBuffer
-    feed: TaskScheduler
+    scheduler: TaskScheduler
     state: TrainerState
     display: LiveDisplay
 
@@ -284,9 +284,9 @@ class HookCalls:
         await self._call("on_sample_begin")
         # Only now: what a step asks for of its own accord takes into account what is on its way.
         if self._requested:
-            feed, groups = self._of_run().feed, self._requested
+            scheduler, groups = self._of_run().scheduler, self._requested
             self._requested = 0
-            feed.issue(feed.next(groups))
+            scheduler.issue(scheduler.next(groups))
 
     async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Call ``on_sample_end`` and return the remaining batch."""
@@ -302,13 +302,13 @@ class HookCalls:
     def request(self, groups: int) -> None:
         """Request further groups."""
         if groups < 1:
-            raise TrainError(f"request({groups}): at least 1 group can be asked for")
+            raise TrainError(f"request({groups}): at least 1 group must be requested")
         self._requested += groups
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
         """Drop a group of the batch, and have it replaced."""
         if not self._may_drop:
-            raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: only there a batch may change")
+            raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: a batch may change only there")
         if not any(each is group for each in self._batch) or any(each is group for each in self._gone):
             raise TrainError(f"drop({group.id!r}): self.batch holds no such group, or no more")
         # It leaves the list when the hook has returned, which may be going through it.

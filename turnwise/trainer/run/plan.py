@@ -152,7 +152,7 @@ class _Checker:
                 "config.yaml, or start over with --fresh"
             )
         self._resumed = store.path(steps[-1]) if steps else None
-        return f"{home.path}: {f'goes on after step {steps[-1]}' if steps else 'a new run'}"
+        return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 
     async def model(self) -> str:
         path = self._config.policy.model.path
@@ -233,10 +233,10 @@ class _Checker:
                 await invoke(env, "close")
         said = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
         if self._renderer is None:
-            return f"{said}; prompts were not counted, for want of a chat format"
+            return f"{said}; prompts were not counted without a chat format"
         room = f" of {self._context}" if self._context else ""
         if self._context is not None and most >= self._context:
-            raise EnvError(f"a prompt takes {most}{room} tokens of the context: nothing is left to answer in")
+            raise EnvError(f"a prompt takes {most}{room} tokens of the context: no room is left to answer")
         return f"{said}; the longest prompt takes {most}{room} tokens"
 
     async def _begin(self, env: Env, task: Task) -> int:
@@ -291,7 +291,7 @@ class _Checker:
 
 async def _sandboxes(manager: SandboxManager) -> str:
     found = await manager.probe()
-    return "; ".join((f"{manager.config.name}, held back by {found.isolation}", *found.notes))
+    return "; ".join((f"{manager.config.name}, isolated by {found.isolation}", *found.notes))
 
 
 async def _adapters(path: Path, lora: LoRAConfig) -> str:
@@ -312,7 +312,7 @@ async def _critic(policy: PolicyConfig) -> str:
     path = policy.critic.path or policy.model.path
     _model_settings(path, f"policies.main.critic.path is {path}")
     check_same_vocabulary(path, policy.model.path, "policies.main.critic.path")
-    return f"{path}: a model of its own"
+    return f"{path}: a separate model"
 
 
 def _model_settings(path: Path, key: str) -> dict[str, Any]:

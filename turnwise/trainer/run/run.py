@@ -26,7 +26,7 @@ from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
-from turnwise.recorder.ledger import Book, LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import create_manager
@@ -80,7 +80,7 @@ async def launch_servers(
     fleet = ReplicaSet(config.inference, model, logs=logs)
     stack.push_async_callback(fleet.close)
     await fleet.launch()
-    book = Book(directory / "ledger.jsonl")
+    book = LedgerWriter(directory / "ledger.jsonl")
     stack.push(book.leave)
     frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
     client = LedgerClient(fleet.client, book)
@@ -123,7 +123,7 @@ class TrainRun:
         fleet: The inference servers.
         buffer: The replay buffer.
         manager: The rollout manager.
-        feed: The scheduler of tasks, with the groups in flight.
+        scheduler: The scheduler of tasks, with the groups in flight.
         writer: The weight writer.
         batches: Record of trained rows.
         journal: Record of finished episodes, and of the steps that got them.
@@ -157,7 +157,7 @@ class TrainRun:
     fleet: ReplicaSet
     buffer: ReplayBuffer
     manager: Rollouts
-    feed: TaskScheduler
+    scheduler: TaskScheduler
     writer: WeightWriter
     batches: BatchWriter
     journal: Journal
@@ -219,8 +219,8 @@ class TrainRun:
         self.state.step += 1
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
-        self.state.tasks, self.state.feed = self.tasks.state(), self.feed.state()
-        self.feed.trained()
+        self.state.tasks, self.state.feed = self.tasks.state(), self.scheduler.state()
+        self.scheduler.trained()
         # What a later step has sampled by the time of a checkpoint is sampled, or found, again.
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         self.found = {}
@@ -246,7 +246,7 @@ class TrainRun:
             InferenceError: A server rejects them, or died too often.
         """
         written = self.writer.written_bytes
-        await self.fleet.through_deaths(lambda: self._write_weights(still))
+        await self.fleet.with_recovery(lambda: self._write_weights(still))
         self.state.weight_version = self.state.step
         return {"sync/bytes": float(self.writer.written_bytes - written)}
 
@@ -324,7 +324,7 @@ async def open_run(
     started = time.monotonic()
     home = RunDirectory(directory)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(home.alone())
+        stack.enter_context(home.lock())
         start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy(after=resume_step)
@@ -332,7 +332,7 @@ async def open_run(
         at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack)
         run.hooks = HookCalls.open(start.hooks, run)
-        run.feed.restore(run.state.feed)
+        run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         at_exit(stack, partial(_save_unsaved, run))
         if run.state.step or config.policy.model.continues_adapter:
@@ -359,7 +359,7 @@ async def _assemble(
     def write(trajectory: Trajectory) -> None:
         files.journal.write(trajectory)
         run.last_error = trajectory.error or run.last_error
-        run.feed.wrote(trajectory)
+        run.scheduler.wrote(trajectory)
 
     parts = RolloutParts(
         start.renderer,
@@ -375,7 +375,7 @@ async def _assemble(
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
-    feed = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
+    scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
@@ -390,7 +390,7 @@ async def _assemble(
         fleet=servers.fleet,
         buffer=buffer,
         manager=manager,
-        feed=feed,
+        scheduler=scheduler,
         writer=writer,
         batches=files.batches,
         journal=files.journal,

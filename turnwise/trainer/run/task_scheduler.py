@@ -101,7 +101,7 @@ SURPLUS = "surplus"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedGroup:
     """A requested group.
 
     Attributes:
@@ -144,10 +144,10 @@ class TaskScheduler:
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
         # What steps were given since :meth:`trained`.
-        self._given_out: dict[str, Asked] = {}
+        self._given_out: dict[str, RequestedGroup] = {}
         # Groups that were given back: a curriculum has learned from them.
         self._learned: set[str] = set()
-        self.outstanding: dict[str, Asked] = {}
+        self.outstanding: dict[str, RequestedGroup] = {}
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
 
@@ -169,7 +169,7 @@ class TaskScheduler:
         version = self._version()
         self._given = given
         for request in requests:
-            self.outstanding[request.key] = Asked(request, version, given)
+            self.outstanding[request.key] = RequestedGroup(request, version, given)
             self._group_size = request.group_size
         asked = [each for each in requests if not self._buffer.expect(each, version)]
         if asked:

@@ -102,7 +102,7 @@ def run_train(
     except (KeyboardInterrupt, asyncio.CancelledError):
         # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
         steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
-        found = f"the same command goes on after step {steps[-1]}" if steps else "no step was finished"
+        found = f"the same command resumes after step {steps[-1]}" if steps else "no step was finished"
         console.print(f"interrupted: {found}", highlight=False)
         raise KeyboardInterrupt from None
 
@@ -127,7 +127,7 @@ async def train(
                 await loop(run)
                 ended = run.ended
                 # What is on its way would be trained by no step, and the evaluation wait for its turn behind it.
-                await run.feed.end()
+                await run.scheduler.end()
                 result = await run.evaluate(f"step-{run.state.step}-final")
     used = RunDirectory(directory).read()
     summary = TrainSummary(
@@ -197,7 +197,7 @@ def export_model(
         TrainError: The model cannot be loaded, or the disk refuses.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already: name another folder, or remove it")
+        raise ConfigError(f"{target} already exists: name another folder, or remove it")
     folder = _folder(source, step, best)
     if (folder / STATE_FILE).is_file():
         load_state(folder)
@@ -225,7 +225,7 @@ def _folder(source: Path, step: int | None, best: bool) -> Path:
     if not checkpoints.is_dir():
         if step is not None or best:
             raise ConfigError(
-                f"{source} is no run (no {CHECKPOINTS}/ in it), so there is no --step or --best to choose"
+                f"{source} is not a run (no {CHECKPOINTS}/ in it), so there is no --step or --best to choose"
             )
         return source
     if step is not None and best:

@@ -35,7 +35,7 @@ from turnwise.trainer.algorithms.losses.policy import (
     select_clip_cov,
     select_kl_cov,
 )
-from turnwise.trainer.algorithms.registry import enter, find
+from turnwise.trainer.algorithms.registry import find, register_entry
 
 LossFn: TypeAlias = Callable[..., LossSums]
 SelectFn: TypeAlias = Callable[..., Tensor]
@@ -105,7 +105,7 @@ def register_loss(
 
     def register(given: Any) -> Any:
         made = given if isinstance(given, Loss) else Loss(given, aggregation, select, idle_at_zero, uses_ratio)
-        enter(name, made, LOSSES, "loss", of=lambda loss: loss.function)
+        register_entry(name, made, LOSSES, "loss", of=lambda loss: loss.function)
         return given
 
     return register if function is None else register(function)

@@ -37,7 +37,7 @@ def dpo_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> L
     """
     h = beta * margins
     loss = -(1.0 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
-    return LossSums(loss.sum(), _told(h))
+    return LossSums(loss.sum(), _pair_metrics(h))
 
 
 def ipo_loss(margins: Tensor, *, beta: float) -> LossSums:
@@ -46,7 +46,7 @@ def ipo_loss(margins: Tensor, *, beta: float) -> LossSums:
     Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Human Preferences (arXiv:2310.12036),
     eq. 17, with beta for tau: margins converge to a finite value even for deterministic preferences.
     """
-    return LossSums((margins - 0.5 / beta).square().sum(), _told(beta * margins))
+    return LossSums((margins - 0.5 / beta).square().sum(), _pair_metrics(beta * margins))
 
 
 def rpo_term(chosen: Tensor, lengths: Tensor, *, coef: float) -> Tensor:
@@ -73,9 +73,9 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, cen
     """
     difference = chosen - rejected
     loss = -F.logsigmoid(difference - margins) + center_coef * (chosen + rejected).square()
-    return LossSums(loss.sum(), _told(difference))
+    return LossSums(loss.sum(), _pair_metrics(difference))
 
 
-def _told(difference: Tensor) -> dict[str, Tensor]:
+def _pair_metrics(difference: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         return {"accuracy": (difference > 0).to(difference.dtype).sum(), "margin": difference.sum()}

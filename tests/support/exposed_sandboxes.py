@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from support.chat_models import renderer_for
-from turnwise.gateway.local import Door, LocalGateway
+from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.core import Sandbox, SandboxBackend, SandboxSpec
@@ -19,14 +19,14 @@ class _Opening(SandboxBackend):
 
     Attributes:
         opened: How many sandboxes have a way out, of all of one kind in this process.
-        door: Where it leads, once one has.
+        endpoint: The session that it reaches, once opened.
     """
 
     opened: ClassVar[int] = 0
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        self.door: Door | None = None
+        self.endpoint: SessionEndpoint | None = None
         self._gateway = LocalGateway(renderer_for("qwen3"), context_length=4000)
 
     def make(self, spec: SandboxSpec) -> Sandbox:
@@ -41,25 +41,25 @@ class _Opening(SandboxBackend):
         return sandbox
 
     async def close(self) -> None:
-        if self.door is not None:
+        if self.endpoint is not None:
             # Whatever was tried inside, the model was not asked, and nobody said what the episode is worth.
-            assert (self.door.entry.session.turns, self.door.entry.rewards) == (0, [])
-            await self._gateway.shut(self.door)
+            assert (self.endpoint.entry.session.turns, self.endpoint.entry.rewards) == (0, [])
+            await self._gateway.shut(self.endpoint)
         await self._gateway.close()
         await super().close()
 
     async def _open(self, sandbox: Sandbox) -> None:
-        if self.door is None:
+        if self.endpoint is None:
             renderer = renderer_for("qwen3")
             client = ScriptedClient(renderer, lambda _: "Yes.")
             limits = SessionLimits(context_length=4000)
             session = Session(client, renderer, id="attacked", limits=limits, params=SamplingParams())
-            self.door = await self._gateway.open(session)
-        await self.door.answer_at(await sandbox.listen())
+            self.endpoint = await self._gateway.open(session)
+        await self.endpoint.serve_at(await sandbox.listen())
         type(self).opened += 1
 
 
-class OpenDoors(_Opening, LocalBackend):
+class ExposedLocal(_Opening, LocalBackend):
     """Local ones."""
 
 
