@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from support.pages import blocks, page, section
+from support.doc_pages import blocks, page, section
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import RolloutFunction, find_agent
 from turnwise.rollout.config import AgentFile, RolloutConfig

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.pages import blocks, section
+from support.doc_pages import blocks, section
 from turnwise.agents.blackbox import Recipe
 from turnwise.agents.blackbox.config import BlackBoxConfig, settled
 from turnwise.agents.blackbox.workdir import PLACEHOLDERS, recipe_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from support.boxes import called, some_boxes
-from support.pages import blocks, section
+from support.doc_pages import blocks, section
+from support.envs.sandboxed_episodes import called, some_boxes
 from turnwise.envs.core import invoke
 from turnwise.tools.config import ToolsConfig
 from turnwise.tools.core import SHIPPED

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import yaml
 
-from support.pages import page
+from support.doc_pages import page
 from turnwise.envs.library.guess_number import GuessNumberEnv
 from turnwise.envs.registration import env_class
 from turnwise.tasks import SourceConfig, iter_tasks

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.gateway_server import ADMIN_HEADERS, serving
+from support.chat.model_dirs import renderer_for
+from support.gateway.server import ADMIN_HEADERS, serving
 from turnwise.agents.registry import register_agent
 from turnwise.gateway.config import SETTINGS, GatewayConfig, GatewayLimits
 from turnwise.inference.config import RendererConfig

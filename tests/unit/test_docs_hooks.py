@@ -7,7 +7,7 @@ import re
 import yaml
 
 import turnwise
-from support.pages import blocks, section
+from support.doc_pages import blocks, section
 from turnwise.rollout.replay.config import ReplayConfig
 from turnwise.tasks.config import CurriculumConfig
 from turnwise.trainer.run.hooks import CALLS

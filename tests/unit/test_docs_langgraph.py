@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.graph_runs import calls, play
-from support.pages import blocks, section
+from support.agents.langgraph_episodes import calls, play
+from support.doc_pages import blocks, section
 from turnwise import LangGraphAgent
 from turnwise.types import StopReason
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 from typer.main import get_command
 
-from support.pages import DOCS, ROOT, anchors, blocks, links, section
+from support.doc_pages import DOCS, ROOT, anchors, blocks, links, section
 from turnwise.cli.app import app
 from turnwise.trainer.config.train import TrainConfig
 

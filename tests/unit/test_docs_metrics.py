@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import turnwise
-from support.pages import blocks, page, section
+from support.doc_pages import blocks, page, section
 from turnwise.agents.registry import RolloutFunction
 from turnwise.trainer.observe.metrics import METRICS
 from turnwise.trainer.observe.warnings import RULES

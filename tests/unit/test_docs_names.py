@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import DOCS, ROOT, links, section
+from support.doc_pages import DOCS, ROOT, links, section
 
 # What was is told in CHANGELOG.md.
 PAGES = [

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 import turnwise
-from support.pages import blocks as blocks_of
-from support.pages import section
+from support.doc_pages import blocks as blocks_of
+from support.doc_pages import section
 from turnwise.config import load_config
 from turnwise.trainer.config.offline import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
 from turnwise.trainer.config.train import TrainConfig

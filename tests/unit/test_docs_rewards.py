@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from support.pages import page
+from support.doc_pages import page
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import SingleTurnEnv, invoke, make

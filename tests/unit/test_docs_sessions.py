@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.pages import blocks, section
+from support.chat.model_dirs import renderer_for
+from support.doc_pages import blocks, section
 from turnwise.agents import context
 from turnwise.recorder import token_session
 from turnwise.recorder import tree as forks

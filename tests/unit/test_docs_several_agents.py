@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from support.pages import blocks, section
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.doc_pages import blocks, section
 from turnwise.agents.roles import Compare
 from turnwise.envs.registration import register
 from turnwise.inference.scripted import ScriptedClient

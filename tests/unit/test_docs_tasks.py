@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from support.pages import blocks as blocks_of
-from support.pages import page, section
+from support.doc_pages import blocks as blocks_of
+from support.doc_pages import page, section
 from turnwise.tasks import SourceConfig, Task, load_tasks, open_order, sources_of
 from turnwise.tasks.mix import HELD_AT_MOST
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import page, section
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.doc_pages import page, section
 from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig

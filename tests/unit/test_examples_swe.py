@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from support.chat_models import model_dir
+from support.chat.model_dirs import model_dir
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
 from turnwise.trainer.config.train import TrainConfig

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.task_rows import CALLS
+from support.envs.task_rows import CALLS
+from support.property_tests import examples
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
 from turnwise.tasks import HeldOrder, SourceConfig, Task, TaskOrder, load_mix, mix, open_order, reader
@@ -22,7 +22,7 @@ from turnwise.tasks.mix import Shares
 KINDS = ("held", "streamed", "in order", "function", "starting", "parquet", "dataset", "mix")
 
 
-HERE = "support.task_rows"
+HERE = "support.envs.task_rows"
 
 
 def jsonl(path: Path, rows: int, prefix: str = "") -> str:

@@ -227,7 +227,7 @@ def _split_of(name: str, config: SourceConfig) -> bool:
     from turnwise.tasks.sources import Row
 
     # A reader of one row in memory, without a file for each example.
-    reader = TaskReader(config.model_copy(update={"source": "support.task_rows:endless"}))
+    reader = TaskReader(config.model_copy(update={"source": "support.envs.task_rows:endless"}))
     return reader._one(Row(0, "row", "row", {"id": name, "prompt": "p"})).task is not None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from support.pages import blocks, section
+from support.doc_pages import blocks, section
 from turnwise.cli.check import check_env as check_env_command
 from turnwise.envs import check_env, wrappers
 from turnwise.envs.checker.core import CHECKS

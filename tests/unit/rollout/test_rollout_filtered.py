@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, facts_of
 from turnwise.rollout.replay.strategies import Arrival, Filtered, GroupFacts, why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
