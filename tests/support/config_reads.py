@@ -1,9 +1,8 @@
 """Which fields of the config sections the package's code reads, found by following annotated types through its syntax.
 
-Owns: :func:`unread_fields`. It knows what a reader of the code knows at a glance: annotations of parameters, attributes
-and returns, what is assigned to a name, and which class a constructor makes. It refuses to guess: a value whose type it
-cannot tell is not followed, so a field may be reported as unread that is read in a way nobody can see, never the other
-way round.
+:func:`unread_fields` follows the annotations of parameters, attributes and returns, assignments to names, and
+constructors. A value whose type these do not give is not followed, so a field may be reported as unread although it is
+read, never the other way round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Moves the clock of the running event loop on: time limits pass when a test says so, however slow the machine is.
+"""Advances the clock of the running event loop, so that a timeout passes when a test says so.
 
-Owns: :func:`pass_time`. Refuses: ``time.monotonic``, which goes on as it does.
+``time.monotonic`` is not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Episodes of a ReAct agent with a finite context: an environment with long answers, played by a script, audited."""
+"""Scripted ReAct episodes with a bounded context, over an environment with long answers, each checked by the audit."""
 
 from __future__ import annotations
 

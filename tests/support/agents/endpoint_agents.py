@@ -1,4 +1,4 @@
-"""Loops of agents that know a base URL, what they are told first, tools, and who runs them.
+"""Agent loops over an OpenAI- or Anthropic-compatible endpoint, with their tools, and the runner that plays them.
 
 Each speaks one wire API until a turn makes no call. They send what real programs send and a session does not: a
 temperature and a seed of their own, results in another order, turns dumped by the client's own classes.

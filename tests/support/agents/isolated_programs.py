@@ -1,4 +1,4 @@
-"""Real agent programs in a network namespace of their own, behind a gateway over a scripted model.
+"""Real agent programs in their own network namespace, behind a gateway over a scripted model.
 
 ``caged()`` serves a gateway, from the test's process, on a socket that exists only in that namespace; ``Caged.run()``
 runs one program there, ends its session and audits what it left.

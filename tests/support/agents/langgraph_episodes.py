@@ -1,4 +1,4 @@
-"""Graphs of LangGraph in scripted episodes: a world with tools, and one run of a graph in it."""
+"""Scripted LangGraph episodes: an environment with tools, and one run of a graph in it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A script of its own: ``unshare --net python loopback_only.py FD`` raises the loopback, listens on a port of it, hands
 the listening socket over the Unix socket FD, and waits there for one line of JSON: ``argv``, ``cwd`` and ``env`` of the
-program that it then becomes. Whoever was handed the socket answers the program from another namespace; nobody else can.
+program that it then becomes. The program is answered from another namespace, by the process that received the socket.
 """
 
 from __future__ import annotations

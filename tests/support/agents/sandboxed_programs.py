@@ -1,4 +1,4 @@
-"""Environments with a sandbox for programs that run in it, and a sandbox that needs nothing installed."""
+"""Environments with a sandbox for agent programs, and a sandbox backend that needs nothing installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents of remote runners, and what tests look at of them; also in processes that tests start."""
+"""Agents as a user writes them, for remote runners and training runs, and tasks that choose among them by name."""
 
 from __future__ import annotations
 

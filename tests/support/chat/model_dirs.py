@@ -1,4 +1,4 @@
-"""Model folders for tests: chat templates that an installed package ships, and tokenizers built in place.
+"""Model directories for tests: chat templates from an installed package, and tokenizers built in place.
 
 ``build_model_dir(path, family)`` writes a folder in Hugging Face's layout, ``renderer_for(family)`` gives its renderer.
 Templates of families are read from trl; ``own``, ``mistral``, ``bare_pythonic``, ``kimi`` and ``minimax`` are

@@ -1,4 +1,4 @@
-"""A renderer that is obviously right: one id a character, one id a marker. For tests of what stands on renderers."""
+"""A reference renderer with one token id per character and one per marker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What holds of the files of a run that was killed, whenever and as often as that was.
+"""Checks of the files of a run that was killed, however often.
 
-Owns: :func:`left_on_disk`, taken after a kill, and :func:`prove`, asked at the end. Refuses: killing, and trusting what
-the run says of itself: the journal's lines are read here by other code than the run's.
+:func:`left_on_disk` is taken after a kill, :func:`prove` checks the run at the end. The journal's lines are read here by
+other code than the run's.
 """
 
 from __future__ import annotations

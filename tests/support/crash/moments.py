@@ -1,7 +1,6 @@
-"""Kills at chosen moments of a run: each moment is recognised where it happens, in the process of the run.
+"""Kills at chosen moments of a run, each recognised in the process where it happens.
 
-Owns: the moments, who may be killed at them, and :class:`CrashSchedule`, the hooks that a configuration names to arm
-them. Refuses: starting anything again, which is the test's.
+:class:`CrashSchedule` is the hooks that a configuration names to arm the moments. Restarts are the test's.
 
 ``custom.crash`` says ``victim`` and ``folder``. The moments come in their order, each once: ``folder/struck.jsonl``
 says which have been, so that a process that goes on takes the next one. The process stands still while its victim

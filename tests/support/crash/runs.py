@@ -1,7 +1,6 @@
-"""Runs that are killed at chosen moments, and what starts them again as a person would.
+"""Training runs that are killed at chosen moments and restarted.
 
-Owns: the configurations by victim and mode, :func:`train_through` and :class:`Boxes`. Refuses: the moments
-(``moments.py``) and what has to hold (``checks.py``).
+The moments are in ``moments.py``, what has to hold afterwards in ``checks.py``.
 """
 
 from __future__ import annotations

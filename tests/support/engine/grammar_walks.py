@@ -1,4 +1,4 @@
-"""Answers that are held to something, in every chat format: what is asked, and random walks that keep to it."""
+"""Constrained completions in every chat format: the constraints, and random walks through their grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two servers of one model say the same at temperature 0, as far as the model itself is decided."""
+"""Compares the greedy completions of two servers of one model, up to near ties of its logits."""
 
 from __future__ import annotations
 

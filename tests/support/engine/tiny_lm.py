@@ -1,4 +1,4 @@
-"""Small random language models on disk, and what they say when transformers itself runs them."""
+"""Small random language models on disk, one of which spells tool calls, and what transformers computes with them."""
 
 from __future__ import annotations
 

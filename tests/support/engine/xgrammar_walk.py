@@ -1,4 +1,4 @@
-"""What vLLM's own grammars allow. Run by vLLM's Python: reads jobs as JSON from its input, writes what came of them.
+"""Random walks through vLLM's own grammars, run by vLLM's Python: jobs as JSON on stdin, results on stdout.
 
 A job is a tag with a tokenizer, ids that it must allow one after the other, and how many walks to take at random.
 """

@@ -1,4 +1,4 @@
-"""Answers that try to pass without solving anything, by the kind of tests that they are for.
+"""Answers that try to pass a code environment's tests without solving the task, by kind of test.
 
 Each is for the problem ``add(a, b)``, whose tests ask for sums.
 """

@@ -1,4 +1,4 @@
-"""The shipped ``lookup`` environment with what tests of whole runs need: partial credit, a gate, and failures.
+"""Environments for training runs: ``lookup`` with partial credit, gates and failures, and one with two agents.
 
 Named ``support.envs.run_envs:Class`` in configurations, in this process and in those that tests start.
 """

@@ -1,4 +1,4 @@
-"""Sandboxes for tests: of the rung that every machine has, and episodes of environments in them."""
+"""Local sandboxes that every machine has, and episodes of environments in them."""
 
 from __future__ import annotations
 

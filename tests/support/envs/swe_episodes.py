@@ -1,4 +1,4 @@
-"""Sandboxes for SWE tests: what this machine gives, the strongest first."""
+"""Sandboxes, episodes and scripted agents for SWE tests, at the strongest isolation of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments and agents that tasks in tests name: ``support.envs.task_envs:Class``."""
+"""Environments and agents that tasks name, as ``support.envs.task_envs:Class``."""
 
 from __future__ import annotations
 

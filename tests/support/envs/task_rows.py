@@ -1,4 +1,4 @@
-"""Generators of rows that configurations in tests name as ``support.envs.task_rows:function``."""
+"""Task generators that configurations name, as ``support.envs.task_rows:function``."""
 
 from __future__ import annotations
 

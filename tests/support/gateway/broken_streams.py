@@ -1,4 +1,4 @@
-"""A scripted model whose streams stop for a while, or break, and a gateway whose connections are cut.
+"""A scripted client whose streams stall or break, and a gateway whose connections are cut.
 
 ``Stumble`` is a line of a script; :func:`cutting` wraps an ASGI application.
 """

@@ -1,4 +1,4 @@
-"""The requests of real programs, written by hand: one conversation over one session, by any of the three APIs."""
+"""The requests of real agent programs, written by hand: one conversation in one session, over any wire API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that waits until a test lets it go on."""
+"""An LLM client that waits until the test opens its gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway in front of a hosted endpoint, in the test's own event loop, and providers that say what they are told."""
+"""A gateway in front of a hosted endpoint, and scripted providers behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that hold an answer to a schema or a call, in each wire API, and what they must be answered with."""
+"""Requests for structured output and tool calls in each wire API, and checks of the responses."""
 
 from __future__ import annotations
 

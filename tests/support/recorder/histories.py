@@ -1,4 +1,4 @@
-"""Agents that do anything with their history, and what must hold of the recorder whatever they do."""
+"""Agents that edit their message history at random, and the recorder's invariants."""
 
 from __future__ import annotations
 

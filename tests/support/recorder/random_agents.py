@@ -1,4 +1,4 @@
-"""Agents that do to their history what agents do, several requests at a time, beside a recorder that is slow and right.
+"""Agents that edit their history with several requests at a time, checked against the reference recorder.
 
 ``Wild.act`` takes one action after the other; ``Wild.check`` then holds the session's tree against the slow recorder's
 and the ledger.

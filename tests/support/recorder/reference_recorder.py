@@ -1,4 +1,4 @@
-"""A slow recorder that is obviously right: it keeps whole message lists and searches all of them for each request.
+"""A simple, slow reference recorder, which keeps whole message lists and searches all of them for each request.
 
 Written from the recorder's rules alone. It has an equality of its own and shares no code with ``session.py`` or what
 that stands on; :class:`Canonical` serves only to tell the renderer what to render.

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, for the audit: trajectories, the rows that were trained of them, and its verdict."""
+"""What the audit reads of a run (trajectories and trained rows), and an assertion on its verdict."""
 
 from __future__ import annotations
 

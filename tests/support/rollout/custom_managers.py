@@ -1,4 +1,4 @@
-"""Rollout managers as somebody writes them who has this package installed: nothing but its public contract."""
+"""Custom rollout managers, written against the public contract only."""
 
 from __future__ import annotations
 

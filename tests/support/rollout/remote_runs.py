@@ -1,4 +1,4 @@
-"""Runs whose episodes ``turnwise runner`` processes play."""
+"""Training runs whose episodes are played by ``turnwise runner`` processes."""
 
 from __future__ import annotations
 

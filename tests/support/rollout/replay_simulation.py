@@ -1,7 +1,6 @@
-"""A run on a simulated clock: rollouts of random length, lost workers, a trainer that takes its time, restarts.
+"""A run on a simulated clock: rollouts of random length, lost workers, a slow trainer and restarts.
 
-Owns: :class:`Simulation`. The buffer, the strategies and the admission are real, and the journal where a run has one;
-nothing else is, and nothing takes time.
+The buffer, the strategies and the staleness bound are real, and the journal where a run has one; all else is simulated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A docker engine of the tests' own, and images made of what this machine has: nothing comes from a registry."""
+"""A docker engine for the tests, with images made from this machine's files; nothing is pulled from a registry."""
 
 from __future__ import annotations
 

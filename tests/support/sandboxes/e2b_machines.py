@@ -1,6 +1,6 @@
-"""The machines of the local E2B server: each a root file system, a process space and a network of its own.
+"""The machines of the local E2B server, each with its own root file system, process space and network.
 
-They keep files, processes and the network apart, and share the kernel and its limits with whoever started the server.
+They keep files, processes and the network apart, and share the kernel and its limits with the process that started the server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backends with one fault each: real sandboxes of the rung ``plain``, one call of which does not do what it should."""
+"""Sandbox backends with one fault each, over real local sandboxes without isolation."""
 
 from __future__ import annotations
 

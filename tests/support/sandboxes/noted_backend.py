@@ -1,4 +1,4 @@
-"""A backend whose sandboxes run nothing and note what is done to them: for the manager's own bookkeeping."""
+"""A sandbox backend that runs nothing and notes each call, for tests of the manager."""
 
 from __future__ import annotations
 

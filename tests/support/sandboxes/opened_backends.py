@@ -1,4 +1,4 @@
-"""Docker sandboxes that lack one of the things that hold them back, for tests that show that it is this which does."""
+"""Sandbox backends with one protection removed, and ones whose sandboxes reach a gateway session."""
 
 from __future__ import annotations
 

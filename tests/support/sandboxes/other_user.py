@@ -1,4 +1,4 @@
-"""Runs this interpreter as another user, who sees this project and nothing else of folders that are closed to it.
+"""Runs this interpreter as another user, with only this project visible of the folders closed to that user.
 
 Run by root: ``python other_user.py UID HOME ARGUMENT...``; the arguments are the interpreter's. The folder HOME is made
 that user's own. What has to be shown is shown in a mount namespace that ends with the program.

@@ -1,4 +1,4 @@
-"""Several host processes at once, whose sandboxes end in different ways, and which are killed at random.
+"""Several host processes that open sandboxes at once and are killed at random.
 
 The program of each host is ``soak_host.py``.
 """

@@ -1,4 +1,4 @@
-"""One host process of the soak: opens sandboxes, many at a time, and lets them end in different ways.
+"""One host process of the soak test, which opens many sandboxes at a time and ends them in different ways.
 
 Run as ``python soak_host.py FOLDER MARK SEED COUNT TOGETHER ENGINE``, the last empty for local ones; prints a line
 for each that has ended, in what way.

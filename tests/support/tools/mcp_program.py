@@ -1,5 +1,6 @@
-"""An MCP server to be used by tests: ``python mcp_program.py`` speaks over standard input and output, and
-:func:`serving` over HTTP in the process of the test.
+"""An MCP server for tests.
+
+``python mcp_program.py`` speaks over standard input and output, :func:`serving` over HTTP in the process of the test.
 """
 
 from __future__ import annotations

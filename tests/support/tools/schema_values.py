@@ -1,4 +1,4 @@
-"""Values that a JSON schema allows, as a hypothesis strategy: the other direction from hints to schemas.
+"""A hypothesis strategy for the values that a JSON schema allows.
 
 ``values_of(schema)`` knows the keywords that schemas of tools have; another one is an error of the test.
 """

@@ -1,4 +1,4 @@
-"""Trajectories of a few turns with rewards, and what their turns are told by a credit."""
+"""Trajectories of a few turns with rewards, and the advantages that a credit assignment gives their turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner whose update waits, so that a test can do something meanwhile, or that fails.
+"""Learners and losses whose updates wait or fail, for runs in this process.
 
 Named ``support.trainer.failing_updates:HeldLearner`` in configurations of runs in this process.
 """

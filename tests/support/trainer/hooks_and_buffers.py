@@ -1,4 +1,4 @@
-"""Replay buffers of a user's, and hooks beside them, for whole runs in this process and in those that tests start.
+"""Hooks and replay buffers that configurations of test runs name.
 
 Named ``support.trainer.hooks_and_buffers:Class`` in configurations.
 """

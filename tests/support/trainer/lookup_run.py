@@ -1,4 +1,4 @@
-"""Whole training runs in tests: a barely trained lookup model, a configuration that takes seconds, processes.
+"""Whole training runs of seconds: a barely trained lookup model, its configuration, and its processes.
 
 The model is made by the files of ``examples/lookup`` and trained by the library, once for all workers of a test run.
 """

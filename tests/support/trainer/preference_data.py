@@ -1,4 +1,4 @@
-"""A small chat model, preferences with a pattern, and recorded trajectories of both kinds."""
+"""A small chat model with preference pairs and recorded trajectories for offline training."""
 
 from __future__ import annotations
 

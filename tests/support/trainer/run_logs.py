@@ -1,4 +1,4 @@
-"""The log of a run with loggers, without the run."""
+"""Opens the log of a run with loggers, without the run."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = ("benchmarks", "examples")
 # What the files put on the path beside their own folder.
 SHARED = ("benchmarks", "tests", "examples/small_model", "examples/lookup", "examples/black_boxes")

@@ -19,7 +19,7 @@ from turnwise.tasks import Task
 from turnwise.tools import load_function_tools
 from turnwise.types import ToolCall
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = page("tools.md").replace(section("tools.md", "Sandbox tools"), "")
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", TEXT, re.DOTALL)
 NAMED = re.compile(r"`(test_\w+\.py)((?:::\w+)+)`")

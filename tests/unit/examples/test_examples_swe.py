@@ -12,7 +12,7 @@ from turnwise.evaluation.config import EvalConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.plan import dry_run
 
-HERE = Path(__file__).parents[2] / "examples" / "swe"
+HERE = Path(__file__).parents[3] / "examples" / "swe"
 
 
 async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
 ITEM = re.compile(r"^(\d+)\. `(?P<path>[\w/.]+)` `(?P<function>[\w.]+)`(?: \(\w+ `(?P<link>[^`]+)`\))?", re.MULTILINE)
 MOST_FILES = {"The way of a reward": 6, "The way of a sampled id": 28}

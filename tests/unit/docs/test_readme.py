@@ -16,7 +16,7 @@ from turnwise.rollout.producer import RolloutProducer
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 HELLO = README.parent / "examples" / "hello" / "env.py"
 DICE = f"{HELLO}:Dice"
 

@@ -14,7 +14,7 @@ import pytest
 from turnwise.envs.library import calculator, lookup
 from turnwise.tools.arithmetic import evaluate, read_number
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 COUNT = 400
 
 

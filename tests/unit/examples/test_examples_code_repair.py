@@ -17,7 +17,7 @@ from turnwise.plugins import load_object
 from turnwise.sandboxes import SandboxManager
 from turnwise.tasks import Task
 
-HERE = Path(__file__).parents[2] / "examples" / "code_repair"
+HERE = Path(__file__).parents[3] / "examples" / "code_repair"
 ENV = f"{HERE / 'env.py'}:"
 
 

@@ -19,7 +19,7 @@ from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 
-TEXT = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
 
 
 async def test_its_agent_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,7 @@ async def test_the_routes_that_it_names_are_there() -> None:
 
 
 def test_every_program_s_behaviour_names_a_test_that_is_there() -> None:
-    files = {path.name: path for path in (Path(__file__).parents[1]).rglob("test_*.py")}
+    files = {path.name: path for path in (Path(__file__).parents[2]).rglob("test_*.py")}
     table = TEXT.partition("## What programs do to a conversation")[2]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 50

@@ -21,7 +21,7 @@ from turnwise.trainer.offline.preferences import load_demonstrations, load_prefe
 from turnwise.trajectory import TrainSample
 from turnwise.types import as_ids
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = section("algorithms.md", "Objectives beside reinforcement learning")
 KINDS = {"rft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}
 
