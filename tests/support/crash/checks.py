@@ -1,6 +1,6 @@
 """Checks of the files of a run that was killed, however often.
 
-:func:`left_on_disk` is taken after a kill, :func:`prove` checks the run at the end. The journal's lines are read here by
+:func:`left_on_disk` is taken after a kill; :func:`prove` checks the run at the end. The journal is read here by
 other code than the run's.
 """
 

@@ -1,6 +1,6 @@
 """The machines of the local E2B server, each with its own root file system, process space and network.
 
-They keep files, processes and the network apart, and share the kernel and its limits with the process that started the server.
+They keep files, processes and the network apart, and share the kernel and its limits with the server's machine.
 """
 
 from __future__ import annotations
