@@ -451,7 +451,7 @@ def metric_names(modules: Mapping[str, Any], trees: Mapping[str, ast.Module]) ->
 
 def make_runs(folder: Path) -> None:
     """Train, evaluate and fine-tune a small model in a folder."""
-    from support.lookup_run import MODEL, build_model, train_config
+    from support.trainer.lookup_run import MODEL, build_model, train_config
     from turnwise.config import dump_config
 
     if not (folder / MODEL).exists():

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
-from support.examples import examples  # noqa: E402
-from support.warm import WarmPopen, warm_process  # noqa: E402
+from support.processes.warm import WarmPopen, warm_process  # noqa: E402
+from support.property_tests import examples  # noqa: E402
 from turnwise.inference.process import ServerProcess  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
@@ -49,7 +49,7 @@ def pass_over_what_is_loaded() -> None:
 
 def pytest_collection_finish() -> None:
     """Begin when every test module is loaded."""
-    if "support.lookup_run" in sys.modules:
+    if "support.trainer.lookup_run" in sys.modules:
         # It gets ready while the first tests run.
         warm_process()
     gc.enable()

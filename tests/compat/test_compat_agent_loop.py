@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 
 # In verl: verl.experimental.agent_loop.agent_loop, verl.utils.profiler and verl.utils.rollout_trace.
 from turnwise.compat.verl_agent_loop import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer

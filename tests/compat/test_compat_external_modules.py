@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_lm import make_model, save_model
-from support.warm import run_command
+from support.engine.tiny_lm import make_model, save_model
+from support.processes.warm import run_command
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.config.train import TrainConfig

@@ -45,7 +45,7 @@ def pair(n: int):
 
 # What follows runs them: through the runner, with a model that follows a script.
 
-from support.toy_renderer import ToyRenderer  # noqa: E402
+from support.chat.toy_renderer import ToyRenderer  # noqa: E402
 from turnwise.config import load_config  # noqa: E402
 from turnwise.inference.scripted import ScriptedClient  # noqa: E402
 from turnwise.rollout import RolloutConfig, RolloutProducer, RolloutRequest  # noqa: E402

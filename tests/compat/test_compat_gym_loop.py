@@ -30,7 +30,7 @@ import re  # noqa: E402
 
 import pytest  # noqa: E402
 
-from support.toy_renderer import ToyRenderer  # noqa: E402
+from support.chat.toy_renderer import ToyRenderer  # noqa: E402
 from turnwise.envs.registration import register  # noqa: E402
 from turnwise.envs.tool_env import ToolEnv  # noqa: E402
 from turnwise.inference.scripted import ScriptedClient  # noqa: E402

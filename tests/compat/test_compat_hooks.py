@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import turnwise
-from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.train import run_train

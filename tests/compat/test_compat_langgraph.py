@@ -51,8 +51,8 @@ def build(llm, checkpointer=None):
 
 # What follows runs it, with a model that follows a script and whose tokens are recorded.
 
-from support.chat_models import renderer_for  # noqa: E402
-from support.graph_runs import calls, play  # noqa: E402
+from support.agents.langgraph_episodes import calls, play  # noqa: E402
+from support.chat.model_dirs import renderer_for  # noqa: E402
 from turnwise.inference.scripted import ScriptedClient  # noqa: E402
 from turnwise.recorder.session import Session, SessionLimits  # noqa: E402
 from turnwise.trajectory import Trajectory, to_samples  # noqa: E402

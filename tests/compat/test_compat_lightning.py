@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, OpenAI
 
 # In Agent-Lightning: import agentlightning as agl; from agentlightning import LLM, Rollout, emit_reward, rollout.
 import turnwise.compat.lightning as agl
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise.compat.lightning import LLM, Rollout, emit_reward, rollout
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
 from turnwise.config import load_config
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
 from turnwise import LocalReplayBuffer
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, EngineDied, TrainError

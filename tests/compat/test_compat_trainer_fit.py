@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 # In Agent-Lightning: import agentlightning as agl; agl.Trainer(algorithm=agl.VERL(...), n_runners=4).
 import turnwise
 import turnwise.compat.lightning as agl
-from support.lookup_run import MODEL, build_model, lines, shared, silent
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.config.train import TrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.tiny_lm import VOCABULARY, make_model, save_model
+from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner

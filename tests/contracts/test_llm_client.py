@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from support.tiny_lm import make_model, save_model
-from support.toy_renderer import ToyRenderer
-from support.vllm_server import vllm_config
+from support.chat.toy_renderer import ToyRenderer
+from support.engine.tiny_lm import make_model, save_model
+from support.engine.vllm_server import vllm_config
 from turnwise.errors import RequestRefused, StructuredOutputError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient

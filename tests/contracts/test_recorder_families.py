@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import FAMILIES, model_dir, renderer_for
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
+from support.property_tests import examples
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.chat.renderer import TemplateRenderer, make_renderer
 from turnwise.inference.scripted import ScriptedClient

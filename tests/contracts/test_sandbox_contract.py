@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.bent_sandboxes import BentBackend
+from support.sandboxes.faulty_backends import BentBackend
 from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig
 from turnwise.sandboxes.checker import Outcome, check_sandbox

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from support.e2b_boxes import usable
-from support.e2b_server import KEY, Cloud, e2b_cloud
+from support.sandboxes.e2b_machines import usable
+from support.sandboxes.e2b_server import KEY, Cloud, e2b_cloud
 from turnwise.errors import (
     ConfigError,
     SandboxDied,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.behaviours import behave, path_ids, plans, scripts
-from support.chat_models import FAMILIES, MAIN, renderer_for
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, MAIN, renderer_for
+from support.property_tests import examples
+from support.recorder.histories import behave, path_ids, plans, scripts
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.chat_models import FAMILIES, renderer_for
-from support.toy_renderer import ToyRenderer
+from support.chat.model_dirs import FAMILIES, renderer_for
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.chat.template_text import tool_response_ids, tool_response_text
 from turnwise.errors import RenderError
 from turnwise.inference.scripted import ScriptedClient

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import MODEL, build_model, shared, warm_start
+from support.trainer.lookup_run import MODEL, build_model, shared, warm_start
 
 # Files of long and real tests, the one that takes longest first: with two workers, what begins last decides when all
 # has ended.

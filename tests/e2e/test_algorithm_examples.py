@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment, lines
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, lines
 from turnwise.config import load_config
 from turnwise.trainer.config.train import TrainConfig
 

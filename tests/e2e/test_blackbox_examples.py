@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.warm import run_command
+from support.processes.warm import run_command
 from turnwise.agents.registry import make_agent
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class

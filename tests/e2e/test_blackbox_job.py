@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import take_warm
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import take_warm
 
 MAIN = Path(__file__).parents[2] / "examples" / "openai_client_agent" / "main.py"
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("blackbox-job")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.warm import run_command
+from support.processes.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "calculator" / "main.py"
 KINDS = ("sampled", "greedy")

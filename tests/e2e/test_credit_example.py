@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment, lines
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, lines
 from turnwise.rollout.audit import audit_files
 
 MAIN = Path(__file__).parents[2] / "examples" / "credit" / "main.py"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.lookup_envs import Graded
-from support.lookup_run import MEMBERS, lines, silent, train_config
+from support.envs.run_envs import Graded
+from support.trainer.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches, read_trajectories
 from turnwise.trainer.run.run import TrainRun

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import lines, silent, train_config
+from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.lookup_run import lines, shared, silent, train_config
+from support.trainer.lookup_run import lines, shared, silent, train_config
 from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.rollout.records import read_batches

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import MODEL, example, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, example, lines, shared, silent, train_config
 from turnwise.agents.context.config import SubAgentConfig
 from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.library.lookup import LookupEnv, table, tasks

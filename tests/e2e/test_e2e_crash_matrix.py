@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.crash_checks import prove
-from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
+from support.crash.checks import prove
+from support.trainer.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
 from turnwise.errors import FormatError
 from turnwise.rollout.journal.state import seal
 from turnwise.rollout.records import read_batches, read_trajectories
@@ -28,7 +28,7 @@ PLACES = 7
 
 
 def config(model: Path, runs: Path, at: int) -> TrainConfig:
-    env = {"name": "support.lookup_envs:Crashing", "config": {"at": at, "done": str(runs / "done")}}
+    env = {"name": "support.envs.run_envs:Crashing", "config": {"at": at, "done": str(runs / "done")}}
     # One episode at a time, none finding in the cache what another left, and a bounded number of checkpoints: they are
     # removed too.
     return train_config(

@@ -1,7 +1,7 @@
 """Each process that a run needs is killed at each moment: the run goes on, loses nothing and trains nothing twice.
 
 One run per victim and mode walks through all moments. What is recognised, and who is killed then, stands in
-``support/crash_moments.py``; what has to hold, in ``support/crash_checks.py``.
+``support/crash/moments.py``; what has to hold, in ``support/crash/checks.py``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from support.crash_checks import prove
-from support.crash_moments import ITSELF, MOMENTS
-from support.crash_runs import open_boxes, struck, struck_config, train_through, weights_left
-from support.lookup_run import wait_until
+from support.crash.checks import prove
+from support.crash.moments import ITSELF, MOMENTS
+from support.crash.runs import open_boxes, struck, struck_config, train_through, weights_left
+from support.trainer.lookup_run import wait_until
 from turnwise.trainer.config.train import TrainConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from support.custom_agents import FILE
-from support.lookup_run import environment, lines, silent, take_warm, train_config
-from support.warm import run_command
+from support.agents.user_agents import FILE
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, lines, silent, take_warm, train_config
 from turnwise.cli import app
 from turnwise.config import dump_config
 from turnwise.rollout.records import read_trajectories
@@ -19,14 +19,14 @@ from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loop"
-EVAL = {"tasks": "support.custom_agents:tasks?n=3", "samples": 1, "greedy": False, "every": None}
+EVAL = {"tasks": "support.agents.user_agents:tasks?n=3", "samples": 1, "greedy": False, "every": None}
 
 
 def test_rows_choose_their_agents_and_all_of_them_train(lookup_model: Path, tmp_path: Path) -> None:
     names = tmp_path / "agents.yaml"
     names.write_text(FILE.format(loop=f"{EXAMPLE / 'loop.py'}:LookupLoop"))
     config = train_config(
-        lookup_model, tmp_path, tasks="support.custom_agents:tasks?n=6", eval=EVAL, shuffle=False,
+        lookup_model, tmp_path, tasks="support.agents.user_agents:tasks?n=6", eval=EVAL, shuffle=False,
         batch={"groups": 3}, rollout={"agent_loop_config_path": names},
     )  # fmt: skip
     (tmp_path / "run.yaml").write_text(dump_config(config))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.lookup_run import EXAMPLE, example, lines, silent, train_config
+from support.trainer.lookup_run import EXAMPLE, example, lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.runner import run_eval

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support.lookup_envs import GATES, Gate
-from support.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config
+from support.envs.run_envs import GATES, Gate
+from support.trainer.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config
 from turnwise.engine.weights import write_weights
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference.builtin import BuiltinReplica

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
+from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
@@ -27,7 +27,7 @@ def checkpoint(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def evaluate(checkpoint: Path, out: Path, *more: str) -> str:
     """Evaluate with the command; return what it printed."""
-    command = ("eval", "support.lookup_envs:Graded", "-m", str(checkpoint), "-t", TASKS, "-n", "2", "-o", str(out))
+    command = ("eval", "support.envs.run_envs:Graded", "-m", str(checkpoint), "-t", TASKS, "-n", "2", "-o", str(out))
     limits = ("rollout.max_turns=3", "rollout.max_tokens_per_turn=24")
     with Turnwise(out.with_suffix(".log"), *command, *limits, *more) as process:
         process.wait()

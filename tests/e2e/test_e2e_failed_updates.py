@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support import failing_loss
-from support.lookup_run import GROUPS, MEMBERS, silent, train_config
+from support.trainer import failing_updates
+from support.trainer.lookup_run import GROUPS, MEMBERS, silent, train_config
 from turnwise.rollout.journal.state import read_journal
 from turnwise.rollout.records import read_batches, read_trajectories
 from turnwise.trainer.config.train import TrainConfig
@@ -27,7 +27,7 @@ STEPS = 3
 
 def failing(model: Path, runs: Path, **changes: Any) -> TrainConfig:
     """Return a run whose only checkpoints are those of its ends, and whose rows are micro-batches of their own."""
-    support = "support.failing_loss"
+    support = "support.trainer.failing_updates"
     return train_config(
         model,
         runs,
@@ -55,14 +55,14 @@ def groups_by_step(run: Path) -> dict[int, set[str]]:
 
 
 async def fail_in(update: int, config: TrainConfig) -> Path:
-    failing_loss.FAILS[:] = [update]
+    failing_updates.FAILS[:] = [update]
     with pytest.raises(ValueError, match=f"the loss of update {update}"):
         await train(config, console=silent())
-    failing_loss.FAILS.clear()
+    failing_updates.FAILS.clear()
     run = config.runs / config.name
     [last] = saved(run)
     weights = load_file(run / CHECKPOINTS / f"step_{last:06d}" / "model.safetensors")
-    assert all(torch.equal(weights[name], weight) for name, weight in failing_loss.BEFORE.items())
+    assert all(torch.equal(weights[name], weight) for name, weight in failing_updates.BEFORE.items())
     assert audit_run(run, recompute=False, console=silent()).contradictions == []
     return run
 

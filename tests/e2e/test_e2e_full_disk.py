@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import DEADLINE_S, Turnwise, silent, train_config
+from support.trainer.lookup_run import DEADLINE_S, Turnwise, silent, train_config
 from turnwise.config import dump_config
 from turnwise.rollout.journal.state import read_journal
 from turnwise.trainer.observe.audit import audit_run

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.crash_moments import MID_GENERATION, MID_JOURNAL, MID_TOOL, RESET
-from support.lookup_run import silent
+from support.crash.moments import MID_GENERATION, MID_JOURNAL, MID_TOOL, RESET
+from support.trainer.lookup_run import silent
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import turnwise
-from support.lookup_envs import GATES, Gate
-from support.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config, training, wait_until
-from support.own_buffers import THREADS
+from support.envs.run_envs import GATES, Gate
+from support.trainer.hooks_and_buffers import THREADS
+from support.trainer.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config, training, wait_until
 from turnwise.errors import TrainError
 from turnwise.rollout.journal.state import read_journal
 from turnwise.rollout.records import Batches, read_batches, read_trajectories
@@ -119,7 +119,8 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
 @pytest.mark.parametrize("mode", ASYNC)
 def test_a_buffer_of_ones_own_trains_in_every_mode(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     THREADS.clear()
-    replay = {"buffer": {"name": "support.own_buffers:Newest", "config": {"bound": 2}}, "max_staleness": 2, "ahead": 2}
+    buffer = {"name": "support.trainer.hooks_and_buffers:Newest", "config": {"bound": 2}}
+    replay = {"buffer": buffer, "max_staleness": 2, "ahead": 2}
     run_train(train_config(lookup_model, tmp_path, steps=4, replay=replay, **ASYNC[mode]), console=silent())
     steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
     assert [each["batch/trajectories"] for each in steps] == [GROUPS * MEMBERS] * 4
@@ -136,7 +137,7 @@ def test_a_buffer_of_ones_own_trains_in_every_mode(mode: str, lookup_model: Path
 def test_what_ones_own_buffer_took_before_it_failed_is_given_again(lookup_model: Path, tmp_path: Path) -> None:
     """In the second part of step 2: the step ends with its first part, and gives back what it did not train."""
     done = tmp_path / "done"
-    named = {"name": "support.own_buffers:Stumbling", "config": {"at": 4, "done": str(done)}}
+    named = {"name": "support.trainer.hooks_and_buffers:Stumbling", "config": {"at": 4, "done": str(done)}}
     replay = {"buffer": named, "max_staleness": 3}
     config = train_config(lookup_model, tmp_path, steps=3, replay=replay, **ASYNC["separate"])
     with pytest.raises(TrainError, match=r"Stumbling\.sample raised RuntimeError at step 2: not this time"):
@@ -151,7 +152,7 @@ def test_what_ones_own_buffer_took_before_it_failed_is_given_again(lookup_model:
 def test_filtering_and_over_sampling_outlive_a_kill(lookup_model: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "steps": MANY,
-        "hooks": ["support.own_buffers:OverSampling"],
+        "hooks": ["support.trainer.hooks_and_buffers:OverSampling"],
         "replay": {"filter_groups": {"metric": "reward"}, "max_staleness": 2},
         **ASYNC["separate"],
     }

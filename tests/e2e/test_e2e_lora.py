@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.audit import audit_run

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from turnwise.errors import TrainError
 from turnwise.rollout.records import read_batches, read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
-PLAIN = "support.outside_manager.PlainManager"
+PLAIN = "support.rollout.custom_managers.PlainManager"
 EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
@@ -61,7 +61,7 @@ def rewards(run: Path) -> list[float]:
 
 
 def test_a_manager_that_dies_ends_the_run_with_its_error(lookup_model: Path, tmp_path: Path) -> None:
-    changes = {"rollout": {"agent_loop_manager_class": "support.outside_manager.Dying"}}
+    changes = {"rollout": {"agent_loop_manager_class": "support.rollout.custom_managers.Dying"}}
     with pytest.raises(TrainError, match="Dying: a task that it started raised RuntimeError: the scheduler lost"):
         run_train(train_config(lookup_model, tmp_path, **changes), console=silent())
 

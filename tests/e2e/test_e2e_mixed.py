@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import lines, shared, silent, train_config
+from support.trainer.lookup_run import lines, shared, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.observe.audit import audit_run

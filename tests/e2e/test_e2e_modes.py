@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from support.held_learner import HOLDS, ResponseFormat
-from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
-from support.streamed_hooks import FAILURES, GIVEN
+from support.trainer.failing_updates import HOLDS, ResponseFormat
+from support.trainer.hooks_and_buffers import FAILURES, GIVEN
+from support.trainer.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.rollout.records import Batches, read_batches, read_trajectories
@@ -51,7 +51,7 @@ def held(update: int, fails: Exception | None = None) -> Iterator[ResponseFormat
 
 
 def held_run(model: Path, runs: Path, mode: str, **changes: Any) -> TrainConfig:
-    policies = {"main": {"engine": "support.held_learner:HeldLearner"}}
+    policies = {"main": {"engine": "support.trainer.failing_updates:HeldLearner"}}
     return train_config(model, runs, policies=policies, steps=STEPS, **ASYNC[mode], **changes)
 
 
@@ -162,7 +162,7 @@ async def test_an_update_that_fails_while_it_changes_weights_is_not_saved(lookup
 async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
     lookup_model: Path, tmp_path: Path
 ) -> None:
-    hooks = ["support.streamed_hooks:FailsOnce"]
+    hooks = ["support.trainer.hooks_and_buffers:FailsOnce"]
     replay = {"max_staleness": 3, "ahead": 1}
     config = train_config(lookup_model, tmp_path, steps=3, hooks=hooks, replay=replay, **ASYNC["separate, streaming"])
     GIVEN.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import lines, silent, train_config
+from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.evaluation.config import EvalConfig
@@ -38,7 +38,7 @@ def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "samples": 4,
         "greedy": False,
         "rollout": {
-            "env": {"name": "support.lookup_envs:Graded"},
+            "env": {"name": "support.envs.run_envs:Graded"},
             "max_turns": 3,
             "max_tokens_per_turn": 24,
         },

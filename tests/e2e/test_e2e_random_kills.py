@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.crash_checks import Left, left_on_disk, prove
-from support.crash_moments import listening
-from support.crash_runs import Boxes, killed_config, open_boxes, start_runner
-from support.lookup_run import Turnwise, gone, silent, training, wait_until
+from support.crash.checks import Left, left_on_disk, prove
+from support.crash.moments import listening
+from support.crash.runs import Boxes, killed_config, open_boxes, start_runner
+from support.trainer.lookup_run import Turnwise, gone, silent, training, wait_until
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.train import run_train

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config, training, wait_until
-from support.remote_runs import make_key, remote_rollout, runner
+from support.rollout.remote_runs import make_key, remote_rollout, runner
+from support.trainer.lookup_run import GROUPS, MEMBERS, lines, silent, train_config, training, wait_until
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
@@ -37,7 +37,7 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
     with training(config) as run:
         wait_until(lambda: "runners: turnwise runner --connect" in run.output(), "the run listens", run)
         gate = tmp_path / "gate"
-        dying = ("--agent", "support.remote_agents:DiesOnce", "-c", f"gate={gate}", "-n", "2")
+        dying = ("--agent", "support.agents.user_agents:DiesOnce", "-c", f"gate={gate}", "-n", "2")
         with (
             runner(config, "dies", *dying) as dies,
             runner(config, "stays", "--agent", "react", "-n", "2") as stays,

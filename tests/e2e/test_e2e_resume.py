@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from support.lookup_run import (
+from support.trainer.lookup_run import (
     GROUPS,
     MEMBERS,
     gone,
@@ -198,7 +198,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
 ) -> None:
     """In the middle of step 2, with a checkpoint due only at the end."""
     home = shared_memory()
-    ends = {"checkpoint": {"every": 10}, "hooks": ["support.ended_hooks:Ended"]}
+    ends = {"checkpoint": {"every": 10}, "hooks": ["support.trainer.hooks_and_buffers:Ended"]}
     config = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, **ends)
     run = tmp_path / "run"
     with training(config) as process:

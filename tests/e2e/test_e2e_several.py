@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import lines, silent, train_config
+from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig
@@ -21,7 +21,7 @@ FROZEN = {"past": {"start": True, "temperature": 0.5, "inference": {"threads": 1
 
 def rollout(**agent) -> dict:
     return {
-        "env": {"name": "support.two_sided:Exchange"},
+        "env": {"name": "support.envs.run_envs:Exchange"},
         "agent": {"name": "turns", "config": agent},
         "frozen": FROZEN,
         "max_turns": 3,

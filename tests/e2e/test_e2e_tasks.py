@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from support.lookup_run import GROUPS, lines, silent, train_config
+from support.trainer.lookup_run import GROUPS, lines, silent, train_config
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.run.train import run_train
 
@@ -22,7 +22,7 @@ def mix(folder: Path) -> list[dict[str, Any]]:
             row["split"] = "train"
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        {"source": str(folder / "held.jsonl"), "env": {"name": "support.lookup_envs:Graded"}},
+        {"source": str(folder / "held.jsonl"), "env": {"name": "support.envs.run_envs:Graded"}},
         {"source": str(folder / "streamed.jsonl"), "stream": True, "shuffle_buffer": 3},
     ]
 

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config
+from support.trainer.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import register_agent
 from turnwise.cli import main
@@ -167,7 +167,7 @@ def test_the_audit_proves_the_run_and_recomputes_its_logprobs(walk: Path, capsys
 
 
 def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_model: Path, tmp_path: Path) -> None:
-    run = trained(lookup_model, tmp_path, rollout={"env": {"name": "support.lookup_envs:Equal"}})
+    run = trained(lookup_model, tmp_path, rollout={"env": {"name": "support.envs.run_envs:Equal"}})
     first, second = steps_of(run)
     for record in (first, second):
         assert record["batch/rows"] == record["train/updates"] == record["train/tokens"] == 0
@@ -207,7 +207,7 @@ def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Pat
 
 
 def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: Path, tmp_path: Path) -> None:
-    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": MEMBERS, "fails": [1]}}
+    env = {"name": "support.envs.run_envs:Failing", "config": {"key": str(tmp_path), "of": MEMBERS, "fails": [1]}}
     run = trained(lookup_model, tmp_path, rollout={"env": env, "concurrency": 1, "retries": 0})
     for record in steps_of(run):
         assert record["batch/failed"] == record["replay/failed"] == GROUPS
@@ -229,7 +229,7 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
 
 
 def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(lookup_model: Path, tmp_path: Path) -> None:
-    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
+    env = {"name": "support.envs.run_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
     rollout = {"env": env, "retries": 1, "max_failed_groups": 3}
     config = train_config(lookup_model, tmp_path, rollout=rollout)
     with pytest.raises(

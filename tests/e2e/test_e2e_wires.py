@@ -22,9 +22,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from support.audited import assert_sound
-from support.calling_lm import save_calling_model
-from support.wire_agents import WIRES
+from support.agents.endpoint_agents import WIRES
+from support.engine.tiny_lm import save_calling_model
+from support.rollout.audited import assert_sound
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.chat.renderer import TemplateRenderer, load_renderer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.toy_renderer import END, ToyRenderer
+from support.chat.toy_renderer import END, ToyRenderer
 from turnwise.envs.library.math import calculations
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import environment, example, lines, shared, silent
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, example, lines, shared, silent
 from turnwise.envs import invoke, make, schemas, tool_call
 from turnwise.envs.library.seeded import tasks
 from turnwise.trainer.config.offline import SFTConfig

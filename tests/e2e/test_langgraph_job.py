@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import take_warm
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import take_warm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "langgraph_agent"
 KINDS = ("sampled", "greedy")

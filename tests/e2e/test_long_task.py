@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.warm import run_command
+from support.processes.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "long_task" / "main.py"
 WITHOUT = "rollout.agent.config.context.drop_tool_results=null"

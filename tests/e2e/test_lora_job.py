@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from support.lookup_run import take_warm
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import take_warm
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from support.lookup_run import take_warm
-from support.warm import WarmPopen, run_command
+from support.processes.warm import WarmPopen, run_command
+from support.trainer.lookup_run import take_warm
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment, lines
-from support.warm import run_command
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, lines
 from turnwise.rollout.audit import audit_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

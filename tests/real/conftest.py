@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
-from support.lookup_run import MODEL, gone, shared, wait_until
-from support.vllm_server import members, train_checkpoint, vllm_config
+from support.engine.vllm_server import members, train_checkpoint, vllm_config
+from support.trainer.lookup_run import MODEL, gone, shared, wait_until
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.caged_agents import caged, call, says
-from support.real_programs import BUGGY, claude
+from support.agents.isolated_programs import caged, call, says
+from support.agents.real_programs import BUGGY, claude
 from turnwise.errors import InferenceError
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.types import Message, ToolCall

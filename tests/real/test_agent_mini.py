@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.caged_agents import caged, call, says
-from support.real_programs import BUGGY, mini
+from support.agents.isolated_programs import caged, call, says
+from support.agents.real_programs import BUGGY, mini
 from turnwise.errors import InferenceError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]

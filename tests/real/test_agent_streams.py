@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.caged_agents import Left, caged, call, says
-from support.real_programs import claude, codex
-from support.stumbling_client import Cut, Stumble
+from support.agents.isolated_programs import Left, caged, call, says
+from support.agents.real_programs import claude, codex
+from support.gateway.broken_streams import Cut, Stumble
 from turnwise.gateway.config import GatewayLimits
 from turnwise.types import ToolCall
 

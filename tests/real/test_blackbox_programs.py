@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from support import real_black_boxes
-from support.audited import train_once
-from support.caged_agents import ROOT, program
+from support.agents import run_blackbox
+from support.agents.isolated_programs import ROOT, program
+from support.rollout.audited import train_once
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import to_samples
@@ -43,7 +43,7 @@ async def play(recipe: str, env: str, run_dir: Path) -> list[dict[str, Any]]:
     config = {"agent": {"recipe": recipe, "program": program(name, place)}, "env": env, "tool": tool}
     own = [] if os.geteuid() == 0 else ["--map-root-user"]
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--net", *own, sys.executable, str(real_black_boxes.__file__), str(run_dir), json.dumps(config)),
+        *("unshare", "--net", *own, sys.executable, str(run_blackbox.__file__), str(run_dir), json.dumps(config)),
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

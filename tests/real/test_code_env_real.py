@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.boxes import answered, fenced, some_boxes
-from support.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, rows
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.envs.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, rows
+from support.envs.sandboxed_episodes import answered, fenced, some_boxes
 from turnwise.envs import EnvSpec, check_env
 from turnwise.envs.core import invoke
 from turnwise.envs.library.code import CodeEnv, row, tasks

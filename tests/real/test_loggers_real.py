@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment
+from support.trainer.lookup_run import environment
 from turnwise.trainer.run.directory import RunDirectory
 
 pytestmark = pytest.mark.real
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.real
 _TWO_PROCESSES = """
     import sys
     from pathlib import Path
-    from support.logged import EVAL, opened
+    from support.trainer.run_logs import EVAL, opened
 
     # A run of two processes: the second goes on after step 1 and logs step 2 again.
     home, logger = Path(sys.argv[1]), sys.argv[2]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from support.audited import train_once
-from support.caged_agents import program
-from support.chat_models import renderer_for
-from support.docker_engine import PYTHON, engine
+from support.agents.isolated_programs import program
+from support.chat.model_dirs import renderer_for
+from support.rollout.audited import train_once
+from support.sandboxes.docker_engine import PYTHON, engine
 from turnwise.envs.library.swe import tasks
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.docker_engine import PYTHON, SMALL, TestEngine, engine, small_root
+from support.sandboxes.docker_engine import PYTHON, SMALL, TestEngine, engine, small_root
 from turnwise.errors import SandboxDied, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes import ExecResult, Sandbox, SandboxConfig, SandboxLimits, SandboxManager, SandboxSpec
 from turnwise.sandboxes.core import Mount

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import pytest
 
-from support.docker_engine import PYTHON, TestEngine, engine
-from support.opened_docker import OpenedDocker
+from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
+from support.sandboxes.opened_backends import OpenedDocker
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
@@ -147,7 +147,7 @@ async def test_without_a_guardian_a_container_outlives_its_host(docker_engine: T
     for opened in ((), ("guardian",)):
         config = {**options(docker_engine), "opened": opened}
         report = await check_sandbox(
-            SandboxConfig(name="support.opened_docker:OpenedDocker", config=config), only=[name]
+            SandboxConfig(name="support.sandboxes.opened_backends:OpenedDocker", config=config), only=[name]
         )
         found[opened] = report.outcome(name).status
     assert found == {(): "held", ("guardian",): "escaped"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.docker_engine import engine
-from support.soaking import processes, soak
+from support.sandboxes.docker_engine import engine
+from support.sandboxes.soak import processes, soak
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 COUNT = 200

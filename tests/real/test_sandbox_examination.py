@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import turnwise
-from support.bent_sandboxes import BentBackend
-from support.e2b_server import KEY, e2b_cloud
+from support.sandboxes.e2b_server import KEY, e2b_cloud
+from support.sandboxes.faulty_backends import BentBackend
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxSpec
 from turnwise.sandboxes.checker import SandboxReport, check_sandbox
 from turnwise.sandboxes.checker.attacks import ATTACKS
@@ -148,7 +148,8 @@ FAULTS = {
 async def test_an_attack_gets_through_where_a_backend_is_careless(fault: str) -> None:
     config = {"fault": fault, "lies": {"processes": True}}
     name = f"attack: {FAULTS[fault]}"
-    report = await check_sandbox(SandboxConfig(name="support.bent_sandboxes:BentBackend", config=config), only=[name])
+    backend = SandboxConfig(name="support.sandboxes.faulty_backends:BentBackend", config=config)
+    report = await check_sandbox(backend, only=[name])
     assert report.outcome(name).status == "escaped", str(report.outcome(name))
 
 

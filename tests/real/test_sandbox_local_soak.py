@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.soaking import processes, soak
+from support.sandboxes.soak import processes, soak
 from turnwise.sandboxes.local import LocalBackend
 from turnwise.sandboxes.local.mount_plan import find_groups
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from support import other_user
-from support.black_boxes import PROGRAMS, running, spec
-from support.boxed_programs import BoxedLookup
-from support.caged_agents import ROOT
-from support.chat_models import renderer_for
-from support.docker_engine import PYTHON, engine
-from support.exposed_sandboxes import ExposedLocal, OpenContainers
+from support.agents.blackbox_episodes import PROGRAMS, running, spec
+from support.agents.isolated_programs import ROOT
+from support.agents.sandboxed_programs import BoxedLookup
+from support.chat.model_dirs import renderer_for
+from support.sandboxes import other_user
+from support.sandboxes.docker_engine import PYTHON, engine
+from support.sandboxes.opened_backends import ExposedLocal, OpenContainers
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.checker import check_sandbox
@@ -31,7 +31,7 @@ from turnwise.types import SamplingParams
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-ENV = "support.boxed_programs:BoxedLookup"
+ENV = "support.agents.sandboxed_programs:BoxedLookup"
 SOURCE = (PROGRAMS / "reaching.py").read_text()
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go."}]})
 NOTHING_ELSE = {
@@ -113,7 +113,7 @@ async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytes
 async def all_attacks(kind: type[ExposedLocal] | type[OpenContainers], config: dict[str, Any]) -> None:
     """Attack from sandboxes with a way out."""
     kind.opened = 0
-    given = SandboxConfig(name=f"support.exposed_sandboxes:{kind.__name__}", config=config)
+    given = SandboxConfig(name=f"support.sandboxes.opened_backends:{kind.__name__}", config=config)
     report = await check_sandbox(given, only=["attack:", "life: expose"])
     assert report.ok, str(report)
     assert {each.status for each in report.attacks} == {"held"}, str(report)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from support.caged_agents import ROOT, caged, call, program, says
-from support.chat_models import renderer_for
-from support.sdk_scripts.sums import DESCRIPTION, QUESTION, SCHEMA, SYSTEM
+from support.agents.isolated_programs import ROOT, caged, call, program, says
+from support.agents.sdk_scripts.sums import DESCRIPTION, QUESTION, SCHEMA, SYSTEM
+from support.chat.model_dirs import renderer_for
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Segment
@@ -23,7 +23,7 @@ from turnwise.types import ToolSchema
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-SCRIPTS = ROOT / "tests" / "support" / "sdk_scripts"
+SCRIPTS = ROOT / "tests" / "support" / "agents" / "sdk_scripts"
 ADD = ToolSchema("add", DESCRIPTION, SCHEMA)
 FINAL = "They are 3 and 7; together 10."
 TURNS = [

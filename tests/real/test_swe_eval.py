@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import MODEL, Turnwise, build_model, shared
+from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -23,7 +23,7 @@ def test_all_rows(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL
     command = ("eval", "swe", "-m", str(model), "-n", "1", "--no-greedy")
-    more = ("--agent", f"support.swe_agents:{agent}", "--concurrency", "3", "-o", str(tmp_path / "out"))
+    more = ("--agent", f"support.envs.swe_episodes:{agent}", "--concurrency", "3", "-o", str(tmp_path / "out"))
     with Turnwise(tmp_path / "log", *command, *more) as process:
         process.wait()
     assert process.returncode == 0, process.output()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.docker_engine import PYTHON, TestEngine, engine
-from support.swe_boxes import task, worth
+from support.envs.swe_episodes import task, worth
+from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
 from turnwise.envs.core import invoke
 from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.terminal import TerminalEnv

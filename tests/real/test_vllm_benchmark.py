@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from support.vllm_server import ROOT, vllm_python
+from support.engine.vllm_server import ROOT, vllm_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 

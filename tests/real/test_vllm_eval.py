@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.lookup_run import Turnwise, lines, silent
+from support.trainer.lookup_run import Turnwise, lines, silent
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from support.greedy import builtin_greedy, check_greedy, conversations, greedy, logits, prompts
-from support.lookup_run import silent, train_config
-from support.vllm_server import vllm_config
+from support.engine.greedy import builtin_greedy, check_greedy, conversations, greedy, logits, prompts
+from support.engine.vllm_server import vllm_config
+from support.trainer.lookup_run import silent, train_config
 from turnwise.cli.app import app
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica

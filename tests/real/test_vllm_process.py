@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment, gone, wait_until
-from support.vllm_server import members, vllm_config
+from support.engine.vllm_server import members, vllm_config
+from support.trainer.lookup_run import environment, gone, wait_until
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference.vllm import VLLMReplica
 
@@ -50,7 +50,7 @@ async def test_a_model_that_cannot_be_served_shows_the_log(tmp_path: Path) -> No
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from support.vllm_server import vllm_config
+from support.engine.vllm_server import vllm_config
 from turnwise.inference.vllm import VLLMReplica
 
 async def main():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, conversations, greedy, logits, prompts
+from support.engine.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, conversations, greedy, logits, prompts
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RequestRefused
 from turnwise.inference.client import HTTPClient

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.chat_models import FAMILIES, model_dir
-from support.guided_walks import CALLS, HELD, SAYING, TOOLS, WITHOUT_CALLS, check, says, walker
-from support.vllm_server import vllm_python
+from support.chat.model_dirs import FAMILIES, model_dir
+from support.engine.grammar_walks import CALLS, HELD, SAYING, TOOLS, WITHOUT_CALLS, check, says, walker
+from support.engine.vllm_server import vllm_python
 from turnwise.types import as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-SCRIPT = Path(__file__).parents[1] / "support" / "xgrammar_walk.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "engine" / "xgrammar_walk.py"
 
 
 def jobs() -> list[tuple[str, str, dict[str, Any]]]:

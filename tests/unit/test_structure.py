@@ -13,7 +13,7 @@ import grimp
 import pytest
 from pydantic import BaseModel
 
-from support.section_reads import unread_fields
+from support.config_reads import unread_fields
 from support.structure import (
     FUNCTIONS,
     RULES,

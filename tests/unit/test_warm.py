@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.lookup_run import gone, wait_until
-from support.warm import COLD, WarmPopen, program, run_command, started_by
+from support.processes.warm import COLD, WarmPopen, program, run_command, started_by
+from support.trainer.lookup_run import gone, wait_until
 
 SHOW = """
 import json, os, resource, sys

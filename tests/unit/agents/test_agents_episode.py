@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env, StepResult

@@ -13,7 +13,7 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 import turnwise.compat.lightning as agl
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise.agents import LLM, Episode, emit_reward, make_agent, register_agent, rollout
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, InferenceError, RegistryError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise.agents import make_agent
 from turnwise.compat.verl_agent_loop import (
     AgentLoopBase,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.examples import examples
+from support.chat.model_dirs import renderer_for
+from support.property_tests import examples
 from turnwise import Agent, ToolEnv, function_tool
 from turnwise.agents import register_agent
 from turnwise.agents.core import fit_messages, truncate_tool_results

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.audited import assert_sound
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.rollout.audited import assert_sound
 from turnwise.agents import make_agent
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import register

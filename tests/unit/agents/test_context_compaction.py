@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.context_episodes import play, reads, say
-from support.toy_renderer import ToyRenderer
+from support.agents.context_episodes import play, reads, say
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.trainer.algorithms.losses.core import loss_weights
 from turnwise.trajectory import to_samples
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.context_episodes import page, play, reads, say
-from support.toy_renderer import ToyRenderer
+from support.agents.context_episodes import page, play, reads, say
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.context.config import DropConfig
 from turnwise.agents.context.conversation import droppable, dropped
 from turnwise.types import ToolCall

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.context_episodes import Played, play, say
-from support.examples import examples
-from support.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.agents.context_episodes import Played, play, say
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.property_tests import examples
 from turnwise.agents.context.config import ContextConfig
 from turnwise.agents.context.sub_agent import schema_of
 

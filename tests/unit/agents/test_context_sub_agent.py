@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.context_episodes import Library, Played, play, reads, say
-from support.toy_renderer import ToyRenderer
+from support.agents.context_episodes import Library, Played, play, reads, say
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.context.config import ContextConfig
 from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.core import StepResult
@@ -267,7 +267,8 @@ async def _error(folder, context) -> str:
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, [DONE])
     config = RolloutConfig.model_validate({
-        "env": {"name": "support.context_episodes:Library"}, "agent": {"name": "react", "config": {"context": context}},
+        "env": {"name": "support.agents.context_episodes:Library"},
+        "agent": {"name": "react", "config": {"context": context}},
     })  # fmt: skip
     outcome = await EpisodeRunner(config, client, renderer, context_length=900).run(EpisodeSpec(Task("t", ""), "g"))
     assert client.requests == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.chat_models import FAMILIES, Family, model_dir, renderer_for, template_of, write_model_dir
+from support.chat.model_dirs import FAMILIES, Family, model_dir, renderer_for, template_of, write_model_dir
 from turnwise.chat.formats import FORMATS
 from turnwise.chat.renderer import load_renderer, save_format
 from turnwise.errors import RenderError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import FAMILIES, renderer_for
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, renderer_for
+from support.property_tests import examples
 from turnwise.chat.formats.core import TurnText
 from turnwise.chat.formats.live import LiveScan, LiveTurn, StreamedTurn
 from turnwise.chat.tokens import Marks

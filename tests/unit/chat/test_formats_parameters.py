@@ -7,8 +7,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from support.chat_models import FAMILIES
-from support.guided_walks import WITHOUT_CALLS, walker
+from support.chat.model_dirs import FAMILIES
+from support.engine.grammar_walks import WITHOUT_CALLS, walker
 from turnwise.chat.formats.tags import choices_of, parameter_types, shapes
 from turnwise.types import Guide, ToolSchema
 

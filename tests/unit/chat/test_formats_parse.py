@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import FAMILIES, model_dir, renderer_for
+from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
 from turnwise.chat.formats.core import INSIDE_REASONING
 from turnwise.chat.renderer import load_renderer
 from turnwise.model.canonical import canonical_messages

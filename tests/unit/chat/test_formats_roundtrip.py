@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import FAMILIES, renderer_for
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, renderer_for
+from support.property_tests import examples
 from turnwise.errors import RenderError
 from turnwise.model.canonical import canonical_arguments, canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids

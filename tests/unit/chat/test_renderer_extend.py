@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
+from support.chat.model_dirs import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.chat.renderer import TemplateRenderer, load_renderer, make_renderer
 from turnwise.chat.tokens import Tokens

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
+from support.property_tests import examples
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError
 from turnwise.model.canonical import canonical_messages

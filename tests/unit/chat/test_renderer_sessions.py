@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.chat_models import FAMILIES, renderer_for
+from support.chat.model_dirs import FAMILIES, renderer_for
 from turnwise.chat.formats.core import INSIDE_REASONING
 from turnwise.errors import SessionError
 from turnwise.inference.scripted import ScriptedClient, replay

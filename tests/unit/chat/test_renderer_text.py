@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from support.chat_models import FAMILIES, MAIN, build_tokenizer, model_dir, renderer_for
-from support.examples import examples
+from support.chat.model_dirs import FAMILIES, MAIN, build_tokenizer, model_dir, renderer_for
+from support.property_tests import examples
 from turnwise.chat.renderer import load_renderer
 from turnwise.chat.tokens import ESCAPE, Tokens
 from turnwise.model.canonical import canonical_messages

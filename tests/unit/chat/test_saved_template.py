@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from support.chat_models import FAMILIES, Family, model_dir, template_of, write_model_dir
+from support.chat.model_dirs import FAMILIES, Family, model_dir, template_of, write_model_dir
 from turnwise.chat.renderer import TemplateRenderer, load_renderer, save_format, shipped_templates
 from turnwise.config import dump_config, load_config
 from turnwise.engine.reward_model import Encoder

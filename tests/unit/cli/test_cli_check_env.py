@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from support.chat_models import Family, write_model_dir
+from support.chat.model_dirs import Family, write_model_dir
 from turnwise.cli.app import main
 
 BROKEN = """

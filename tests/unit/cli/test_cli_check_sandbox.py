@@ -36,7 +36,7 @@ def test_its_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_is_told_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ("support.bent_sandboxes:BentBackend", "fault=merges streams")
+    config = ("support.sandboxes.faulty_backends:BentBackend", "fault=merges streams")
     assert run("check-sandbox", *config, "--only", "exec: streams") == 1
     assert "✗ exec: streams: got b'out" in capsys.readouterr().out
 

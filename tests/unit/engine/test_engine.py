@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from support.tiny_lm import EOS, VOCABULARY, greedy, logprobs, make_model, make_tokenizer, random_prompt, save_model
+from support.engine.tiny_lm import (
+    EOS,
+    VOCABULARY,
+    greedy,
+    logprobs,
+    make_model,
+    make_tokenizer,
+    random_prompt,
+    save_model,
+)
 from turnwise.engine.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine

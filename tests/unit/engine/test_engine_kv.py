@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.tiny_lm import greedy, make_model, save_model
+from support.engine.tiny_lm import greedy, make_model, save_model
+from support.property_tests import examples
 from turnwise.engine.batch_state import Generation
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.engine.sampling import RowParams, sample, seed_key, uniforms
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from support.chat_models import FAMILIES, model_dir, renderer_for
-from support.examples import examples
-from support.guided_walks import CALLS, HELD, SAYING, SCHEMA, TOOLS, WITHOUT_CALLS, check, says, walker
+from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
+from support.engine.grammar_walks import CALLS, HELD, SAYING, SCHEMA, TOOLS, WITHOUT_CALLS, check, says, walker
+from support.property_tests import examples
 from turnwise.chat.formats import tags
 from turnwise.chat.formats.tags import unheld
 from turnwise.chat.renderer import load_renderer

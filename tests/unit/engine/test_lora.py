@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.tiny_lm import make_model, save_model
+from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import BaseWeights, merged
 from turnwise.engine.weights import read_weights, write_weights

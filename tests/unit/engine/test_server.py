@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from support.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
+from support.engine.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
 from turnwise.engine.weights import write_weights
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.tiny_lm import make_model
+from support.engine.tiny_lm import make_model
+from support.property_tests import examples
 from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
 from turnwise.errors import FormatError
 from turnwise.inference import wire

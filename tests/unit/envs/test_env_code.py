@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.envs.library.code import problem_of, row
 from turnwise.envs.library.code.answers import code_of, program_of, same_output, same_value
 from turnwise.envs.library.code.inside.wire import decode, encode

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.boxes import answered, called, fenced, some_boxes
-from support.code_cheats import FUNCTION_CHEATS, PROGRAM_CHEATS, rows
+from support.envs.code_cheats import FUNCTION_CHEATS, PROGRAM_CHEATS, rows
+from support.envs.sandboxed_episodes import answered, called, fenced, some_boxes
 from turnwise.envs.core import invoke
 from turnwise.envs.library.code import CodeEnv, row
 from turnwise.envs.solution import play_solution

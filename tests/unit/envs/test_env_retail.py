@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.property_tests import examples
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
 from turnwise.envs.library.retail.changes import CHANGES
 from turnwise.envs.library.retail.desk import Desk, dollars

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.chat_models import model_dir
-from support.toy_renderer import ToyRenderer
+from support.chat.model_dirs import model_dir
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
 from turnwise.envs.library.sql.database import SCHEMAS, Database, Result, made, opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.swe_boxes import any_manager, episode, task, worth
+from support.envs.swe_episodes import any_manager, episode, task, worth
 from turnwise.envs.core import invoke
 from turnwise.envs.library.swe import SweEnv
 from turnwise.envs.library.swe.judge import decide

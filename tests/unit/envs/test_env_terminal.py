@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.swe_boxes import any_manager
+from support.envs.swe_episodes import any_manager
 from turnwise.envs.core import invoke
 from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
 from turnwise.envs.solution import play_solution

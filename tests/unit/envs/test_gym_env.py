@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, check_env, invoke, make, schemas
 from turnwise.envs.gym.from_gymnasium import _said
 from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text

@@ -19,8 +19,8 @@ import pytest_asyncio
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
-from support.chat_models import build_model_dir
-from support.warm import WarmPopen
+from support.chat.model_dirs import build_model_dir
+from support.processes.warm import WarmPopen
 from turnwise.engine.reward_model import Classifier, ClassifierBatcher, Encoder
 from turnwise.envs import make
 from turnwise.envs.rewards import RewardModel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.swe_boxes import any_manager, task, worth
+from support.envs.swe_episodes import any_manager, task, worth
 from turnwise.envs.library.swe.guard.comparisons import equal_to_all
 
 ROW = "ledgerly__half-units"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.envs import ToolEnv, invoke, schemas
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.tasks import Task

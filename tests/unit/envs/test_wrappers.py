@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs import (
     Env,
     EnvSpec,

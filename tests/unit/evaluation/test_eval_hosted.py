@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from support.hosted_server import KEY, Provider, provider
+from support.gateway.hosted_endpoint import KEY, Provider, provider
 from turnwise.agents.core import Agent, Episode
 from turnwise.cli import main
 from turnwise.errors import SessionError, StructuredOutputError

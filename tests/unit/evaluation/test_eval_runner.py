@@ -9,7 +9,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError, TaskError
 from turnwise.evaluation import EvalConfig, EvalPlan, evaluate, result_table

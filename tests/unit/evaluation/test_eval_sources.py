@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.evaluation import EvalPlan, evaluate, result_table
 from turnwise.evaluation.metrics import EvalResult, summarize
@@ -20,7 +20,7 @@ from turnwise.rollout.producer import RolloutProducer
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
-PAID = "support.task_envs:Paid"
+PAID = "support.envs.task_envs:Paid"
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -45,9 +45,13 @@ async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_p
         tmp_path / "rows.jsonl",
         {"id": "run's", "prompt": "p"},
         {"id": "row's", "prompt": "p", "env": {"config": {"pays": 0.75}}},
-        {"id": "other", "prompt": "p", "env": "support.task_envs:Closing"},
-        {"id": "both", "prompt": "p", "env": {"name": "support.task_envs:Closing", "config": {"pays": 1.0}}},
-        {"id": "agent", "prompt": "p", "agent": {"name": "support.task_envs:Greeting", "config": {"greeting": "yo"}}},
+        {"id": "other", "prompt": "p", "env": "support.envs.task_envs:Closing"},
+        {"id": "both", "prompt": "p", "env": {"name": "support.envs.task_envs:Closing", "config": {"pays": 1.0}}},
+        {
+            "id": "agent",
+            "prompt": "p",
+            "agent": {"name": "support.envs.task_envs:Greeting", "config": {"greeting": "yo"}},
+        },
     )
     more = {"source": write(tmp_path / "more.jsonl", {"id": "source's", "prompt": "p"}), "env": {"config": {"pays": 2}}}
     result, trajectories = await run({"tasks": [rows, more]}, config={"pays": 0.5})
@@ -89,7 +93,7 @@ async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
     assert result.greedy is not None
     assert result.greedy.tasks == 3
     with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
-        await run({}, name="single_turn", config={"scorer": "support.task_rows:finite"})
+        await run({}, name="single_turn", config={"scorer": "support.envs.task_rows:finite"})
 
 
 async def test_long_prompts_are_left_out_before_the_limit_counts(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from support.chat_models import build_model_dir
-from support.warm import WarmPopen, started_by
+from support.chat.model_dirs import build_model_dir
+from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.rollout.records import read_trajectories
 

@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from support.gateway_server import serving
+from support.gateway.server import serving
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest
 from turnwise.gateway.errors import ApiError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.gateway_server import ADMIN_HEADERS, Served, serving
+from support.gateway.server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import FormatError
 from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
 from turnwise.gateway.dialects.core import Abilities

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.wire_requests import BLOCK_TOOLS, DONE, LINEAR, results, said, says, talking, user
+from support.gateway.client_requests import BLOCK_TOOLS, DONE, LINEAR, results, said, says, talking, user
 from turnwise.recorder.session import SessionLimits
 
 GO = user([{"type": "text", "text": "Go.", "cache_control": {"type": "ephemeral"}}])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.wire_requests import DONE, ITEM_TOOLS, LINEAR, says, talking
+from support.gateway.client_requests import DONE, ITEM_TOOLS, LINEAR, says, talking
 from turnwise.gateway.config import GatewayLimits
 from turnwise.recorder.session import SessionLimits
 

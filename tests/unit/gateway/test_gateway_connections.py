@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yarl
 
-from support.gated_client import GatedClient
-from support.gateway_server import Served, serving
+from support.gateway.gated_client import GatedClient
+from support.gateway.server import Served, serving
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.http_guard import guarded
 

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 import yarl
 
-from support.gated_client import SAID, GatedClient
-from support.gateway_server import ADMIN, ADMIN_HEADERS, Served, serving
+from support.gateway.gated_client import SAID, GatedClient
+from support.gateway.server import ADMIN, ADMIN_HEADERS, Served, serving
 from turnwise.gateway.config import GatewayLimits
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.recorder.session import SessionLimits

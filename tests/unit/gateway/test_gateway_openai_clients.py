@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from support.gateway_server import serving
+from support.gateway.server import serving
 from turnwise.trajectory import Segment
 from turnwise.types import ToolCall, ToolSchema
 

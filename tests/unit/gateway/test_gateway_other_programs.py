@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.wire_requests import CHAT_TOOLS, DONE, ITEM_TOOLS, LINEAR, results, said, says, talking, user
+from support.gateway.client_requests import CHAT_TOOLS, DONE, ITEM_TOOLS, LINEAR, results, said, says, talking, user
 
 GO = user("Go.")
 REFUSAL = {"refusal": None}

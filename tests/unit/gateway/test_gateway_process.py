@@ -23,8 +23,8 @@ import torch
 import uvicorn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from support.chat_models import build_model_dir, model_dir
-from support.warm import WarmPopen, started_by
+from support.chat.model_dirs import build_model_dir, model_dir
+from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.engine.causal_lm import CausalLM

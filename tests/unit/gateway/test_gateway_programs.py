@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.gated_client import GatedClient
-from support.gateway_server import Served, serving
+from support.gateway.gated_client import GatedClient
+from support.gateway.server import Served, serving
 from turnwise.errors import InferenceError
 from turnwise.gateway.config import GatewayLimits
 from turnwise.types import ToolCall, ToolSchema

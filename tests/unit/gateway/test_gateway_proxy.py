@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from support.gateway_server import Served, serving
-from support.hosted_server import Hosted, hosting
+from support.gateway.hosted_endpoint import Hosted, hosting
+from support.gateway.server import Served, serving
 from turnwise.errors import TrainError
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.trajectory import Segment, Trajectory, to_samples

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from support.hosted_server import Hosted, hosting, provider, streamed
+from support.gateway.hosted_endpoint import Hosted, hosting, provider, streamed
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.trajectory import Segment, Trajectory
 

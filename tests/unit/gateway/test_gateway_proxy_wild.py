@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.toy_renderer import ToyRenderer
-from support.wild_agents import Wild, lines, plans
+from support.chat.toy_renderer import ToyRenderer
+from support.property_tests import examples
+from support.recorder.random_agents import Wild, lines, plans
 from turnwise.gateway.proxy.session import TextSession
 
 

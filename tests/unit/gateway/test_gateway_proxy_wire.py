@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from support.gateway_server import ADMIN_HEADERS
-from support.hosted_server import KEY, Hosted, Respond, hosting, provider, streamed
+from support.gateway.hosted_endpoint import KEY, Hosted, Respond, hosting, provider, streamed
+from support.gateway.server import ADMIN_HEADERS
 from turnwise.errors import AuditError, ConfigError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.view import Selection, show

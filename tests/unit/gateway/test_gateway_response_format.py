@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.gateway_server import serving
-from support.guided_requests import DIALECTS, PATHS, SCHEMA, TOOLS, ask, body
+from support.chat.model_dirs import renderer_for
+from support.gateway.server import serving
+from support.gateway.structured_requests import DIALECTS, PATHS, SCHEMA, TOOLS, ask, body
 from turnwise.errors import InferenceError, StructuredOutputError
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yarl
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise.errors import InferenceError
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.inference.scripted import ScriptedClient

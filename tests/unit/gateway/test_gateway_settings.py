@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import renderer_for
-from support.gateway_server import ADMIN_HEADERS, Served, serving
+from support.chat.model_dirs import renderer_for
+from support.gateway.server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import SessionError
 from turnwise.gateway.config import SETTINGS, GatewayConfig, SessionSettings
 from turnwise.gateway.server import open_sessions

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from support.chat_models import FAMILIES, Family, model_dir, template_of, write_model_dir
-from support.gateway_server import Served, serving
+from support.chat.model_dirs import FAMILIES, Family, model_dir, template_of, write_model_dir
+from support.gateway.server import Served, serving
 from turnwise.chat.renderer import load_renderer
 
 CHAT, RESPONSES, MESSAGES = "v1/chat/completions", "v1/responses", "v1/messages"

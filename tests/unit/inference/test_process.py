@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.lookup_run import environment, gone, wait_until
+from support.trainer.lookup_run import environment, gone, wait_until
 from turnwise.errors import InferenceError
 from turnwise.inference.process import ServerProcess
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from support.loop_clock import pass_time
+from support.event_loop import pass_time
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet

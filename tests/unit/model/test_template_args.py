@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import Family, model_dir, renderer_for, write_model_dir
-from support.examples import examples
-from support.toy_renderer import ForgetfulRenderer, ToyRenderer
-from support.wild_agents import GIVEN, Wild, lines, policies
+from support.chat.model_dirs import Family, model_dir, renderer_for, write_model_dir
+from support.chat.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.property_tests import examples
+from support.recorder.random_agents import GIVEN, Wild, lines, policies
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError
 from turnwise.inference.config import RendererConfig

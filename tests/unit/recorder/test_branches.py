@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.examples import examples
-from support.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.property_tests import examples
 from turnwise.errors import InferenceError, RenderError
 from turnwise.gateway.local import LocalGateway
 from turnwise.inference.scripted import ScriptedClient

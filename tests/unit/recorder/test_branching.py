@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.examples import examples
-from support.toy_renderer import ForgetfulRenderer, ToyRenderer
-from support.wild_agents import Wild, lines, plans, policies
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ForgetfulRenderer, ToyRenderer
+from support.property_tests import examples
+from support.recorder.random_agents import Wild, lines, plans, policies
 
 FORMATS = ("qwen3", "qwen2_5", "llama3_1", "glm4moe", "gptoss", "mistral", "kimi", "own")
 cuts = st.sampled_from([4, 20, 200, 200, 200])

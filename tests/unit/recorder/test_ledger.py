@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import FormatError, InferenceError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient, read_ledger

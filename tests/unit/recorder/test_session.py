@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.behaviours import behave, plans, scripts
-from support.examples import examples
-from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from support.chat.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from support.property_tests import examples
+from support.recorder.histories import behave, plans, scripts
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient, replay
 from turnwise.recorder.session import Session, SessionLimits

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.model.canonical import Canonical, canonical_messages
 from turnwise.recorder.history import History

@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 
-from support.chat_models import FAMILIES, build_model_dir, model_dir, renderer_for
+from support.chat.model_dirs import FAMILIES, build_model_dir, model_dir, renderer_for
 from turnwise.chat import template
 from turnwise.chat.renderer import load_renderer
 from turnwise.inference.scripted import ScriptedClient

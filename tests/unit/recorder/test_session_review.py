@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from support.chat.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.append_file import append_whole
 from turnwise.errors import FormatError, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient, replay

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.audited import assert_sound
-from support.examples import examples
-from support.toy_renderer import END, FIRST_CHARACTER, ToyRenderer
+from support.chat.toy_renderer import END, FIRST_CHARACTER, ToyRenderer
+from support.property_tests import examples
+from support.rollout.audited import assert_sound
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient

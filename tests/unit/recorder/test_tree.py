@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.matching import ToolsKey
 from turnwise.recorder.tree import Node, Sampled, Tree, joined

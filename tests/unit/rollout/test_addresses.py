@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.chat_models import renderer_for
-from support.toy_renderer import ToyRenderer
-from support.wire_agents import WIRES
+from support.agents.endpoint_agents import WIRES
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.library.lookup import table

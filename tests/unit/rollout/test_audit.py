@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import AuditError, FormatError, SessionError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import pytest
 
-from support.audited import assert_sound, train_once, write_trajectories
-from support.chat_models import renderer_for
-from support.gateway_server import ADMIN_HEADERS, serving
+from support.chat.model_dirs import renderer_for
+from support.gateway.server import ADMIN_HEADERS, serving
+from support.rollout.audited import assert_sound, train_once, write_trajectories
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.audited import assert_sound, write_trajectories
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.rollout.audited import assert_sound, write_trajectories
 from turnwise.errors import AuditError, TrainError
 from turnwise.gateway.proxy.session import TextSession
 from turnwise.inference.scripted import ScriptedClient

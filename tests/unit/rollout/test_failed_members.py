@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.core import Env, StepResult
 from turnwise.errors import InferenceError, TrainError
 from turnwise.inference.scripted import ScriptedClient

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.registration import register
 from turnwise.errors import InferenceError
@@ -34,7 +34,7 @@ class Greedy(Env):
 
 register("test-greedy", Greedy)
 
-MANAGERS = [None, "support.outside_manager.PlainManager"]
+MANAGERS = [None, "support.rollout.custom_managers.PlainManager"]
 
 
 async def roll(manager: str | None, script: Any, size: int = 3, **given: Any) -> tuple[TrajectoryGroup, list[Any]]:

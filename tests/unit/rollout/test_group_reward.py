@@ -10,7 +10,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.envs.registration import register
 from turnwise.envs.rewards import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from support.audited import assert_sound
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.rollout.audited import assert_sound
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.registry import register_agent
 from turnwise.agents.roles import check_name, compared_within, role_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import Family, renderer_for, write_model_dir
-from support.task_envs import Closing
-from support.toy_renderer import ToyRenderer
+from support.chat.model_dirs import Family, renderer_for, write_model_dir
+from support.chat.toy_renderer import ToyRenderer
+from support.envs.task_envs import Closing
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.gateway.proxy.session import TextRenderer
@@ -20,13 +20,13 @@ from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, chec
 from turnwise.tasks import Task
 
 
-def rollout(env: str = "support.task_envs:Paid", **more: Any) -> RolloutConfig:
+def rollout(env: str = "support.envs.task_envs:Paid", **more: Any) -> RolloutConfig:
     return RolloutConfig.model_validate({"env": {"name": env}, **more})
 
 
 def test_an_environment_names_tasks_where_nobody_else_does() -> None:
     assert task_source("mine.jsonl", rollout(), "tasks") == "mine.jsonl"
-    assert task_source(None, rollout(), "tasks") == "support.task_rows:finite?n=3"
+    assert task_source(None, rollout(), "tasks") == "support.envs.task_rows:finite?n=3"
     assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.library.lookup:tasks"
     with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
         task_source(None, rollout("single_turn"), "tasks")
@@ -66,7 +66,7 @@ class TestPromptLimit:
         )
         more = await PromptLimit.create(
             9, ToyRenderer(), RolloutConfig.model_validate({
-                "env": {"name": "support.task_envs:Paid", "tools": {"function_tool_path": str(file)}}
+                "env": {"name": "support.envs.task_envs:Paid", "tools": {"function_tool_path": str(file)}}
             }),
         )  # fmt: skip
         assert more is not None
@@ -88,14 +88,14 @@ class TestPromptLimit:
 class TestSpecs:
     async def test_what_tasks_name_is_made_once_and_closed(self) -> None:
         before = (Closing.made, Closing.closed)
-        name = "support.task_envs:Closing"
+        name = "support.envs.task_envs:Closing"
         tasks = [Task(str(n), "p", env=name, env_config={"pays": n % 3}) for n in range(30)]
-        await check_specs([*tasks, Task("agent", "p", agent="support.task_envs:Greeting")], rollout())
+        await check_specs([*tasks, Task("agent", "p", agent="support.envs.task_envs:Greeting")], rollout())
         assert (Closing.made - before[0], Closing.closed - before[1]) == (3, 3)
 
     async def test_the_run_s_own_environment_is_not_made(self) -> None:
-        await check_specs([Task("a", "p")], rollout("support.task_envs:Broken"))
-        check_own(rollout("support.task_envs:Broken"))
+        await check_specs([Task("a", "p")], rollout("support.envs.task_envs:Broken"))
+        check_own(rollout("support.envs.task_envs:Broken"))
 
     def test_the_run_s_own_environment_and_agent_must_be_there(self) -> None:
         with pytest.raises(RegistryError, match="no environment 'lokup'; did you mean 'lookup'"):
@@ -111,7 +111,7 @@ class TestSpecs:
         limit = await PromptLimit.create(1000, ToyRenderer(), rollout())
         assert limit is not None
         made = Closing.made
-        tasks = [Task(str(n), "p", env="support.task_envs:Closing", env_config={"pays": n}) for n in range(9)]
+        tasks = [Task(str(n), "p", env="support.envs.task_envs:Closing", env_config={"pays": n}) for n in range(9)]
         assert [limit(task) for task in [*tasks, *tasks[-1:]]] == [None] * 10
         assert Closing.made - made == 9
         gc.collect()
@@ -122,7 +122,10 @@ class TestSpecs:
         [
             (Task("a", "p", env="lokup"), "task 'a': its environment .*no environment 'lokup'.*lookup"),
             (Task("a", "p", env_config={"pay": 1}), "task 'a': its environment .*does not take.*pay"),
-            (Task("a", "p", env="support.task_envs:Broken"), "task 'a': its environment .*OSError: no such database"),
+            (
+                Task("a", "p", env="support.envs.task_envs:Broken"),
+                "task 'a': its environment .*OSError: no such database",
+            ),
             (Task("a", "p", agent="raect"), "task 'a': its agent .*react"),
             (Task("a", "p", agent_config={"x": 1}), "task 'a': its agent .*refuses its configuration"),
         ],
@@ -175,7 +178,7 @@ class TestToolsShown:
             "    '''More.'''\n    return name\n"
         )
         config = RolloutConfig.model_validate(
-            {"env": {"name": "support.task_envs:Paid", "tools": {"function_tool_path": str(file)}}}
+            {"env": {"name": "support.envs.task_envs:Paid", "tools": {"function_tool_path": str(file)}}}
         )
         with pytest.raises(ConfigError, match="loaded_of_this_test"):
             await check_tools_shown([Task("a", "x")], silent, config)
@@ -188,10 +191,10 @@ class TestToolsShown:
         await check_tools_shown([briefed], renderer, rollout("lookup"))
         with pytest.raises(ConfigError, match="shows none"):
             await check_tools_shown(
-                [briefed, Task("b", "x", env="support.task_envs:Paid")], renderer, rollout("lookup")
+                [briefed, Task("b", "x", env="support.envs.task_envs:Paid")], renderer, rollout("lookup")
             )
 
     async def test_nothing_is_made_where_the_template_shows_tools(self) -> None:
-        config = rollout("support.task_envs:NoSuchEnvironment")
+        config = rollout("support.envs.task_envs:NoSuchEnvironment")
         await check_tools_shown([Task("a", "x")], renderer_for("qwen3"), config)
         await check_tools_shown([Task("a", "x")], ToyRenderer(), config)

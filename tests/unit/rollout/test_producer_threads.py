@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TurnwiseError
@@ -138,7 +138,7 @@ async def test_without_a_buffer_nothing_is_started() -> None:
 
 PROGRAM = """
 import asyncio, threading
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.inference.scripted import ScriptedClient

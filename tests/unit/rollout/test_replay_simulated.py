@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
-from support.replay_sim import Plan, Simulation
+from support.property_tests import examples
+from support.rollout.replay_simulation import Plan, Simulation
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
 from turnwise.rollout.replay.setup import make_admission, make_strategy
 

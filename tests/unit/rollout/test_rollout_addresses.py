@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise.agents.core import Agent, Episode
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
 from turnwise.rollout.replay.strategies import Fifo, Filtered, GroupFacts, why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import FormatError, TrainError
 from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.core import RolloutRequest

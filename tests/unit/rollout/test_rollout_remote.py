@@ -16,10 +16,10 @@ import pytest
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from support.black_boxes import CHAT_LOOP
-from support.chat_models import renderer_for
-from support.loop_clock import pass_time
-from support.remote_agents import Cancels, Endless, Held, Malformed, Notes, Raises
+from support.agents.blackbox_episodes import CHAT_LOOP
+from support.agents.user_agents import Cancels, Endless, Held, Malformed, Notes, Raises
+from support.chat.model_dirs import renderer_for
+from support.event_loop import pass_time
 from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
 from turnwise.agents.registry import make_agent
@@ -120,7 +120,7 @@ async def test_an_agent_there_leaves_what_it_leaves_here(tmp_path: Path) -> None
 
 async def test_an_agent_that_knows_an_address_brings_its_own_reward(tmp_path: Path) -> None:
     async with running(tmp_path, lambda request: "four") as run:
-        playing = run.runner(make_agent("support.remote_agents:by_address"))
+        playing = run.runner(make_agent("support.agents.user_agents:by_address"))
         [group] = await run.ask("a")
         await stop(playing)
     [trajectory] = group.trajectories
@@ -183,7 +183,7 @@ async def test_a_fault_of_the_agent_ends_its_episode_once(tmp_path: Path, agent:
 @pytest.mark.parametrize("name", ["per_turn", "per_turn_by_address"])
 async def test_an_agent_there_rewards_its_turns(tmp_path: Path, name: str) -> None:
     async with running(tmp_path, lambda request: "four") as run:
-        playing = run.runner(make_agent(f"support.remote_agents:{name}"))
+        playing = run.runner(make_agent(f"support.agents.user_agents:{name}"))
         [group] = await run.ask("a")
         await stop(playing)
     [trajectory] = group.trajectories

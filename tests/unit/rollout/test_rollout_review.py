@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from support.chat.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.core import Env, StepResult

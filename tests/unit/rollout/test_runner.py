@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.loop_clock import pass_time
-from support.toy_renderer import CALL, ToyRenderer
+from support.chat.toy_renderer import CALL, ToyRenderer
+from support.event_loop import pass_time
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env, StepResult

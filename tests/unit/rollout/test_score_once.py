@@ -7,8 +7,8 @@ import gc
 
 import pytest
 
-from support.loop_clock import pass_time
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.event_loop import pass_time
 from turnwise.agents.core import Episode
 from turnwise.envs.core import Env, StepResult, invoke
 from turnwise.envs.tool_env import ToolEnv

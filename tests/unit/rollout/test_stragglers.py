@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import (

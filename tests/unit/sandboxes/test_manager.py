@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from support.fake_sandboxes import NotedBackend, until
+from support.sandboxes.noted_backend import NotedBackend, until
 from turnwise.config import load_config
 from turnwise.envs import Env, invoke
 from turnwise.envs.wrappers import wrap

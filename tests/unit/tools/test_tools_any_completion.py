@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.examples import examples
+from support.chat.model_dirs import renderer_for
+from support.property_tests import examples
 from turnwise import ToolEnv, function_tool
 from turnwise.envs import invoke
 from turnwise.model.canonical import canonical_messages

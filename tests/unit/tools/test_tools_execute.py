@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import EnvError, InferenceError, ToolError
 from turnwise.tools import BaseTool, FunctionTool, ToolResponse, ToolRunner, ToolThreads, as_tool, function_tool
 from turnwise.types import ToolCall

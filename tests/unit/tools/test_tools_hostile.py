@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, Task, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import invoke, register
 from turnwise.errors import ConfigError, EnvError, TaskError, ToolSchemaError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.envs import EnvSpec, ToolEnv, check_env, invoke, schemas
 from turnwise.errors import ConfigError, TaskError, ToolSchemaError

@@ -11,8 +11,8 @@ import mcp_types
 import pytest
 from pydantic import ValidationError
 
-from support.mcp_tools import COMMAND, PICTURE, SCHEMAS, TREE, Tools, serving
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.tools.mcp_program import COMMAND, PICTURE, SCHEMAS, TREE, Tools, serving
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, EnvError, MissingExtraError
 from turnwise.inference.scripted import ScriptedClient
@@ -86,7 +86,7 @@ async def test_a_server_that_was_lost_between_calls_is_no_error() -> None:
 def _children() -> list[str]:
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
         listed = file.read().split()
-    return [pid for pid in listed if b"mcp_tools.py" in open(f"/proc/{pid}/cmdline", "rb").read()]
+    return [pid for pid in listed if b"mcp_program.py" in open(f"/proc/{pid}/cmdline", "rb").read()]
 
 
 async def test_an_episode_may_have_a_server_of_its_own() -> None:

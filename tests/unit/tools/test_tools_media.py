@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise import BaseTool, RolloutProducer, RolloutRequest, ToolEnv, ToolResponse, function_tool
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient

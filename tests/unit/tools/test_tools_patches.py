@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import ToolError
 from turnwise.tools.sandboxed.editor import inserted, lines_of, replaced
 from turnwise.tools.sandboxed.patches import added, parse_patch, patched

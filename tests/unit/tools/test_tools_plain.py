@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.tools.schema import quick_check
 
 NAMES = ("a", "b", "c")

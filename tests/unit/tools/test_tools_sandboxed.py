@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.boxes import some_boxes
-from support.loop_clock import pass_time
+from support.envs.sandboxed_episodes import some_boxes
+from support.event_loop import pass_time
 from turnwise.errors import ConfigError, SandboxDied
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python

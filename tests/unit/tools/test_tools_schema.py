@@ -14,7 +14,7 @@ import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import ToolSchemaError
 from turnwise.tools import as_schema, function_schema, function_tool
 from turnwise.tools.sample_arguments import example_arguments

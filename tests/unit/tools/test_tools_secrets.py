@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import invoke
 from turnwise.errors import ConfigError, EnvError, InferenceError, ToolError, ToolSchemaError

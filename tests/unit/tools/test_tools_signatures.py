@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.chat_models import renderer_for
-from support.examples import examples
-from support.schema_values import values_of
+from support.chat.model_dirs import renderer_for
+from support.property_tests import examples
+from support.tools.schema_values import values_of
 from turnwise.model.canonical import canonical_messages
 from turnwise.tools import as_schema, function_schema, function_tool
 from turnwise.tools.sample_arguments import example_arguments

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import annotated_types
 import pytest
 
-from support.chat_models import renderer_for
+from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import register
 from turnwise.inference.scripted import ScriptedClient

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.cli import main
 from turnwise.errors import AuditError
 from turnwise.inference.scripted import ScriptedClient

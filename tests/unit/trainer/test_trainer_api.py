@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import turnwise
-from support.lookup_envs import Graded
+from support.envs.run_envs import Graded
 from turnwise.agents import Agent, rollout
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError, TaskError, TrainError
@@ -57,7 +57,7 @@ def needs(n):
 def test_objects_become_names(tmp_path: Path) -> None:
     trainer = Trainer({**BASE, "runs": tmp_path}, "seed=4", env=Graded, agent=asks, model="other", n_runners=7)
     config = trainer.plan(None, twenty_rows).config
-    assert config.rollout.env.name == "support.lookup_envs:Graded"
+    assert config.rollout.env.name == "support.envs.run_envs:Graded"
     assert config.rollout.agent.name == f"{__name__}:asks"
     assert (config.name, config.seed, config.rollout.concurrency) == ("asks", 4, 7)
     assert config.policy.model.path == Path.cwd() / "other"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import TrainError
 from turnwise.trainer.model import attention as flex_module
 from turnwise.trainer.model.attention import (

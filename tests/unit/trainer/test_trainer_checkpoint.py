@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.warm import run_command
+from support.processes.warm import run_command
 from turnwise.errors import CheckpointError
 from turnwise.trainer.config.train import BestConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states, tile_columns
 
 PLAIN = LogitTransform()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.credited import build, told, trajectory
+from support.trainer.credited import build, told, trajectory
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.advantages import compare_returns, grpo

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.credited import build, told, trajectory
+from support.trainer.credited import build, told, trajectory
 from turnwise.agents.core import first_state, note_state
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.credit import anchor_states, token_returns

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.lookup_run import train_config
+from support.trainer.lookup_run import train_config
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.objectives import PolicyObjective

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.gae import critic_gae
 from turnwise.trainer.batch.value_targets import token_rewards

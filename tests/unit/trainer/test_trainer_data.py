@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import HeldOrder, Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
@@ -26,7 +26,7 @@ def config(tasks: Any, **more: Any) -> TrainConfig:
         "name": "run",
         "steps": 5,
         "policies": {"main": {"model": {"path": "models/start"}}},
-        "rollout": {"env": {"name": "support.task_envs:Paid"}},
+        "rollout": {"env": {"name": "support.envs.task_envs:Paid"}},
         "seed": 3,
     }
     return TrainConfig.model_validate({**plain, **({} if tasks is None else {"tasks": tasks}), **more})

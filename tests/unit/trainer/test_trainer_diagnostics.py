@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.gap import GapWatch, describe_gap, gap_record

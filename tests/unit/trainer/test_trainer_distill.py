@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from support.preference_data import chat_model
-from support.toy_renderer import ToyRenderer
+from support.chat.toy_renderer import ToyRenderer
+from support.trainer.preference_data import chat_model
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient

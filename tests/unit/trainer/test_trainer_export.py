@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from support.lookup_run import environment
-from support.tiny_lm import make_model, save_model
-from support.warm import run_command
+from support.engine.tiny_lm import make_model, save_model
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective

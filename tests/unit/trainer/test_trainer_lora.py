@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.tiny_lm import make_model, save_model
+from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.kv_cache import KVPool

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from support.preference_data import BAD, GOOD, PEOPLE, chat_model, preferences, record, write_lines
+from support.trainer.preference_data import BAD, GOOD, PEOPLE, chat_model, preferences, record, write_lines
 from turnwise.chat.renderer import load_renderer
 from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.errors import TaskError, TrainError

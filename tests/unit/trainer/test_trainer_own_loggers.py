@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from support.logged import EVAL, config, opened
-from support.lookup_run import lines
+from support.trainer.lookup_run import lines
+from support.trainer.run_logs import EVAL, config, opened
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.trainer.observe import run_log
 from turnwise.trainer.observe.loggers import LoggedRun, Logger

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from support.lookup_run import example
+from support.trainer.lookup_run import example
 from turnwise.chat.renderer import save_format
 from turnwise.cli import main
 from turnwise.config import load_config
@@ -25,6 +25,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.run.directory import RunDirectory, config_digest, read_start
 from turnwise.trainer.run.plan import DryRun, dry_run
 
+NOTED = "support.sandboxes.noted_backend:NotedBackend"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSM8K = {"question": "2 apples and 3 pears?", "answer": "<<2+3=5>>5\n#### 5"}
 
@@ -282,9 +283,9 @@ def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
 async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "lookup"}, "group_size": 4}
     for named, custom, found in (
-        ("support.outside_manager.PlainManager", {"at_once": 2}, "ok: react, rolled out by PlainManager"),
-        ("support.outside_manager.PlainManager", {"at_one": 2}, "did you mean at_once?"),
-        ("support.outside_manager.Plain", {}, "failed: rollout.agent_loop_manager_class"),
+        ("support.rollout.custom_managers.PlainManager", {"at_once": 2}, "ok: react, rolled out by PlainManager"),
+        ("support.rollout.custom_managers.PlainManager", {"at_one": 2}, "did you mean at_once?"),
+        ("support.rollout.custom_managers.Plain", {}, "failed: rollout.agent_loop_manager_class"),
     ):
         changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
         assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]
@@ -301,7 +302,7 @@ async def test_the_configured_sandboxes_are_tried(model: Path, tmp_path: Path) -
         ({"name": "doker"}, "failed: sandbox.name is 'doker'; did you mean 'docker'?"),
         ({"config": {"isolaton": "auto"}}, "failed: sandbox.config of 'local': "),
         ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none.sock"}}, "failed: no container engine answers"),
-        ({"name": "support.fake_sandboxes:NotedBackend", "prewarm": 2}, "ok: support.fake_sandboxes:NotedBackend"),
+        ({"name": NOTED, "prewarm": 2}, f"ok: {NOTED}"),
     ):
         rollout = {"env": {"name": f"{__name__}:Boxed"}, "group_size": 4, "sandbox": sandbox}
         checks = by_name(await dry_run(config(model, tmp_path, rollout=rollout)))

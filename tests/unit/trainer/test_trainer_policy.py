@@ -12,7 +12,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.examples import examples
+from support.property_tests import examples
 from turnwise.errors import TrainError
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.model import policy as policy_module

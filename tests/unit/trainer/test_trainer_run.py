@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import MODEL, build_model, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, shared, silent, train_config
 from turnwise.trainer.run.run import open_run
 
 

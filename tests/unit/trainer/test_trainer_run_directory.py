@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.warm import WarmPopen
+from support.processes.warm import WarmPopen
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState

@@ -15,7 +15,7 @@ import transformers
 from pydantic import ValidationError
 from rich.console import Console
 
-from support.chat_models import build_model_dir
+from support.chat.model_dirs import build_model_dir
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError, TaskError, TrainError
 from turnwise.evaluation.config import EvalConfig

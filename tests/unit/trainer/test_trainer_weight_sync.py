@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.warm import run_command
+from support.processes.warm import run_command
 from turnwise.engine.weights import read_weights
 from turnwise.errors import InferenceError
 from turnwise.model.core import Replica, WeightManifest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.black_boxes import CHAT_LOOP, LINES, running, spec
+from support.agents.blackbox_episodes import CHAT_LOOP, LINES, running, spec
 from turnwise.agents.blackbox import BlackBoxAgent, Recipe, recipe_of
 from turnwise.agents.blackbox.workdir import Workdir, check_arguments, fill, told_of
 from turnwise.agents.registry import make_agent

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.black_boxes import CHAT_LOOP, LINES, run_episode, running, say, spec, team
+from support.agents.blackbox_episodes import CHAT_LOOP, LINES, run_episode, running, say, spec, team
 from turnwise.agents.blackbox import ProgramError
 from turnwise.errors import AgentError, InferenceError
 from turnwise.inference.scripted import ScriptedRequest
@@ -120,7 +120,7 @@ async def test_time_that_is_up() -> None:
 
 async def test_an_environment_that_fails_ends_the_program_and_is_an_error() -> None:
     agent = {"command": f"sh -c '{CHAT_LOOP} x; sleep 1000'", "grace": 0.2}
-    outcome = await run_episode([say("", team())] * 3, agent, env="support.black_boxes:Broken")
+    outcome = await run_episode([say("", team())] * 3, agent, env="support.agents.blackbox_episodes:Broken")
     assert "the table is gone" in str(outcome.error)
     assert ended(outcome)[:2] == (StopReason.ERROR, [])
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.black_boxes import CHAT_LOOP, LINES, PROGRAMS, run_episode, say
-from support.boxed_programs import BoxedLookup, rollout
+from support.agents.blackbox_episodes import CHAT_LOOP, LINES, PROGRAMS, run_episode, say
+from support.agents.sandboxed_programs import BoxedLookup, rollout
 from turnwise.agents.blackbox import BlackBoxAgent, ProgramError
 from turnwise.agents.blackbox.config import paths_within, shown_for
 from turnwise.agents.registry import make_agent
@@ -118,7 +118,7 @@ async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path)
     BoxedLookup.specs.clear()
     mine = tmp_path / "data"
     mine.mkdir()
-    env = "support.boxed_programs:BoxedLookup"
+    env = "support.agents.sandboxed_programs:BoxedLookup"
     more = {**rollout(), "env": env}
     await run_episode([say("x")], {**LOOP, "mounts": [str(mine), f"{mine}:/opt/data"]}, **more)
     (spec,) = BoxedLookup.specs

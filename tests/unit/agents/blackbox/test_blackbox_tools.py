@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.black_boxes import LINES, TABLE, Broken, say, team
-from support.chat_models import renderer_for
+from support.agents.blackbox_episodes import LINES, TABLE, Broken, say, team
+from support.chat.model_dirs import renderer_for
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
 from turnwise.agents.blackbox.workdir import Workdir
 from turnwise.agents.core import Episode, EpisodeLimits

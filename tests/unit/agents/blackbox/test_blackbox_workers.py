@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from support.black_boxes import LINES, PROGRAMS, running, spec
+from support.agents.blackbox_episodes import LINES, PROGRAMS, running, spec
 from turnwise.agents.blackbox import ProgramError
 from turnwise.types import StopReason
 

@@ -15,8 +15,8 @@ from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
 from langgraph.types import Command, Send, interrupt
 
-from support.graph_runs import LOG, TALK, WORLD, calls, play
-from support.toy_renderer import ToyRenderer
+from support.agents.langgraph_episodes import LOG, TALK, WORLD, calls, play
+from support.chat.toy_renderer import ToyRenderer
 from turnwise import ChatTurnwise
 from turnwise.agents.langgraph import current_run, env_tools, environment_node, episode_over
 from turnwise.agents.langgraph.agent import GAVE_UP

@@ -12,9 +12,9 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from support.chat_models import renderer_for
-from support.graph_runs import calls
-from support.toy_renderer import CALL, CALL_END, END, THINK, THINK_END, ToyRenderer
+from support.agents.langgraph_episodes import calls
+from support.chat.model_dirs import renderer_for
+from support.chat.toy_renderer import CALL, CALL_END, END, THINK, THINK_END, ToyRenderer
 from turnwise import ChatTurnwise
 from turnwise.errors import AgentError, SessionError, StructuredOutputError
 from turnwise.inference.scripted import ScriptedClient

@@ -13,7 +13,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langgraph.graph import START, MessagesState, StateGraph
 from pydantic import BaseModel
 
-from support.graph_runs import LOG, calls, play
+from support.agents.langgraph_episodes import LOG, calls, play
 from turnwise import ChatTurnwise, make_agent
 from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.proxy.session import Answered, TextSession, Usage
@@ -127,7 +127,7 @@ async def test_an_agent_that_asks_whether_it_may_call() -> None:
     assert trajectory.stop_reason is StopReason.INTERRUPTED
 
 
-from support.graph_runs import World  # noqa: E402
+from support.agents.langgraph_episodes import World  # noqa: E402
 
 
 class Permits(World):

@@ -1,0 +1,69 @@
+"""Sandboxes, episodes and scripted agents for SWE tests, at the strongest isolation of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turnwise.agents.core import Agent, Episode
+from turnwise.envs.core import invoke
+from turnwise.envs.library.swe import SweEnv, tasks
+from turnwise.errors import SandboxUnavailable
+from turnwise.sandboxes import SandboxConfig, SandboxManager
+from turnwise.tasks import Task
+from turnwise.types import ToolCall
+
+
+def task(name: str) -> Task:
+    """A shipped row."""
+    return next(each for each in tasks() if each.id == name)
+
+
+@asynccontextmanager
+async def any_manager(**settings: Any) -> AsyncIterator[SandboxManager]:
+    """Sandboxes of this machine; without containment where it gives none (what runs in them is ours)."""
+    manager = SandboxManager(SandboxConfig(**settings))
+    try:
+        await manager.probe()
+    except SandboxUnavailable:
+        manager = SandboxManager(SandboxConfig(config={"isolation": "plain", "unsafe": True}))
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+@asynccontextmanager
+async def episode(manager: SandboxManager, row: Task, **config: Any) -> AsyncIterator[SweEnv]:
+    """An environment that was reset with a row."""
+    env = SweEnv(**config)
+    env.sandboxes = manager
+    try:
+        await invoke(env, "reset", row, seed=0)
+        yield env
+    finally:
+        await invoke(env, "close")
+
+
+async def worth(manager: SandboxManager, row: Task, command: str, **config: Any) -> tuple[float, SweEnv]:
+    """What a repository is worth after a command."""
+    async with episode(manager, row, **config) as env:
+        assert env.sandbox is not None
+        done = await env.sandbox.exec(command, timeout=60.0)
+        assert done.ok, done.text
+        parts = await invoke(env, "score", None)
+        return sum(parts.values()), env
+
+
+class Reference(Agent):
+    async def run(self, episode: Episode) -> None:
+        patch = episode.task.data["patch"].rstrip("\n")
+        command = f"git apply --whitespace=nowarn - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
+        for call in (ToolCall("a", "shell", {"command": command}), ToolCall("b", "submit", {})):
+            await episode.step({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+class Idle(Agent):
+    async def run(self, episode: Episode) -> None:
+        await episode.step({"role": "assistant", "content": "Done."})

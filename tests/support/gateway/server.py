@@ -1,0 +1,119 @@
+"""A gateway on a loopback port, over a scripted model, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from support.chat.model_dirs import renderer_for
+from support.rollout.audited import assert_sound
+from turnwise.chat.renderer import TemplateRenderer
+from turnwise.gateway.app import GatewayApp
+from turnwise.gateway.config import GatewayLimits, SessionSettings
+from turnwise.gateway.dialects.core import Abilities
+from turnwise.gateway.http_guard import guarded
+from turnwise.gateway.sessions import Sessions
+from turnwise.inference.process import bind
+from turnwise.inference.scripted import Line, Script, ScriptedClient
+from turnwise.model.core import LLMClient
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.trajectory import Trajectory
+from turnwise.types import SamplingParams, ToolSchema
+
+ADMIN = "the-admin-key"
+ADMIN_HEADERS = {"authorization": f"Bearer {ADMIN}"}
+
+
+@dataclass
+class Served:
+    """A gateway that answers at ``url``."""
+
+    url: str
+    app: GatewayApp
+    client: LLMClient
+    http: aiohttp.ClientSession
+    renderer: TemplateRenderer
+
+    async def open(self, **about: Any) -> dict[str, Any]:
+        """Open a session; ``base`` is its URL."""
+        async with self.http.post("/sessions", json=about, headers=ADMIN_HEADERS) as answer:
+            body: dict[str, Any] = await answer.json()
+            assert answer.status == 200, body
+        return {**body, "base": self.url + body["path"]}
+
+    def session(self, opened: dict[str, Any]) -> Session:
+        """The recorder behind a session."""
+        return self.app.sessions.of_id(opened["id"]).session
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script | Sequence[Line] = (),
+    *,
+    family: str = "qwen3",
+    tools: Sequence[ToolSchema] = (),
+    limits: GatewayLimits | None = None,
+    session_limits: SessionLimits | None = None,
+    abilities: Abilities | None = None,
+    client: LLMClient | None = None,
+    finished: Path | None = None,
+    fixed: frozenset[str] = frozenset(),
+    renderer: TemplateRenderer | None = None,
+) -> AsyncIterator[Served]:
+    """Serve until the block is left, then hold what all its sessions left against what the model was asked."""
+    renderer = renderer or renderer_for(family)
+    llm = client or ScriptedClient(renderer, script, tools=tools)
+    folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
+    ledger = LedgerClient(llm, Path(folder.name) / "ledger.jsonl")
+    recorders: list[Session] = []
+
+    def open_session(session_id: str, own: SessionSettings) -> Any:
+        bounds = own.limits(session_limits or SessionLimits(context_length=100_000))
+        session = Session(
+            ledger,
+            renderer,
+            id=session_id,
+            limits=bounds,
+            params=own.params(SamplingParams()),
+            seed=own.seed,
+            one_temperature=bool(own.fixed_sampling),
+            reasoning=own.reasoning or "keep",
+            echo=own.echo or "same",
+        )
+        recorders.append(session)
+        return recorders[-1], renderer
+
+    sessions = Sessions(open_session, limits or GatewayLimits(), finished)
+    app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen(2048)
+        server = uvicorn.Server(_options(app, sessions.limits))
+        running = asyncio.ensure_future(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            async with aiohttp.ClientSession(url) as http:
+                yield Served(url, app, llm, http, renderer)
+        finally:
+            server.should_exit = True
+            await running
+            await sessions.close()
+    await ledger.close()
+    left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
+    assert_sound(Path(folder.name), *left)
+    folder.cleanup()
+
+
+def _options(app: GatewayApp, limits: GatewayLimits) -> uvicorn.Config:
+    protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
+    return uvicorn.Config(
+        app, log_config=None, lifespan="off", http=protocol, ws="none", access_log=False, timeout_graceful_shutdown=1
+    )

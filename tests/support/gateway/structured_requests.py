@@ -1,0 +1,151 @@
+"""Requests for structured output and tool calls in each wire API, and checks of the responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jsonschema
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from support.chat.model_dirs import build_model_dir
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "color": {"type": "string", "enum": ["red", "green"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["color", "n", "ok"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
+DIALECTS = ("chat", "responses", "messages")
+TOKENS = 400
+
+
+def save_random_model(folder: Path, family: str = "qwen2_5") -> Path:
+    """Write the checkpoint of a model with random weights and the chat template of a family."""
+    home = build_model_dir(folder, family)
+    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json"))
+    settings = (home / "generation_config.json").read_bytes()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size() + 32, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False, max_position_embeddings=4096,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(home)
+    (home / "generation_config.json").write_bytes(settings)
+    return home
+
+
+def body(dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mapping[str, Any] = SCHEMA) -> dict[str, Any]:
+    """Return a request: ``json``, ``required``, ``named`` (get_weather) or ``single`` (at most one call)."""
+    asked: dict[str, Any] = {"model": "m", "stream": stream, "messages": [{"role": "user", "content": "Hi."}]}
+    if dialect == "messages":
+        asked |= {"max_tokens": TOKENS}
+        if kind == "json":
+            return asked | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        choice = {
+            "required": {"type": "any"},
+            "named": {"type": "tool", "name": "get_weather"},
+            "single": {"type": "auto", "disable_parallel_tool_use": True},
+        }[kind]
+        return asked | {
+            "tools": [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()],
+            "tool_choice": choice,
+        }
+    asked["seed"] = seed
+    functions: list[dict[str, Any]] = [{"name": name, "parameters": each} for name, each in TOOLS.items()]
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    if dialect == "responses":
+        asked["input"] = asked.pop("messages")[0]["content"]
+        asked["max_output_tokens"] = TOKENS
+        answer = {"text": {"format": {"type": "json_schema", "name": "s", "schema": schema}}}
+        tools: list[dict[str, Any]] = [{"type": "function", **each} for each in functions]
+        named = {"type": "function", "name": "get_weather"}
+    else:
+        asked["max_tokens"] = TOKENS
+        answer = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+        tools = [{"type": "function", "function": each} for each in functions]
+    if kind == "json":
+        return asked | answer
+    choice = {"required": "required", "named": named, "single": "auto"}[kind]
+    return asked | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": kind != "single"}
+
+
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+
+
+async def ask(http: aiohttp.ClientSession, base: str, dialect: str, asked: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Send a request and return the text and the calls (name, arguments) of its answer."""
+    async with http.post(base + PATHS[dialect], json=asked) as answer:
+        raw = await answer.text()
+        assert answer.status == 200, raw
+    if not asked["stream"]:
+        return _whole(dialect, json.loads(raw))
+    events = [json.loads(line[5:]) for line in raw.splitlines() if line.startswith("data:") and "[DONE]" not in line]
+    return _streamed(dialect, events)
+
+
+def _whole(dialect: str, answer: dict[str, Any]) -> tuple[str, list[Any]]:
+    if dialect == "chat":
+        message = answer["choices"][0]["message"]
+        calls = [each["function"] for each in message.get("tool_calls", ())]
+        return message["content"] or "", [(each["name"], json.loads(each["arguments"])) for each in calls]
+    if dialect == "responses":
+        items = answer["output"]
+        text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+        calls = [item for item in items if item["type"] == "function_call"]
+        return text, [(each["name"], json.loads(each["arguments"])) for each in calls]
+    text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+    return text, [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
+
+
+def _streamed(dialect: str, events: list[dict[str, Any]]) -> tuple[str, list[Any]]:
+    if dialect == "responses":
+        return _whole(dialect, events[-1]["response"])
+    text, calls = "", []
+    for event in events:
+        if dialect == "chat":
+            delta = event["choices"][0]["delta"] if event["choices"] else {}
+            text += delta.get("content") or ""
+            for each in delta.get("tool_calls", ()):
+                if each.get("id"):
+                    calls.append([each["function"]["name"], ""])
+                calls[-1][1] += each["function"]["arguments"]
+            continue
+        block, delta = event.get("content_block", {}), event.get("delta", {})
+        if block.get("type") == "tool_use":
+            calls.append([block["name"], ""])
+        text += delta.get("text", "")
+        if "partial_json" in delta:
+            calls[-1][1] += delta["partial_json"]
+    return text, [(name, json.loads(arguments or "{}")) for name, arguments in calls]
+
+
+def check(kind: str, text: str, calls: list[Any]) -> None:
+    """Hold an answer to what was asked."""
+    for name, arguments in calls:
+        jsonschema.validate(arguments, TOOLS[name])
+    if kind == "json":
+        assert not calls
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "single":
+        assert len(calls) <= 1
+    else:
+        assert calls
+        assert not text
+        if kind == "named":
+            assert [name for name, _ in calls] == ["get_weather"]

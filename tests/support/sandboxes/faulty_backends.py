@@ -1,0 +1,145 @@
+"""Sandbox backends with one fault each, over real local sandboxes without isolation."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import SandboxError
+from turnwise.sandboxes import Capabilities, ExecResult, Sandbox, SandboxBackend, SandboxProcess, SandboxSpec
+from turnwise.sandboxes.local import LocalBackend
+
+# Python has filters from 3.11.4 on; without one it trusts archives by itself.
+_TRUSTING: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+
+
+async def _believing(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
+    """Hand the command the channel on which its own end is told, and believe what comes first on it."""
+    argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+    result = await inner.exec(["sh", "-c", 'rm -f .told; "$@" 3>>.told', "sh", *argv], **given)
+    try:
+        told = await inner.read_file(".told")
+        return replace(result, exit_code=json.loads(told[: told.index(b"}") + 1])["exit"])
+    except (SandboxError, ValueError):
+        return result
+
+
+async def _leaving(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
+    """At a time-out say that the command was ended, and leave it running."""
+    argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+    seconds = given.get("timeout") or 30
+    if seconds >= 5:
+        return await inner.exec(command, **given)
+    script = f'"$@" </dev/null >/dev/null 2>&1 & sleep {seconds}'
+    await inner.exec(["sh", "-c", script, "sh", *argv], **{**given, "timeout": seconds + 20})
+    return ExecResult(124, timed_out=True)
+
+
+async def _outside(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
+    """Run what goes on in the background as a process of the machine that nobody ends."""
+    if not (isinstance(command, str) and "while :" in command):
+        return await inner.exec(command, **given)
+    home = (await inner.exec("pwd -P")).stdout.decode().strip()
+    subprocess.Popen(["sh", "-c", command], cwd=home, start_new_session=True)  # noqa: ASYNC220
+    return ExecResult(0)
+
+
+_RUNS = {"believes commands": _believing, "leaves commands": _leaving, "runs outside": _outside}
+
+
+class BentSandbox(Sandbox):
+    """Hands everything on to a real one; what is bent is told apart by its name."""
+
+    backend = "bent"
+
+    def __init__(self, inner: Sandbox, fault: str) -> None:
+        self.inner, self.fault, self.spec, self.id = inner, fault, inner.spec, inner.id
+
+    async def start(self) -> None:
+        await self.inner.start()
+        self.capabilities = self.inner.capabilities
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def exec(self, command: Any, **given: Any) -> ExecResult:
+        fault, inner = self.fault, self.inner
+        if fault in _RUNS:
+            return await _RUNS[fault](inner, command, given)
+        if fault == "raises KeyError":
+            raise KeyError("exit")
+        if fault == "cuts nothing":
+            given["max_output"] = 2**24
+        if fault == "leaks the environment":
+            given["env"] = {**os.environ, **(given.get("env") or {})}
+        result = await inner.exec(command, **given)
+        if fault == "a time-out raises" and result.timed_out:
+            raise SandboxError("too slow")
+        if fault == "merges streams":
+            return replace(result, stdout=result.stdout + result.stderr, stderr=b"")
+        return result
+
+    async def spawn(self, command: Any, **given: Any) -> SandboxProcess:
+        return await self.inner.spawn(command, **given)
+
+    async def read_file(self, path: str, **given: Any) -> bytes:
+        return await self.inner.read_file(path, **(given if self.fault != "reads all" else {}))
+
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        await self.inner.write_file(path, data, mode=None if self.fault == "forgets modes" else mode)
+
+    async def upload(self, source: Path, target: str) -> None:
+        await self.inner.upload(source, target)
+
+    async def download(self, source: str, target: Path, **given: Any) -> None:
+        if self.fault not in {"trusts archives", "follows links"}:
+            await self.inner.download(source, target, **given)
+            return
+        taken = "-c" if self.fault == "trusts archives" else "-ch"
+        packed = await self.inner.exec(["tar", "-C", source, taken, "."], max_output=2**24)
+        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(target, **_TRUSTING)
+
+    async def snapshot(self) -> str:
+        return await self.inner.snapshot()
+
+    async def fork(self) -> Sandbox:
+        return await self.inner.fork()
+
+
+class BentBackend(SandboxBackend):
+    """Real ones of the rung ``plain``, with a fault.
+
+    Args:
+        fault: Which.
+        lies: Capabilities that are promised though they do not hold.
+    """
+
+    name = "bent"
+
+    def __init__(self, fault: str = "", lies: dict[str, bool] | None = None) -> None:
+        self.inner = LocalBackend(isolation="plain", unsafe=True)
+        self.fault, self.lies = fault, lies or {}
+
+    async def probe(self) -> Capabilities:
+        return replace(await self.inner.probe(), **self.lies)  # type: ignore[arg-type]
+
+    def make(self, spec: SandboxSpec) -> Sandbox:
+        if self.fault == "forgets file_size":
+            spec = replace(spec, limits=replace(spec.limits, file_size=2**40))
+        return BentSandbox(self.inner.make(spec), self.fault)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        await self.inner.drop_snapshot(snapshot)
+
+    async def reap(self) -> int:
+        return await self.inner.reap()
+
+    async def close(self) -> None:
+        await self.inner.close()

@@ -1,0 +1,41 @@
+"""docs/external-agents.md, programs as agents: every key, placeholder and recipe, and code that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from support.doc_pages import blocks, section
+from turnwise.agents.blackbox import Recipe
+from turnwise.agents.blackbox.config import BlackBoxConfig, resolve_recipe
+from turnwise.agents.blackbox.workdir import PLACEHOLDERS, recipe_of
+
+PAGE = section("external-agents.md", "Programs as agents")
+
+
+def rows(header: str) -> list[str]:
+    """The names in the first column of a table."""
+    table = PAGE[PAGE.index(header) :].split("\n\n")[0]
+    return [name for line in table.splitlines()[2:] for name in re.findall(r"`\{?(\w+)\}?`", line.split("|")[1])]
+
+
+def test_every_key_placeholder_and_recipe_is_there() -> None:
+    assert sorted(rows("| key | what |")) == sorted(BlackBoxConfig.model_fields)
+    assert sorted(rows("| placeholder | what |")) == sorted(PLACEHOLDERS)
+    for name in rows("| recipe | how it is run"):
+        for variable in recipe_of(name).env:
+            known = ("MSWEA_", "IS_SANDBOX", "ANTHROPIC_", "CLAUDE_CODE_SUBAGENT", "OPENCODE_DISABLE_")
+            assert variable in PAGE or variable.startswith(known), variable
+
+
+def test_the_recipe_of_ones_own_runs(tmp_path: Path) -> None:
+    (code,) = blocks(PAGE, "python")
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert isinstance(found["MINE"], Recipe)
+    program = tmp_path / "my-agent"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    recipe = resolve_recipe(BlackBoxConfig(recipe=found["MINE"], env={"PATH": str(tmp_path)}))
+    assert recipe.command == (str(program), "--task", "{prompt}")

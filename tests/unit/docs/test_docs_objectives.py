@@ -1,0 +1,82 @@
+"""Objectives in docs/algorithms.md and in examples/objectives: what they say is what the code takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import turnwise
+from support.doc_pages import blocks as blocks_of
+from support.doc_pages import section
+from turnwise.config import load_config
+from turnwise.trainer.config.offline import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.preferences import load_demonstrations, load_preferences
+from turnwise.trajectory import TrainSample
+from turnwise.types import as_ids
+
+ROOT = Path(__file__).parents[3]
+PAGE = section("algorithms.md", "Objectives beside reinforcement learning")
+KINDS = {"rft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}
+
+
+def blocks(kind: str) -> list[str]:
+    return blocks_of(PAGE, kind)
+
+
+def test_every_configuration_of_the_page_is_one() -> None:
+    found = [yaml.safe_load(block) for block in blocks("yaml")]
+    named = [each for each in found if "name" in each]
+    assert [each["name"] for each in named] == list(KINDS)
+    for each in named:
+        KINDS[each["name"]].model_validate(each)
+    (pairs,) = [each for each in found if list(each) == ["trajectories"]]
+    PairingConfig.model_validate(pairs["trajectories"])
+    (distill,) = [each for each in found if "algorithm" in each]
+    rollout = {"env": {"name": "lookup"}, **distill["rollout"]}
+    rest = {"name": "n", "steps": 1, "policies": {"main": {"model": {"path": "m"}}}, "rollout": rollout}
+    assert TrainConfig.model_validate({**distill, **rest}).algorithm.distill is not None
+
+
+def test_every_default_of_the_dpo_block_is_the_default() -> None:
+    block = next(yaml.safe_load(each) for each in blocks("yaml") if "name: dpo" in each)
+    for name in ("beta", "loss", "label_smoothing", "length_normalised", "nll_coef", "pairs"):
+        assert block[name] == DPOConfig.model_fields[name].default, name
+
+
+def test_rows_of_the_page_are_read(tmp_path: Path) -> None:
+    lines = [line.strip() for line in PAGE.splitlines() if line.startswith('    {"')]
+    tool = {"type": "function", "function": {"name": "team_of"}}
+    rows = [line.replace("[...]", f"[{json.dumps(tool)}]") for line in lines]
+    demonstration, preference = (tmp_path / name for name in ("demonstrations", "preferences"))
+    demonstration.write_text(rows[0])
+    preference.write_text(rows[1])
+    assert load_demonstrations(demonstration)[0].tools[0].name == "team_of"
+    assert load_preferences(preference)[0].margin == 0.5
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize("name", ["rft", "dpo", "reward_model", "distill"])
+def test_the_examples_are_configurations(name: str) -> None:
+    kinds: dict[str, Any] = {
+        "rft": SFTConfig,
+        "dpo": DPOConfig,
+        "reward_model": RewardModelConfig,
+        "distill": TrainConfig,
+    }
+    assert load_config(kinds[name], ROOT / "examples" / "objectives" / f"{name}.yaml").name.startswith("lookup-")
+
+
+def test_the_page_names_every_tensor_of_a_padded_batch() -> None:
+    mask = torch.tensor([False, True]).numpy()
+    ids = as_ids([1, 2])
+    sample = TrainSample(ids, mask, ids.astype("float32"), ids, ids, "t", "g", 0)
+    said = set(re.findall(r"`(\w+)`", section("algorithms.md", "Padded batches for other trainers")))
+    batch = turnwise.collate_padded([sample], advantages=[1.0])
+    assert set(batch.tensors()) <= said

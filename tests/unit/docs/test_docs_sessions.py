@@ -1,0 +1,72 @@
+"""docs/agents.md, sessions: the code runs as it stands there, and the reasons are those that a session gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from support.chat.model_dirs import renderer_for
+from support.doc_pages import blocks, section
+from turnwise.agents import context
+from turnwise.recorder import token_session
+from turnwise.recorder import tree as forks
+from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
+from turnwise.rollout.config import RolloutConfig
+
+TEXT = section("agents.md", "Sessions")
+BLOCKS = blocks(TEXT, "python")
+
+
+@pytest.fixture(scope="module")
+def names() -> dict:
+    found: dict = {"__name__": "docs_sessions"}
+    for block in BLOCKS:
+        exec(compile(block, "docs/agents.md", "exec"), found)
+    return found
+
+
+def test_the_session_that_is_described(names: dict) -> None:
+    trajectory, rows = names["show"](renderer_for("qwen3"))
+    assert trajectory.forks() == {"rewound": 1}
+    assert len(trajectory.leaves()) == len(rows) == 2
+    assert sum(row.trained_tokens for row in rows) == trajectory.sampled_tokens
+    # The first turn is shared, and trained in the first row alone.
+    assert [sorted(set(row.turn_ids[row.loss_mask].tolist())) for row in rows] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptoss", "mistral"])
+def test_the_tool_responses_that_are_described(names: dict, family: str) -> None:
+    ids, text = names["after_the_call"](renderer_for(family))
+    assert renderer_for(family).decode(ids) == text
+    assert "17 degrees" in text
+
+
+def test_the_table_holds_every_reason_and_no_other() -> None:
+    table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
+    told = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
+    given = {"reasoning_dropped", "bridge_unproven"}
+    for module in (forks, token_session):
+        lines = re.findall(r"^ +return .*", Path(module.__file__).read_text(encoding="utf-8"), re.MULTILINE)
+        given |= {name for line in lines for name in re.findall(r'(?:return|else) "(\w+)"', line)}
+    assert told == given
+
+
+def test_the_table_of_names_that_agents_give_holds_them_all() -> None:
+    table = TEXT.partition("| what the agent did |")[2].partition("\n\n")[0]
+    told = set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
+    given = set()
+    for file in Path(context.__file__).parent.glob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        given |= set(re.findall(r'fork\b.*?= ?.*?"(\w+)"', source))
+    assert told == given
+
+
+def test_the_policies_are_those_of_the_configuration() -> None:
+    fields = RolloutConfig.model_fields
+    for key, policy in (("reasoning", ReasoningPolicy), ("echo", EchoPolicy)):
+        assert f"`rollout.{key}`: `{fields[key].default}`" in TEXT
+        for value in get_args(policy):
+            assert f"`{value}`" in TEXT

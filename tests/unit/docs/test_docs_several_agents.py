@@ -1,0 +1,50 @@
+"""docs/agents.md, several agents: the environment plays as it stands there, the keys are those of the configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+import yaml
+
+from support.chat.toy_renderer import ToyRenderer
+from support.doc_pages import blocks, section
+from turnwise.agents.roles import Compare
+from turnwise.envs.registration import register
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+
+TEXT = section("agents.md", "Several agents")
+
+
+@pytest.mark.parametrize(
+    ("answer", "turns", "rewards"),
+    [("yes", 4, {"seller": 7.0, "buyer": 2.0}), ("no", 4, {"seller": 0.0, "buyer": 0.0}), ("yes", 0, None)],
+)
+async def test_the_environment_that_is_described(answer: str, turns: int, rewards: dict | None) -> None:
+    names: dict = {"__name__": "docs_several_agents"}
+    [block] = blocks(TEXT, "python")
+    exec(compile(block, "docs/agents.md", "exec"), names)
+    register(f"test-haggle-{answer}-{turns}", names["Haggle"])
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, lambda request: "7" if request.session_id.endswith("seller") else answer)
+    settings = {"env": {"name": f"test-haggle-{answer}-{turns}"}, "agent": {"name": "turns"}}
+    config = RolloutConfig.model_validate({**settings, "max_tokens_per_turn": None if turns else 1})
+    runner = EpisodeRunner(config, client, renderer, context_length=5000)
+    outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
+    await runner.close()
+    assert outcome.error is None
+    found = {each.agent: each.reward for each in outcome.trajectories}
+    assert found == (rewards or {"seller": 0.0, "buyer": 0.0})
+
+
+def test_what_the_table_and_the_section_name_is_there() -> None:
+    table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
+    [block] = blocks(TEXT, "yaml")
+    section = yaml.safe_load(block)["rollout"]
+    config = RolloutConfig.model_validate({"env": {"name": "nim"}, **section})
+    assert set(config.frozen) == {"past", "judge", "far", "hosted"}

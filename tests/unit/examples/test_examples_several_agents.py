@@ -1,0 +1,74 @@
+"""The examples of several agents: an episode as their configuration plays it, and what a model is warmed up on."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chat.toy_renderer import ToyRenderer
+from turnwise.config import load_config
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+from turnwise.trainer.config.train import TrainConfig
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+async def played(example: str, task: Task, said: dict[str, list[str]]) -> dict[str, float]:
+    """Play one episode in which each agent says its lines; return rewards by agent."""
+    config = load_config(TrainConfig, EXAMPLES / example / "train.yaml", [])
+    renderer = ToyRenderer()
+    lines = {agent: iter(each) for agent, each in said.items()}
+    client = ScriptedClient(renderer, lambda request: next(lines[request.session_id.split("/", 2)[2]]))
+    # The toy renderer writes a letter a token.
+    rollout = config.rollout.model_copy(update={"max_tokens_per_turn": None})
+    runner = EpisodeRunner(rollout, client, renderer, context_length=5000)
+    outcome = await runner.run(EpisodeSpec(task, "g"))
+    await runner.close()
+    assert outcome.error is None
+    return {each.agent: each.reward for each in outcome.trajectories}
+
+
+async def test_a_game_is_won_by_who_takes_the_last_stone() -> None:
+    """Of 7 stones 3 and 3 are taken by the first player; what the second one leaves is enough for that."""
+    rewards = await played("two_player", Task("t", "", {"stones": 7}), {"first": ["3", "3"], "second": ["1"]})
+    assert rewards == {"first": 1.0, "second": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("proposed", "answers", "rewards"),
+    [
+        # Two thirds of the solvers are right: 1 - |2 * 2/3 - 1|.
+        ("2 + 3", ["5", "5", "6"], [2 / 3, 1.0, 1.0, 0.0]),
+        ("2 + 3", ["5", "5", "5"], [0.0, 1.0, 1.0, 1.0]),
+        ("two and three", [], [0.0]),
+    ],
+)
+async def test_a_proposer_is_paid_for_sums_that_some_solve(
+    proposed: str, answers: list[str], rewards: list[float]
+) -> None:
+    said = {"proposer": [proposed]} | {f"solver/{number}": [answer] for number, answer in enumerate(answers)}
+    found = await played("proposer_solver", Task("t", ""), said)
+    assert {agent: found[agent] for agent in said} == pytest.approx(dict(zip(said, rewards, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("example", "maker", "rows"), [("two_player", "games", 10), ("proposer_solver", "demonstrations", 20)]
+)
+async def test_a_model_is_warmed_up_on_conversations_that_end_with_an_answer(
+    example: str, maker: str, rows: int
+) -> None:
+    spec = importlib.util.spec_from_file_location(f"{example}_main", EXAMPLES / example / "main.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = await getattr(module, maker)(5, 0)
+    assert len(found) == rows
+    assert found == await getattr(module, maker)(5, 0)
+    for row in found:
+        assert [message["role"] for message in row["messages"]][-1] == "assistant"

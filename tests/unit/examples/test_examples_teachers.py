@@ -1,0 +1,74 @@
+"""The teachers of the small models: wrong in what they do, never in what they copy."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.envs.library import calculator, lookup
+from turnwise.tools.arithmetic import evaluate, read_number
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+COUNT = 400
+
+
+def rows(example):
+    if str(EXAMPLES / "small_model") not in sys.path:
+        sys.path.append(str(EXAMPLES / "small_model"))
+    spec = importlib.util.spec_from_file_location(f"teacher_of_{example}", EXAMPLES / example / "teacher.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return asyncio.run(module.demonstrations(COUNT, 0))
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    return rows("calculator")
+
+
+def calls(row):
+    found = [call for message in row["messages"] for call in message.get("tool_calls", ())]
+    return [json.loads(call["function"]["arguments"])["expression"] for call in found]
+
+
+def test_every_call_is_the_right_one_and_every_answer_a_number_that_stands_there(conversations):
+    for row, task in zip(conversations, calculator.tasks(COUNT), strict=True):
+        problem = calculator.Problem.from_data(task.data, "here")
+        values = [problem.start, *problem.results]
+        right = [f"{value} {sign} {number}" for value, (sign, number) in zip(values, problem.steps, strict=False)]
+        said = calls(row)
+        assert said == right[: len(said)]
+        answered = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        assert answered == [str(evaluate(each)) for each in said]
+        [number] = re.findall(r"\d+", row["messages"][-1]["content"])
+        assert int(number) == (values[len(said)] if said else problem.start)
+
+
+def test_most_are_wrong_and_about_a_fifth_is_right(conversations):
+    answers = [
+        read_number(row["messages"][-1]["content"]) == calculator.Problem.from_data(task.data, "here").answer
+        for row, task in zip(conversations, calculator.tasks(COUNT), strict=True)
+    ]
+    assert 0.12 < sum(answers) / COUNT < 0.25
+    assert {len(calls(row)) for row in conversations} == {0, 1, 2}
+
+
+def test_a_seed_is_the_same_demonstrations(conversations):
+    assert rows("calculator") == conversations
+    assert [tool["function"]["name"] for tool in conversations[0]["tools"]] == ["calculate"]
+
+
+def test_the_teacher_of_lookup_copies_right_too():
+    for row in rows("lookup"):
+        *_, last = row["messages"]
+        said = [json.loads(c["function"]["arguments"]) for m in row["messages"] for c in m.get("tool_calls", ())]
+        answers = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        [person] = [name for name in lookup.NAMES if f"manages {name}?" in row["messages"][0]["content"]]
+        assert said == [{"person": person}, {"team": answers[0]} if answers else None][: len(said)]
+        assert (answers[-1] if answers else person) in last["content"]
