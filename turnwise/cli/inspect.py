@@ -96,7 +96,7 @@ def evaluate(
     """Evaluate a model on an environment: success with its standard error, turns, tool errors, ends."""
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
-    from turnwise.evaluation.runner import run_eval
+    from turnwise.inference.builtin import forked_servers
 
     given = list(overrides or ())
     if env is not None and "=" in env:
@@ -118,4 +118,9 @@ def evaluate(
     }
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    run_eval(load_config(EvalConfig, config, [*said, *given]))
+    checked = load_config(EvalConfig, config, [*said, *given])
+    # The servers import while this process reads its tasks.
+    with forked_servers(0 if checked.url is not None else checked.inference.replicas):
+        from turnwise.evaluation.runner import run_eval
+
+        run_eval(checked)

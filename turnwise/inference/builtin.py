@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
-from turnwise.inference.process import ControlRoutes, ServerProcess
+from turnwise.inference.process import ControlRoutes, ForkedProcesses, ServerProcess
 from turnwise.model.core import Replica, WeightManifest
+
+_SERVER = "turnwise.engine.server"
+_SERVER_IMPORTS = ("turnwise.engine.causal_lm", "transformers.modeling_utils", "uvicorn", "uvloop")
+
+
+def forked_servers(count: int) -> AbstractContextManager[None]:
+    """Fork this process for ``count`` built-in servers that start in the context; see :class:`ForkedProcesses`."""
+    return ForkedProcesses(_SERVER, _SERVER_IMPORTS).forked(count)
 
 
 class BuiltinReplica(Replica):
@@ -89,7 +98,7 @@ class BuiltinReplica(Replica):
                 "report_fd": report,
                 "lifeline_fd": lifeline,
             }
-            return [sys.executable, "-m", "turnwise.engine.server", "--config-json", orjson.dumps(spec).decode()]
+            return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
         self._loaded = None
         threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}

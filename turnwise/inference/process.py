@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import gc
+import importlib
 import logging
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import aiohttp
 import orjson
@@ -21,16 +28,24 @@ import orjson
 from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.wire import BadRequest
+from turnwise.plugins import without_collections
 
 _LOG_END = 2000
 Command = Callable[[int, int], Sequence[str]]
 """(report descriptor, lifeline descriptor) -> the command line of a server that uses them."""
 
 
+class Launched(Protocol):
+    """A started process, such as a ``subprocess.Popen``; ``returncode`` is set by the thread that waits for it."""
+
+    pid: int
+    returncode: int | Any
+
+
 class _Child:
     """One process in its own session; a thread waits for it, for exact exit status and CPU time."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+    def __init__(self, popen: Launched, lifeline: int) -> None:
         self.pid = popen.pid
         self.lifeline = lifeline
         self.ended = asyncio.Event()
@@ -63,13 +78,12 @@ class ServerProcess:
     """A server's process, which may be restarted after it ended; it ends with its parent (lifeline pipe).
 
     Attributes:
-        launcher: Starts the process, with the signature of ``subprocess.Popen``; replaceable, for instance by one that
-            forks a process with torch imported.
+        launcher: Starts the process, with the signature of ``subprocess.Popen``; see :class:`ForkedProcesses`.
         died: Set when the process ends unexpectedly; cleared by :meth:`start`.
         spent_cpu: CPU seconds of the processes that ended, with their reaped children.
     """
 
-    launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+    launcher: ClassVar[Callable[..., Launched]] = subprocess.Popen
 
     def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
         """Configure a process; :meth:`start` starts it.
@@ -215,6 +229,126 @@ class ServerProcess:
         except OSError as error:
             text = f"(cannot be read: {error})"
         return f"{how}; the end of {self._log_file}:\n{text.strip() or '(empty)'}"
+
+
+class ForkedProcesses:
+    """Processes forked ahead of time, each of which becomes one server: it shares its parent's imports (Linux).
+
+    A fork is sound while this process has one thread of Python's and has computed nothing. That holds at the beginning
+    of a command, right after its imports, and the servers start later: until then the processes wait. What cannot be
+    forked (another module, another interpreter, more servers than processes, a restart) is started anew.
+    """
+
+    def __init__(self, program: str, imports: Sequence[str] = ()) -> None:
+        """Configure it.
+
+        Args:
+            program: Module of the server; its ``main(arguments)`` runs it and returns an exit code.
+            imports: Further modules that it imports when it starts.
+        """
+        self._program = program
+        self._imports = imports
+        self._waiting: list[tuple[int, socket.socket]] = []
+
+    @contextlib.contextmanager
+    def forked(self, count: int) -> Iterator[None]:
+        """Have ``count`` processes ready for servers that are started in the context."""
+        before = ServerProcess.launcher
+        if sys.platform == "linux" and before is subprocess.Popen and threading.active_count() == 1:
+            # Collections would copy the shared memory page by page.
+            gc.freeze()
+            for _ in range(count):
+                self._fork()
+            ServerProcess.launcher = self._launch
+        try:
+            yield
+        finally:
+            ServerProcess.launcher = before
+            for pid, link in self._waiting:
+                link.close()
+                os.waitpid(pid, 0)
+            self._waiting.clear()
+
+    def _fork(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            self._waiting.append((pid, ours))
+            return
+        status = 1
+        try:
+            ours.close()
+            # Ctrl-C in the terminal is the parent's; it stops its servers.
+            os.setsid()
+            with without_collections():
+                main = importlib.import_module(self._program).main
+                for name in self._imports:
+                    importlib.import_module(name)
+            status = _become_server(theirs, main)
+        except BaseException:  # noqa: BLE001 - the outermost edge of the process
+            traceback.print_exc()
+        finally:
+            logging.shutdown()
+            # What the parent registered for its exit is not for this process.
+            os._exit(status)
+
+    def _launch(self, command: Sequence[str], **options: Any) -> Launched:
+        if self._waiting and list(command[:3]) == [sys.executable, "-m", self._program]:
+            pid, link = self._waiting.pop()
+            log = options["stdout"].fileno()
+            request = {
+                "arguments": command[3:],
+                "env": dict(options["env"]),
+                "cwd": os.getcwd(),
+                "descriptors": [1, 2, *options["pass_fds"]],
+            }
+            with link, contextlib.suppress(OSError):
+                socket.send_fds(link, [b"\0"], [log, log, *options["pass_fds"]])
+                link.sendall(orjson.dumps(request))
+                return _Forked(pid)
+            # It was killed while it waited.
+            os.waitpid(pid, 0)
+        return subprocess.Popen(command, **options)
+
+
+@dataclass(slots=True)
+class _Forked:
+    """The part of a ``subprocess.Popen`` that is read of a started process."""
+
+    pid: int
+    returncode: int | None = None
+
+
+def _become_server(link: socket.socket, main: Callable[[list[str]], int]) -> int:
+    """Wait for a request in a forked process, run the server and return its exit code; 0 without a request."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != link.fileno():
+            # The folder's own descriptor is closed by now.
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with link:
+        _, received, _, _ = socket.recv_fds(link, 1, 8)
+        body = b"".join(iter(partial(link.recv, 1 << 16), b""))
+    if not body:
+        return 0
+    request = orjson.loads(body)
+    wanted = request["descriptors"]
+    # First out of the way of the numbers that they shall have.
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for each in received]
+    for each in received:
+        os.close(each)
+    for source, number in zip(moved, wanted, strict=True):
+        os.dup2(source, number, inheritable=True)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    return main(request["arguments"])
 
 
 async def _read_line(descriptor: int, child: _Child) -> bytes | None:
