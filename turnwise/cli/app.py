@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -57,6 +59,8 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line (default: the process's) and exit: 0, 1 after an error, 2 for usage, 130 after Ctrl-C."""
+    # The interpreter looks for garbage once more when it ends, among all that was imported: a second with torch.
+    atexit.register(gc.freeze)
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]

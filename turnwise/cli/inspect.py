@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from turnwise.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from turnwise.evaluation.config import EvalConfig
 
 
 def view(
@@ -103,7 +106,6 @@ def evaluate(
     """Evaluate a model on an environment: success with its standard error, turns, tool errors, stop reasons."""
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
-    from turnwise.evaluation.runner import run_eval
 
     given = list(overrides or ())
     if env is not None and "=" in env:
@@ -125,4 +127,14 @@ def evaluate(
     }
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    run_eval(load_config(EvalConfig, config, [*said, *given]))
+    _evaluate(load_config(EvalConfig, config, [*said, *given]))
+
+
+def _evaluate(config: EvalConfig) -> None:
+    from turnwise.inference.builtin import forked_servers
+
+    # The servers import while this process reads its tasks.
+    with forked_servers(0 if config.url is not None else config.inference.replicas):
+        from turnwise.evaluation.runner import run_eval
+
+        run_eval(config)

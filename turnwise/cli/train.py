@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from turnwise.cli.options import Overrides
+from turnwise.plugins import without_collections
 
 if TYPE_CHECKING:
     from turnwise.trainer.config.train import TrainConfig
@@ -74,9 +75,14 @@ def train(
     if dry:
         _dry_run(checked, fresh)
         return
-    from turnwise.trainer.run.train import run_train
+    with without_collections():
+        from turnwise.inference.builtin import forked_servers
+        from turnwise.trainer.run.train import run_train
 
-    run_train(checked, fresh=fresh, resume_step=resume_step)
+    frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
+    servers = checked.inference.replicas + sum(each.inference.replicas for each in frozen)
+    with forked_servers(servers):
+        run_train(checked, fresh=fresh, resume_step=resume_step)
 
 
 def _is_file(argument: str) -> bool:

@@ -299,11 +299,6 @@ def _session(scope: Scope) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    # Most of a start is imports, which make no garbage: a fifth of it went into looking for some (`serve`).
-    gc.disable()
-
-
 class ServerSpec(BaseModel):
     """Arguments of a server process.
 
@@ -378,6 +373,8 @@ def serve(spec: ServerSpec) -> None:
 
     Raises InferenceError if model or port cannot be used, MissingExtraError without the extra ``serve``.
     """
+    # Most of a start is imports, which make no garbage: a tenth of it went into looking for some.
+    gc.disable()
     process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
     outbox = Outbox()
     engine, stop_strings, guides = _load(spec, outbox.deliver)

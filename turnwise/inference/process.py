@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import aiohttp
 import orjson
@@ -33,10 +33,17 @@ Command = Callable[[int, int], Sequence[str]]
 """(report descriptor, lifeline descriptor) -> the command line of a server that uses them."""
 
 
+class Launched(Protocol):
+    """A started process, such as a ``subprocess.Popen``; ``returncode`` is set by the thread that waits for it."""
+
+    pid: int
+    returncode: int | Any
+
+
 class _Child:
     """One process in its own session; a thread waits for it, for exact exit status and CPU time."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+    def __init__(self, popen: Launched, lifeline: int) -> None:
         self.pid = popen.pid
         self.lifeline = lifeline
         self.ended = asyncio.Event()
@@ -69,13 +76,13 @@ class ServerProcess:
     """A server's process, which may be restarted after it ended; it ends with its parent (lifeline pipe).
 
     Attributes:
-        launcher: Starts the process, with the signature of ``subprocess.Popen``; replaceable, for instance by one that
-            forks a process with torch imported.
+        launcher: Starts the process, with the signature of ``subprocess.Popen``; see
+            :class:`turnwise.inference.builtin.ForkedProcesses`.
         died: Set when the process ends unexpectedly; cleared by :meth:`start`.
         spent_cpu: CPU seconds of the processes that ended, with their reaped children.
     """
 
-    launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+    launcher: ClassVar[Callable[..., Launched]] = subprocess.Popen
 
     def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
         """Configure a process; :meth:`start` starts it.
