@@ -32,7 +32,7 @@ from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.records import BatchWriter, TrajectoryWriter
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival
+from turnwise.rollout.replay.strategies import Fifo
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
@@ -159,7 +159,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         stack.callback(writer.close)
         batches = BatchWriter(directory / "batches.jsonl", part=0)
         stack.callback(batches.close)
-        buffer = LocalReplayBuffer(Arrival("key"))
+        buffer = LocalReplayBuffer(Fifo("key"))
         parts = RolloutParts(renderer, run_seed=0, write=writer.write)
         producer = await RolloutProducer.create(ROLLOUT, client, buffer, parts)
         stack.push_async_callback(producer.close)
