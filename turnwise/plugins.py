@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from turnwise.errors import ConfigError
 
-# How modules are called that are made of files.
+# Prefix of the names of modules that are loaded from files.
 _FILE = "turnwise_file_"
-# The names of modules that were imported otherwise, by their files: every episode asks for its environment.
+# Names of modules that were imported by other means, by file: a cache, as every episode looks up its environment.
 _IMPORTED: dict[str, str] = {}
 
 

@@ -111,9 +111,9 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
         model = config["policies"]["main"]["model"]
         launched, first = model["path"], _first_model(model)
     else:
-        # An evaluation; of a server that was not ours nobody knows what it served.
+        # An evaluation. Which weights an external server served is unknown.
         launched = first = config.get("model") if config.get("url") is None else None
-    # What servers compute in is decided when they are launched, whatever weights they are sent.
+    # The dtype of a server is fixed at launch, whatever weights it receives later.
     exact = launched is not None and is_float32(Path(launched), dtype)
     if first is not None and (Path(first) / "config.json").is_file():
         found[0] = _Weights(Path(first), exact)
