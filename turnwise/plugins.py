@@ -258,7 +258,7 @@ def _enter(entry: EntryPoint) -> None:
             found()
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(f"{GROUP}:{entry.name}")
-        raise ConfigError(f"{what} cannot be loaded: {_said(error)}; {remedy}") from error
+        raise ConfigError(f"{what} cannot be loaded: {_error_text(error)}; {remedy}") from error
     if not callable(found) and not isinstance(found, ModuleType):
         raise ConfigError(
             f"{what} is a {type(found).__name__}: it must name a module, or a function without arguments; {remedy}"
@@ -282,8 +282,8 @@ def _import_extension(name: str) -> None:
         raise ConfigError(f"{MODULES} names {name!r}: {error}; {remedy}") from error
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(name)
-        raise ConfigError(f"{MODULES} names {name!r}: importing it failed: {_said(error)}; {remedy}") from error
+        raise ConfigError(f"{MODULES} names {name!r}: importing it failed: {_error_text(error)}; {remedy}") from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -303,7 +303,7 @@ class Classifier:
         length = max(map(len, inputs))
         padding = self._padding
         if padding is None:
-            # A decoder takes the last token that is not padding as an input's last: pad with an id that no input contains.
+            # A decoder's last token is the last that is not padding: pad with an id that no input contains.
             used = {token for ids in inputs for token in ids}
             padding = next(token for token in range(self.vocabulary) if token not in used)
             self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding

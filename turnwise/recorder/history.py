@@ -39,7 +39,7 @@ class History:
         # The last returned message, with and without the keys that only this package adds, and its canonical form.
         self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
-    def said(self, message: Message, form: Canonical) -> None:
+    def register_reply(self, message: Message, form: Canonical) -> None:
         """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
         self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
 
@@ -58,9 +58,9 @@ class History:
         fresh: list[Mapping[str, Any]] = []
         for index in range(known, len(messages)):
             message: Mapping[str, Any] = messages[index]
-            said = self._returned_last(message)
-            if said is not None:
-                copied, form = said
+            returned = self._returned_last(message)
+            if returned is not None:
+                copied, form = returned
                 reducer.skip(message, form)
             else:
                 form = reducer.reduce(index, message)

@@ -370,7 +370,7 @@ class Session:
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = snapshot(given)
-        self._history.said(snapshot(given), meant)
+        self._history.register_reply(snapshot(given), meant)
         self._failure = None
         return given
 

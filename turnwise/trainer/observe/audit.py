@@ -193,10 +193,10 @@ def _temperature(trajectory: Trajectory, configured: float) -> float | None:
     if trajectory.metrics.get("temperatures", 1.0) > 1:
         # An agent behind a gateway chose them, request by request.
         return None
-    noted = trajectory.metrics.get("temperature")
-    if noted is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
+    recorded = trajectory.metrics.get("temperature")
+    if recorded is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
         return None
-    return (configured if noted is None else noted) or 1.0
+    return (configured if recorded is None else recorded) or 1.0
 
 
 def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> float:
