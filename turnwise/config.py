@@ -187,7 +187,7 @@ def _resolve_from(value: Any, *, names: bool) -> Any:
     base = value.base if isinstance(value, _Located) else Path.cwd()
     for end in sorted({len(text), *(mark.start() for mark in re.finditer("[:?]", text))}, reverse=True):
         file = Path(text[:end]).expanduser()
-        # A registered name stays one, also where a folder of that name stands about.
+        # A registered name stays a name, even if a folder of that name exists.
         if end and not (names and not file.suffix and "/" not in text[:end]) and (base / file).exists():
             return f"{base / file}{text[end:]}"
     return text

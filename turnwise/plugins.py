@@ -26,9 +26,9 @@ from typing import Any, Final
 
 from turnwise.errors import ConfigError
 
-# How modules are called that are made of files.
+# Prefix of the names of modules that are loaded from files.
 _FILE = "turnwise_file_"
-# The names of modules that were imported otherwise, by their files: every episode asks for its environment.
+# Names of modules that were imported by other means, by file: a cache, as every episode looks up its environment.
 _IMPORTED: dict[str, str] = {}
 
 
@@ -272,7 +272,7 @@ def _enter(entry: EntryPoint) -> None:
             found()
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(f"{GROUP}:{entry.name}")
-        raise ConfigError(f"{what} cannot be loaded: {_said(error)}; {remedy}") from error
+        raise ConfigError(f"{what} cannot be loaded: {_error_text(error)}; {remedy}") from error
     if not callable(found) and not isinstance(found, ModuleType):
         raise ConfigError(
             f"{what} is a {type(found).__name__}: it must name a module, or a function without arguments; {remedy}"
@@ -296,8 +296,8 @@ def _import_extension(name: str) -> None:
         raise ConfigError(f"{MODULES} names {name!r}: {error}; {remedy}") from error
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(name)
-        raise ConfigError(f"{MODULES} names {name!r}: importing it failed: {_said(error)}; {remedy}") from error
+        raise ConfigError(f"{MODULES} names {name!r}: importing it failed: {_error_text(error)}; {remedy}") from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from turnwise.evaluation.runner import run_eval
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.offline.core import spoken
+from turnwise.trainer.offline.core import branch_messages
 from turnwise.trainer.offline.dpo import run_dpo
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
@@ -87,7 +87,7 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
     found = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
     assert len(found) == 4
     for each in found:
-        ((score,),) = alone.forward([encoder.chat(spoken(each), arguments={})])
+        ((score,),) = alone.forward([encoder.chat(branch_messages(each), arguments={})])
         assert each.reward == pytest.approx(score, abs=1e-4)
     assert any(step.get("reward/by_name/liked") for step in lines(tmp_path / "run" / "metrics.jsonl"))
 

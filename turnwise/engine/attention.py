@@ -260,7 +260,7 @@ def _prefill(
 ) -> torch.Tensor:
     """Attend with the padded chunks; returns [chunks * width, heads, value dim]."""
     padded = query[block.packed].transpose(1, 2)
-    # The keys of tokens of this step were just written: a piece reads all of its own from the pool.
+    # The keys of this step's tokens were just written, so a chunk reads all of its keys from the pool.
     seen_keys = keys[:, :, : block.length][block.rows]
     seen_values = values[:, :, : block.length][block.rows]
     heads, width = padded.shape[1], block.width

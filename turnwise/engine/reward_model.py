@@ -281,7 +281,7 @@ class Classifier:
                     f"{directory} is not a sequence classifier (its architecture: {kind}): its head would be random. "
                     "Serve it without --reward, or name a directory of a reward model"
                 )
-            # No field of its own means the default of transformers, which loads it so.
+            # A config without the field means the default of transformers, which from_pretrained applies.
             model = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
             )
@@ -302,7 +302,7 @@ class Classifier:
         length = max(map(len, inputs))
         padding = self._padding
         if padding is None:
-            # A decoder finds an input's last token as the last one that is no padding: an id that stands in none.
+            # A decoder's last token is the last that is not padding: pad with an id that no input contains.
             used = {token for ids in inputs for token in ids}
             padding = next(token for token in range(self.vocabulary) if token not in used)
             self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding

@@ -285,7 +285,7 @@ class Scheduler:
         self.scored.discard(slot)
         self.running = self.running[self.running != slot]
         if retain and self._cache.cached[slot] >= WORTH_SHARING:
-            # What stands beyond the cached tokens cannot be shared: one id that was sampled last.
+            # Only cached tokens can be shared; the id that was sampled last is not cached.
             self._cache.retain(slot)
             return
         self._prefixes.remember(slot, "")

@@ -146,7 +146,7 @@ class _Writer:
                 continue
             following = elements[place + 1] if place + 1 < len(elements) else None
             if each["type"] == "any_text" and following is not None and following["type"] == "const_string":
-                # The text ends where what follows it stands first.
+                # The text ends at the first occurrence of the string that follows it.
                 parts.append(self._free(each, _text(following["value"])))
                 skip = True
             else:

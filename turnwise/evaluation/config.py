@@ -49,7 +49,7 @@ class EvalPlan(BaseModel):
     pass_k: list[PositiveInt] = []
 
     @model_validator(mode="after")
-    def _something_to_do(self) -> Self:
+    def _evaluates_something(self) -> Self:
         if self.samples == 0 and not self.greedy:
             raise ValueError("samples of at least 1, or greedy: true (else nothing is evaluated)")
         if self.pass_k and max(self.pass_k) > self.samples:
@@ -90,13 +90,13 @@ class EvalConfig(EvalPlan):
         return without_model(data)
 
     @model_validator(mode="after")
-    def _ceiling(self) -> Self:
+    def _limit_turn_tokens(self) -> Self:
         if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
             self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": EVAL_MAX_TOKENS_PER_TURN})
         return self
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _model_or_hosted(self) -> Self:
         if self.hosted is None:
             if self.model is None:
                 raise ValueError("model, the directory of a Hugging Face model (or hosted and url)")

@@ -321,8 +321,8 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     async with AsyncExitStack() as stack:
         model = await _model(config, folder, stack)
-        # The ledger closes the client with it, and marks its own end: nothing is in flight any more. Of text there are
-        # no tokens to write down.
+        # The ledger closes the client too, and marks its end: nothing is in flight any more. Hosted endpoints return
+        # text, so there are no tokens to record.
         policies = config.rollout.frozen
         tells = config.hosted is None or any(each.hosted is None for each in policies.values())
         book = LedgerWriter(folder / "ledger.jsonl") if tells else None

@@ -144,7 +144,7 @@ class BuiltinReplica(LaunchedReplica):
             except InferenceError:
                 if self._config.port:
                     raise
-                # Somebody took the port meanwhile.
+                # Another process bound the port in the meantime.
                 self._port = 0
                 await self._launch(paused=manifest is not None)
             if manifest is not None:

@@ -122,7 +122,7 @@ class RendererConfig(BaseModel):
         from turnwise.chat.renderer import load_renderer
 
         given = self.chat_template
-        # A name has neither a folder nor an ending.
+        # A name has neither a folder nor an extension.
         file = None if given is None or not ("/" in given or Path(given).suffix) else Path(given).expanduser()
         return load_renderer(
             model,

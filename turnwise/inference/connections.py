@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.ended and self.status:
-            # Nothing was asked: whatever this is, the next answer would be taken for it.
+            # No request is pending: these bytes would be read as the beginning of the next response.
             self._fail(ConnectionFailed("the server sent data after the end of its response"))
             self.abort()
             return
@@ -256,8 +256,8 @@ class Connections:
                     await connection.more()
                 return connection
             except ConnectionFailed:
-                # The server may have closed it while it lay idle, before it saw the request: that says nothing of
-                # the server.
+                # The server may have closed an idle connection before it saw the request: this is no failure of the
+                # server.
                 if fresh or not connection.silent:
                     raise
             except asyncio.CancelledError:

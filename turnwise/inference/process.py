@@ -55,7 +55,7 @@ class _Child:
         threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True).start()
 
     def _wait(self) -> None:
-        # Until it is waited for, its id names its process group and no other: what it started ends with it.
+        # Until it is reaped, its id cannot be reused: the signal below reaches its process group and no other.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -204,7 +204,7 @@ class ServerProcess:
             child.signal(signal.SIGKILL)
             await child.ended.wait()
         except BaseException:  # also a cancellation
-            # Whoever waited was cancelled: nobody will see to this process again.
+            # The waiting task was cancelled, and nothing else will end this process.
             child.signal(signal.SIGKILL)
             raise
         finally:

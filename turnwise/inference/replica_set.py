@@ -36,7 +36,7 @@ class ReplicaSet:
         self._down: set[BuiltinReplica] = set()
         self._whole = asyncio.Event()
         self._whole.set()
-        # Set at the next death, and then replaced: one that is over at once is seen by who looked before.
+        # Set at the next death and then replaced, so that a waiter also sees a death that was recovered from at once.
         self._next_death = asyncio.Event()
 
     @property

@@ -83,7 +83,7 @@ class VLLMConfig(BaseModel):
             "--max-num-seqs": self.max_seqs,
             "--max-model-len": self.max_context,
             "--max-num-batched-tokens": self.max_batch_tokens,
-            # Only what a request says decides how it is sampled, whatever lies beside the checkpoint.
+            # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
             "--generation-config": "vllm",
             "--worker-extension-cls": "turnwise_vllm_worker.RolloutLogprobs",
             "--uvicorn-log-level": self.log_level,

@@ -322,7 +322,7 @@ def encode_request(
     else:
         sampling["detokenize"] = False
     if params.ignore_eos:
-        # Servers go on honouring explicit stop ids; here the caller asked to sample past all of them.
+        # Servers would still stop at explicit stop ids; here the caller asked to sample past all of them.
         sampling["ignore_eos"] = True
     elif params.stop_token_ids:
         sampling["stop_token_ids"] = params.stop_token_ids

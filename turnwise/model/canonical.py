@@ -243,7 +243,7 @@ class Canonicalizer:
     def _note(self, message: Mapping[str, Any], canonical: Canonical) -> None:
         if is_turn(canonical):
             self._calls, self._answered = canonical.calls, set()
-            # Of a recognised turn, the calls stand where they stood when it was sampled.
+            # A recognised turn keeps the order of calls in which it was sampled.
             self._named = call_ids(message) if canonical.turn is None else [call.id for call in canonical.calls]
         elif canonical.answers is not None and canonical.answers >= 0:
             self._answered.add(canonical.answers)

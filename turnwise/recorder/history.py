@@ -12,9 +12,9 @@ from turnwise.model.canonical import Canonical, Canonicalizer, Recognise, Templa
 from turnwise.recorder.matching import RootKey
 from turnwise.types import Message, ToolCall, ToolSchema
 
-# So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.
+# Number of conversations cached per session: an agent and the sub-agents that it alternates with.
 _CONVERSATIONS = 4
-# What an assistant's message holds that no agent over HTTP hands back.
+# Keys of an assistant message that agents over HTTP do not send back.
 _OWN = ("turn_id", "finish_reason")
 
 
@@ -34,12 +34,12 @@ class History:
 
     def __init__(self, recognise: Recognise | None = None) -> None:
         self._recognise = recognise
-        # The one used last stands last.
+        # Most recently used last.
         self._conversations: list[_CachedRequest] = []
-        # What was said last, as it was given and without what only this package puts there; and what it means.
+        # The last returned message, with and without the keys that only this package adds, and its canonical form.
         self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
-    def said(self, message: Message, form: Canonical) -> None:
+    def register_reply(self, message: Message, form: Canonical) -> None:
         """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
         self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
 
@@ -58,9 +58,9 @@ class History:
         fresh: list[Mapping[str, Any]] = []
         for index in range(known, len(messages)):
             message: Mapping[str, Any] = messages[index]
-            said = self._returned_last(message)
-            if said is not None:
-                copied, form = said
+            returned = self._returned_last(message)
+            if returned is not None:
+                copied, form = returned
                 reducer.skip(message, form)
             else:
                 form = reducer.reduce(index, message)
@@ -92,7 +92,7 @@ class History:
             found = list(switches_of(remembered.get("tool_calls")))
             if found:
                 switches.append((index, found))
-        # A conversation that began in another way is one of its own.
+        # A conversation that shares less than half is a separate one.
         others = [each for each in self._conversations if each is not last or known * 2 < len(each.messages)]
         self._conversations = [
             *others[-(_CONVERSATIONS - 1) :],

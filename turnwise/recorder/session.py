@@ -304,7 +304,7 @@ class Session:
             if ids is not None:
                 self._escaped += renderer.escaped - escaped
                 return Match(turn, None, new, self._frozen(ids), None, commits, key, tools)
-            # A branch that began where this one could not be extended may go on from there.
+            # A branch that began where this one could not be extended may be continued instead.
             why = why or f"bridge_unproven: {renderer.why}"
         escaped = renderer.escaped
         ids = renderer.render(messages, tools)
@@ -370,7 +370,7 @@ class Session:
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = snapshot(given)
-        self._history.said(snapshot(given), meant)
+        self._history.register_reply(snapshot(given), meant)
         self._failure = None
         return given
 

@@ -125,7 +125,7 @@ class Leases:
         self._timer = None
         now = self._time().time()
         if now - self._due > self._seconds / 10:
-            # This process was busy with something else: while it was, nobody could be heard.
+            # This process was blocked, so no heartbeat could arrive in the meantime.
             self._table.renew(now)
         over = self._table.expired(now)
         self._arm()

@@ -106,7 +106,7 @@ class _PromptTools:
         key = _spec_key(task.env, task.env_config)
         if key not in self._toolsets:
             if len(self._toolsets) >= _TOOLSETS_HELD:
-                # Each row may have a configuration of its own, and an environment hangs on every toolset.
+                # Each row may have its own configuration, and every toolset keeps an environment alive.
                 self._toolsets.clear()
             self._toolsets[key] = self._toolset(task)
         return [tool.schema for tool in selected(self._toolsets[key], task).values()]
@@ -214,7 +214,7 @@ async def load_checked(
         max_prompt_tokens: Leave tasks out whose prompt has more.
 
     Raises:
-        ConfigError: Nobody names any, or the chat template does not show the tools of their environment.
+        ConfigError: No tasks are named, or the chat template does not show the tools of their environment.
         RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
     """

@@ -192,7 +192,7 @@ class FailureWatch:
     def __init__(self, most: int) -> None:
         self._most = most
         self._row = 0
-        self._last = "none was told"
+        self._last = "unknown"
 
     def failed(self, error: str) -> None:
         """Note the error of an episode."""
@@ -267,14 +267,14 @@ class RolloutProducer(RolloutManager):
         """Make a producer; asks the server for its context length."""
         info = await client.model_info()
         # Threads are made on demand: a run whose tools are all async has none.
-        # One more than may be lost: when so many are, the run ends, and until it has no call waits for nothing.
+        # One more than may be lost: losing that many ends the run, and until then no call waits for a lost thread.
         threads = ToolThreads(config.concurrency, max_lost=config.max_lost_threads + 1)
         runner_config, write, rewarder = config, parts.write, None
         if config.group_reward is not None:
             rewarder = GroupRewarder(
                 config.group_reward, write=parts.write, save_messages=config.save_messages, executor=threads
             )
-            # What trajectories say is read once more before they are written.
+            # The group reward reads the messages before trajectories are written.
             runner_config, write = config.model_copy(update={"save_messages": True}), rewarder.take
         runner = EpisodeRunner(
             runner_config,
@@ -340,7 +340,7 @@ class RolloutProducer(RolloutManager):
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """Cancel unfinished groups. Environments may still be closing on return, within ``rollout.close_timeout``."""
-        # In the order in which they were asked for, whatever order the keys have.
+        # In the order in which they were requested, whatever the order of the keys.
         ended = {key: task for key, task in self._running.items() if key in keys}
         for task in ended.values():
             task.cancel()
@@ -399,7 +399,7 @@ class RolloutProducer(RolloutManager):
         try:
             for done in asked.done.values():
                 rewarder.keep(name, done)
-            # The members' slots are free: other groups go on while this one is compared.
+            # The members' slots are free: other groups continue while this one is compared.
             return await rewarder.reward(request.task, await self._members(asked), name)
         finally:
             why = "the group was cancelled before its group reward"
@@ -482,7 +482,7 @@ class RolloutProducer(RolloutManager):
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
         if self._remote is None:
             return await self._runner.run(spec)
-        # The episode begins when somebody is there to play it: nobody's absence counts against its time.
+        # The episode begins when a runner is connected: waiting for one does not count towards its timeout.
         async with self._remote.acquire_runner() as agent:
             return await self._runner.run(spec, agent)
 

@@ -139,7 +139,7 @@ def session_trajectories(
         return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
     result: list[Trajectory] = []
     for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
-        # What was counted of the episode stands once, in its first trajectory.
+        # Metrics of the episode are recorded once, in its first trajectory.
         counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
         result.append(
             replace(
@@ -317,7 +317,7 @@ class EpisodeRunner:
             if task is None or task.cancelling():
                 run.stop_reason = StopReason.CANCELLED
                 raise
-            # Nobody cancelled this episode: passed on, it would end the member without a word.
+            # The episode was not cancelled: if this were re-raised, the member would end without an error.
             run.stop_reason = StopReason.ERROR
             run.error = AgentError("the agent or its environment raised CancelledError without being cancelled")
             run.error.__cause__ = error
@@ -449,7 +449,7 @@ class EpisodeRunner:
             return False
         closing = asyncio.ensure_future(invoke(run.env, "close", executor=self._executor))
         interrupted = False
-        # Once for close, and once more for what runs when it is cancelled. After that it is left behind.
+        # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
             until = time.monotonic() + self._config.close_timeout
             while not closing.done() and (left := until - time.monotonic()) > 0:

@@ -145,7 +145,7 @@ class EpisodeSessions:
             if gateway is self._gateway and self._base is None:
                 self._base = gateway.form.take()
             name = next(name for name, (each, _) in self.opened.items() if each is session)
-            # What stands in front of the run's gateway does not lead to that of a frozen policy.
+            # A proxy in front of the run's gateway does not reach the gateway of a frozen policy.
             base = self._base if gateway is self._gateway else None
             place = Place(self._rollout_id, self._attempt_id, name, base)
             self._endpoints[session.id] = await gateway.open(session, place)
@@ -192,7 +192,7 @@ def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, floa
     if isinstance(session, TextSession):
         episode = {name: value for name, value in episode.items() if name != "temperature"}
     elif "temperature" in episode:
-        # A frozen policy may have one of its own.
+        # A frozen policy may have another temperature.
         episode = {**episode, "temperature": session.params.temperature}
     return {**session.metrics(), **episode}
 

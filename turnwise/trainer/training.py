@@ -89,7 +89,7 @@ class Training:
         size = group_size or self.config.rollout.group_size
         requests = None
         if tasks is not None:
-            # The number of the call stands in the ids: the same task may be asked for again in a step.
+            # The ids contain the number of the call: the same task may be requested again in a step.
             self._asked += 1
             tag = f"step{self.step + 1}.{self._asked}"
             greedy = self.config.algorithm.greedy_baseline
@@ -123,7 +123,7 @@ class Training:
         if batch is None:
             raise TrainError("learn() comes after rollouts(): nothing was rolled out since the last step")
         metrics = await train_on(self.run, replace(batch, groups=list(groups)))
-        # Counted anew in each step: a run that goes on from a checkpoint asks under the ids of one that never stopped.
+        # Counted per step, so that a resumed run requests under the same ids as an uninterrupted one.
         self._asked = 0
         await finish_step(self.run)
         return metrics

@@ -122,5 +122,5 @@ def _remove_orphans(root: Path) -> None:
         except ProcessLookupError:
             shutil.rmtree(directory, ignore_errors=True)
         except PermissionError:
-            # Somebody else's process is alive under this number.
+            # A process of another user has this process id.
             continue

@@ -64,7 +64,7 @@ def watched() -> GapWatch:
 def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
     watch = watched()
     gaps = watch.found()
-    assert not watch.noted
+    assert not watch.has_tokens
     first, second = gaps.turns
     # Turn 0: tokens 0 and 1 of each row: 0, 0.5, 0, 0. Turn 1: the other three: 0, 0, 0.25, 0, 3, 0.
     assert (first.turn, first.tokens, first.mean, first.max) == (0, 4, 0.125, 0.5)

@@ -24,7 +24,7 @@ from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.observe.loggers import LoggedRun, Logger
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.observe.run_log import read_metrics
-from turnwise.trainer.offline.core import keep_good, make_pairs, read_recorded
+from turnwise.trainer.offline.core import filter_trajectories, make_pairs, read_recorded
 from turnwise.trainer.offline.dpo import PreferenceObjective, reference_sums, run_dpo
 from turnwise.trainer.offline.preferences import Pair, load_preferences, pack_pairs, preference_pairs, token_sides
 from turnwise.trainer.offline.reward_model import run_reward_model
@@ -341,7 +341,7 @@ def test_good_trajectories_are_kept(recorded: tuple[Path, list[Trajectory]]) -> 
     home, every = recorded
 
     def kept(**options: Any) -> list[str]:
-        return [each.id for each in keep_good(every, FilterConfig(path=home, **options))]
+        return [each.id for each in filter_trajectories(every, FilterConfig(path=home, **options))]
 
     # t1 says the same as t0.
     assert kept() == ["t0", "t2", "t3", "t4", "t5", "t6", "t7"]

@@ -139,7 +139,7 @@ class JournalState:
                 trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
                 entry.whole = WholeGroup(event["head"], event["facts"], trajectories, baselines)
                 entry.arrived, self._groups = self._groups, self._groups + 1
-                # Asked for once more after it was given up.
+                # Requested again after it was dropped.
                 entry.dropped = None
             case "take":
                 for key in event["keys"]:

@@ -164,7 +164,7 @@ class _RunConnection:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Nobody cancelled this episode: passed on, the run would wait for a result that never comes.
+            # The episode was not cancelled: if this were re-raised, the run would wait for a result that never comes.
             error = AgentError("the agent raised CancelledError without being cancelled")
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: the run is told what it raised
             error = raised

@@ -103,7 +103,7 @@ class ChangeNotifier:
         if loop is None or _running() is loop:
             raise TrainError("wait() would block the run forever: in an async def, await self.changed() instead")
         with self._lock:
-            # Who was cancelled while this computed has looked for what waits already.
+            # The caller was cancelled in the meantime, so its result would not be used.
             if (call := _CALL.get()) is not None and call.given_up:
                 raise concurrent.futures.CancelledError
             blocked = asyncio.run_coroutine_threadsafe(self.changed(seconds), loop)
@@ -284,8 +284,8 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             TrainError: Its partition is unknown, or the disk refuses.
         """
         ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
-        # Our ids end with what was asked for: a task may be on its way in two epochs at once. A manager from elsewhere
-        # names groups as it likes: there the task tells.
+        # Our group ids end with the request's key, as a task may be in flight in two epochs at once. A custom manager
+        # names groups as it likes: there the task id decides.
         mine = [each for each in in_flight if each.task_id == group.task_id]
         flight = next((each for each in mine if group.id.endswith(f"-{each.key}")), mine[0] if mine else None)
         if flight is not None:
@@ -338,7 +338,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                     "replay.max_staleness, or make sure that the sampling server gets the new weights"
                 )
             if choice.take is None and tail is not None:
-                # As if nothing were in flight: nobody waits for that any more.
+                # The groups in flight are no longer waited for: choose as if there were none.
                 smaller = partial(_without_in_flight, strategy, ready, global_steps, taken)
                 cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
             if (take := choice.take or cut.take) is not None:
@@ -398,7 +398,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         ref = BatchRef(self._next_batch, tuple(group_ids), tuple(each.key for each in facts))
         self._next_batch += 1
         self._batches[ref.id] = facts
-        # Of steps that are over nobody asks any more.
+        # Counts of finished steps are not read again.
         before = self._taken.get((partition, step), 0)
         self._taken = {place: count for place, count in self._taken.items() if place[0] != partition}
         self._taken[partition, step] = before + len(facts)
@@ -434,7 +434,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         groups = []
         for facts in self._batches[ref.id]:
             groups.append(self._store.get(facts.id))
-            # Reading takes its time: what rolls out goes on meanwhile.
+            # Reading is slow: let rollouts run in between.
             await asyncio.sleep(0)
         if fields is None:
             return groups
@@ -480,7 +480,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts = self._ready[partition].pop(group_id)
         self._store.drop(self._step, group_id, why)
-        # Nobody waits for what was trained.
+        # Groups that were already trained are not missed by any step.
         if facts.uses == 0:
             self._dropped[why] += 1
             if self._on_drop is not None:

@@ -111,7 +111,7 @@ class ReplayConfig(BaseModel):
         name = self.strategy.name
         takes = _TAKES[name]
         keys = {key for keys in _TAKES.values() for key in keys}
-        # A configuration that was written down names every key: what is the default asks for nothing.
+        # A saved configuration names every key: one with its default value counts as not given.
         whole = self.model_dump(include=keys)
         given = {key for key, value in whole.items() if value != type(self).model_fields[key].default}
         if unread := sorted(given - set(takes)):

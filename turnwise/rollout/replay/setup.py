@@ -147,7 +147,7 @@ class CustomReplayBuffer(ForwardingReplayBuffer):
         inner = self._inner
         while True:
             missing = self._strategy.lacks(inner.ready("train"), inner.in_flight("train"), step, batch_size)
-            # The inherited sample asks by itself, and takes a smaller batch where nothing more is asked for.
+            # The inherited sample requests refills itself, and takes a smaller batch when none are left.
             if missing > 0 and not inner.refills and not refill(missing):
                 inner.fail(
                     TrainError(f"step {step}: groups were discarded, and no others were requested in their place")

@@ -216,7 +216,7 @@ class Bounded(Strategy):
         of_step, left = room
         versions = (math.inf if each.oldest_version is None else each.oldest_version for each in queue)
         last = [version + 1 + self._bound for version in versions]
-        # What flies past the bound already is dropped when it comes: nobody waits for it.
+        # A group in flight that is past the bound is dropped when it arrives: do not wait for it.
         flights = [due for each in in_flight if (due := each.version + 1 + self._bound) >= step]
         for due in set(flights):
             remain = sum(each <= due for each in (*last[batch_size:], *flights))

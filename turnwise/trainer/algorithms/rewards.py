@@ -14,7 +14,7 @@ from turnwise.errors import TrainError
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
 
 RowKey = tuple[str, int]
-"""What tells a row from the others of a step: trajectory and leaf."""
+"""Key of a row within a step: trajectory id and leaf."""
 
 
 @dataclass(frozen=True, slots=True)

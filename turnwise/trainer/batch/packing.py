@@ -19,7 +19,7 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.trajectory import TrainSample
 
-# A shared stretch of fewer tokens costs more as a segment of its own than it saves.
+# A shared stretch of fewer tokens costs more as a separate segment than it saves.
 SHORTEST_SHARED = 8
 """In tokens."""
 
@@ -105,7 +105,7 @@ class PrefixTree:
             while ends[path[-1]] > shared:
                 last = path.pop()
             if ends[path[-1]] < shared:
-                # The fork lies inside a stretch: its upper part becomes a segment of its own.
+                # The fork lies inside a stretch: its upper part becomes a separate segment.
                 ends.append(shared)
                 parents.append(path[-1])
                 rows.append(rows[last])

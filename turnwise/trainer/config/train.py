@@ -174,7 +174,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMB]?)")
 
 
 UNKNOWN_STEPS: Final = 10**9
-"""How many steps a run has where nobody can tell yet: its schedule has not begun to fall."""
+"""Number of steps of a run whose length is not known yet: its schedule does not decay."""
 
 
 def read_duration(value: object) -> object:

@@ -75,7 +75,7 @@ class Teacher:
                 task.cancel()
 
     async def _one(self, sample: TrainSample) -> Scores:
-        # A server samples at least one token more than it is asked about.
+        # A server samples at least one token after those that it scores.
         most = min(len(sample.input_ids), self.policy.info.context_length - 1)
         found = np.full(len(sample.input_ids), np.nan, np.float32)
         found[:most] = await self.policy.client.score(sample.input_ids[:most], session_id="")

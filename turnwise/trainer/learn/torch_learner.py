@@ -30,7 +30,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 1 << 30
 _MOST_KEPT = (1 << 31) - 1
 
-# By any of these somebody has decided already.
+# If one of these is set, the user has already configured malloc.
 _DECIDED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 

@@ -82,7 +82,7 @@ def update_policy(
 
 
 def _watching(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
-    if watch is None or watch.noted:
+    if watch is None or watch.has_tokens:
         return objective
     watch.packed(rows)
     return replace(objective, watch=watch)

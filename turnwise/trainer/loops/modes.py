@@ -162,7 +162,7 @@ def _end_partial_step(run: TrainRun, learned: list[Learned], trained: Trained) -
         run.advance()
         run.log(step_record(run, learned, time.monotonic()))
     except DiskError:
-        # What ended the step is told, not what followed from it.
+        # Report the error that ended the step, not this one.
         run.torn = True
 
 

@@ -81,7 +81,7 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
             cancelled = True
     task = asyncio.current_task()
     if cancelled and task is not None:
-        # Asked for again, not once more: who counts the requests must still count one.
+        # Cancel again without counting twice: ``task.cancelling()`` must stay 1.
         task.uncancel()
         task.cancel()
     return future.result()
@@ -120,7 +120,7 @@ async def sample_groups(
     while missing:
         await run.hooks.sample_begin()
         ref, found = await run.buffer.sample(step, "train", missing)
-        # What the buffer handed out is trained, whatever interrupts the run from here on.
+        # A batch that the buffer returned is trained, even if the run is interrupted from here on.
         fetched = await uninterrupted(run.buffer.fetch(ref, fields))
         await uninterrupted(run.buffer.release(ref))
         run.scheduler.done(ref, fetched)

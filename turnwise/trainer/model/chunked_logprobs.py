@@ -133,7 +133,7 @@ def _call_head(
     tile_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Score by calling the head on tiles of states, checkpointed where there are several."""
-    # An adapter shows the matrix of what it stands around.
+    # A peft layer exposes the weight of the layer that it wraps.
     assert isinstance(head.weight, Tensor)
     rows = max(1, tile_bytes // (4 * head.weight.shape[0]))
 

@@ -17,8 +17,8 @@ from turnwise.errors import TrainError
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
 _BUCKET_RATIO = 0.75
 
-# Own tokens of a segment from this length on are read where they stand: a call of its own costs less than copying them
-# and computing padding.
+# Segments of at least this length get their own attention call, without copying: that costs less than gathering their
+# tokens and computing padding.
 _LONG_ALONE = 96
 
 Segments = Sequence[tuple[int, int, int]]

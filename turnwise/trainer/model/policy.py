@@ -172,7 +172,7 @@ class Policy:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self.lora.save(directory)
-        # What tells a reader of the folder which model it is, without its weights.
+        # Tells readers of the folder which model it is, without the weights.
         self.model.config.save_pretrained(directory)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(directory)

@@ -111,9 +111,9 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
         model = config["policies"]["main"]["model"]
         launched, first = model["path"], _first_model(model)
     else:
-        # An evaluation; of a server that was not ours nobody knows what it served.
+        # An evaluation. Which weights an external server served is unknown.
         launched = first = config.get("model") if config.get("url") is None else None
-    # What servers compute in is decided when they are launched, whatever weights they are sent.
+    # The dtype of a server is fixed at launch, whatever weights it receives later.
     exact = launched is not None and is_float32(Path(launched), dtype)
     if first is not None and (Path(first) / "config.json").is_file():
         found[0] = _Weights(Path(first), exact)
@@ -193,10 +193,10 @@ def _temperature(trajectory: Trajectory, configured: float) -> float | None:
     if trajectory.metrics.get("temperatures", 1.0) > 1:
         # An agent behind a gateway chose them, request by request.
         return None
-    noted = trajectory.metrics.get("temperature")
-    if noted is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
+    recorded = trajectory.metrics.get("temperature")
+    if recorded is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
         return None
-    return (configured if noted is None else noted) or 1.0
+    return (configured if recorded is None else recorded) or 1.0
 
 
 def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> float:

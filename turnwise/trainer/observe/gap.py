@@ -106,7 +106,7 @@ class GapWatch:
         self._parts.append(_Part(tuple(rows), sequences.cpu().numpy(), *arrays))
 
     @property
-    def noted(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether any tokens were recorded."""
         return bool(self._parts)
 

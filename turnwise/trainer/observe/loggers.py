@@ -209,7 +209,7 @@ class WandbLogger(Logger):
             tags=tags,
             name=run.name,
             id=run.id,
-            # The same run goes on, whichever process logs.
+            # A resumed process continues the same run.
             resume="allow",
             dir=str(run.directory),
             config=dict(run.config),
@@ -250,11 +250,11 @@ class TrackioLogger(Logger):
     """
 
     def __init__(self, run: LoggedRun, *, project: str = "turnwise", space_id: str | None = None) -> None:
-        # It tells how to look at the figures; standard output belongs to results.
+        # trackio prints instructions; standard output is reserved for results.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = _trackio_package().init(
                 project=project,
-                # Runs go on by their name.
+                # Runs are resumed by name.
                 name=f"{run.name}-{run.id}",
                 resume="allow",
                 space_id=space_id,

@@ -270,7 +270,7 @@ def _share(value: float) -> str:
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
-# Estimators that compare nobody with the other members of a group.
+# Estimators that do not compare the members of a group.
 _NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
 
 

@@ -233,7 +233,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
     return found
 
 
-def keep_good(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:
+def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:
     """Filter trajectories, keeping their order.
 
     Raises:

@@ -182,7 +182,7 @@ async def preference_pairs(
     """
     pairs: list[Pair] = []
     for number, each in enumerate(preferences):
-        # The turns of the prompt are context here, though the assistant said them.
+        # Assistant turns of the prompt are context here and not trained.
         turns = sum(message["role"] == "assistant" for message in each.prompt)
         sides: list[list[TrainRow]] = []
         for side, said in (("chosen", each.chosen), ("rejected", each.rejected)):
@@ -241,7 +241,7 @@ def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch]
     batches: list[MicroBatch] = []
     for members in bins:
         chosen = [rows[index] for index in members]
-        # What was said before both sides is computed once.
+        # The prompt that both sides share is computed once.
         laid = pack(chosen, sum(len(row.sample.input_ids) for row in chosen), share_prefixes=True)
         if len(laid) != 1:
             raise TrainError(f"{len(chosen)} rows of pairs were laid into {len(laid)} micro-batches")

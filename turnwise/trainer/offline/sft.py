@@ -17,8 +17,8 @@ from turnwise.trainer.offline.core import (
     Batch,
     DisplayLayout,
     OfflineResult,
+    filter_trajectories,
     fit,
-    keep_good,
     prepare,
     print_notice,
     read_recorded,
@@ -73,7 +73,7 @@ def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tup
         demonstrations = load_demonstrations(config.data, config.limit)
         return asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
     recorded = read_recorded(config.trajectories, renderer)
-    kept = keep_good(recorded, config.trajectories)[: config.limit]
+    kept = filter_trajectories(recorded, config.trajectories)[: config.limit]
     tasks = len({each.task_id for each in kept})
     print_notice(console, f"trajectories: {len(kept)} of {len(recorded)} are trained, of {tasks} tasks")
     samples = [to_samples(each, max_tokens=config.max_tokens_per_row) for each in kept]

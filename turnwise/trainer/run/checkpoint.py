@@ -199,7 +199,7 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
             self._prune()
         except (OSError, RuntimeError, SafetensorError) as error:
-            # Of a disk that is full torch and safetensors tell by errors of their own.
+            # torch and safetensors report a full disk by their own exceptions.
             shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint {final} cannot be written: {error}; earlier ones are intact: free disk space (or set "
@@ -241,7 +241,7 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """Return the newest checkpoint's directory, or None; first completes an interrupted replacement."""
         self._restore()
-        # Also one that lacks its state: nobody goes on from an older one without being told.
+        # Including one that lacks its state: a run never resumes from an older checkpoint silently.
         found = self._named()
         return self.path(found[-1]) if found else None
 
@@ -257,12 +257,12 @@ class CheckpointStore:
     def tidy(self, *, after: int | None = None) -> None:
         """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``after``."""
         self._clean()
-        # The newest first: a kill in between leaves none that comes after one that is gone.
+        # Newest first, so that a kill in between leaves no gap.
         for step in reversed([] if after is None else [each for each in self._named() if each > after]):
             self._remove(step)
         self._prune()
         if self._ratings is None:
-            # Of a process that was configured to keep the best: from now on nothing keeps what it leads to.
+            # Left by a process with checkpoint.best: its target is no longer kept.
             (self.directory / BEST).unlink(missing_ok=True)
 
     def _prune(self) -> None:

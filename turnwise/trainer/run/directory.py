@@ -88,12 +88,12 @@ class RunDirectory:
                     f"another process is using the run {self.path}: wait for it, stop it, or choose another name"
                 ) from None
             except OSError:
-                # A file system without locks: then nobody watches.
+                # A file system without locks: run without one.
                 pass
             yield
         finally:
             os.close(descriptor)
-            # Where nothing could be started nothing is left either.
+            # Remove the directory again if nothing was written to it.
             with contextlib.suppress(OSError):
                 self.path.rmdir()
 

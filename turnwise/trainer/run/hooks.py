@@ -232,7 +232,7 @@ class HookCalls:
         except BaseException as error:  # whatever ends the run is shown to the hooks first
             self._error = error
             for text in await self._end():
-                # What ended the run is what its caller is told; this must not hide it.
+                # The caller must get the error that ended the run; failures of these hooks are only printed.
                 self._say(f"warning: {text}")
             raise
         wrong = await self._end()
@@ -282,7 +282,7 @@ class HookCalls:
         """Call ``on_sample_begin``, and issue the requests of hooks."""
         self.refills = 0
         await self._call("on_sample_begin")
-        # Only now: what a step asks for of its own accord takes into account what is on its way.
+        # Issued last: the step's own requests account for the groups in flight.
         if self._requested:
             scheduler, groups = self._of_run().scheduler, self._requested
             self._requested = 0

@@ -300,7 +300,7 @@ class TrainRun:
         self.state.rng = capture_rng()
         self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
         with self.timeline.span(CHECKPOINT, self.state.step):
-            # What the checkpoint counts as trained must not come back by a power cut.
+            # Groups that the checkpoint counts as trained must not become available again after a power cut.
             self.journal.sync()
             self.store.save(self.state, self._write, self.found)
         self.saved_step = self.state.step

@@ -244,7 +244,7 @@ class TaskScheduler:
     def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
         """Remove the requests of a batch; a run resumed from an earlier checkpoint issues them again."""
         for number, group in enumerate(groups):
-            # A group that is trained once more says nothing new of its task.
+            # A group that is trained again carries no new information about its task.
             if not ref.keys or ref.keys[number] in self.outstanding.keys() - self._learned:
                 self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:
