@@ -158,8 +158,10 @@ def large_classes(tree: Tree) -> list[str]:
 
 
 def _is_public_method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    properties = any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
-    return not node.name.startswith("_") and not properties
+    # @property, and @name.setter, which is its other half.
+    properties = ("property", "setter")
+    decorators = (getattr(each, "id", getattr(each, "attr", "")) for each in node.decorator_list)
+    return not node.name.startswith("_") and not any(each in properties for each in decorators)
 
 
 def small_files(tree: Tree) -> list[str]:
