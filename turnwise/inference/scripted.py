@@ -86,13 +86,13 @@ class ScriptedClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Return the scripted completion, or raise the scripted error."""
-        if len(prompt.ids) >= self._context_length:
-            raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
+        if len(prompt.token_ids) >= self._context_length:
+            raise RequestRefused(f"the prompt has {len(prompt.token_ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
             raise StructuredOutputError("this script is held to nothing: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
-        request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
+        request = ScriptedRequest(session_id, number, prompt.token_ids, params, self._renderer)
         self.requests.append(request)
         line = await self._next(request)
         if isinstance(line, BaseException):

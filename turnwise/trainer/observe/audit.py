@@ -211,9 +211,9 @@ def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> 
 
 
 def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
-    before = [each.ids for each in trajectory.path(segment.parent)]
-    ids = np.concatenate([*before, segment.ids])
-    start = len(ids) - len(segment.ids)
+    before = [each.token_ids for each in trajectory.path(segment.parent)]
+    ids = np.concatenate([*before, segment.token_ids])
+    start = len(ids) - len(segment.token_ids)
     mask = np.zeros(len(ids), np.bool_)
     mask[start + span[1] : start + span[2]] = True
     logprobs = np.zeros(len(ids), np.float32)

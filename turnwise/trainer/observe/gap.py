@@ -179,7 +179,7 @@ def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> 
     if trajectory is None:
         return {}
     segment = [each for each in trajectory.segments if each.sampled][gap.turn]
-    ids = segment.ids
+    ids = segment.token_ids
     return {
         "agent": trajectory.agent,
         "turn_id": segment.turn_id,
