@@ -88,7 +88,7 @@ async def long_talk(renderer: TemplateRenderer) -> Talk:
         talk = Talk(renderer, characters)
         for _ in range(TURNS):
             await talk.turn()
-        tokens = sum(len(segment.ids) for segment in talk.session.segments(messages=False))
+        tokens = sum(len(segment.token_ids) for segment in talk.session.segments(messages=False))
         if abs(tokens - TOKENS) < TOKENS / 50:
             return talk
         characters = round(characters * TOKENS / tokens)
@@ -104,7 +104,7 @@ async def assemble(renderer: TemplateRenderer, repeats: int) -> tuple[list[float
         taken.append((time.process_time() - begun) * 1e3)
     [row] = samples.rows
     last = talk.client.requests[-1].prompt
-    sampled = [segment.ids for segment in talk.session.segments() if segment.sampled]
+    sampled = [segment.token_ids for segment in talk.session.segments() if segment.sampled]
     if not np.array_equal(row.input_ids[: len(last)], last):
         raise SystemExit("the row does not hold the ids of the last prompt")
     if not np.array_equal(row.input_ids[row.loss_mask], np.concatenate(sampled)):

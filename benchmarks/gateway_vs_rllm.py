@@ -54,7 +54,7 @@ async def run_ours(gateway: Ours, name: str, connections: int, count: int) -> Lo
                 continue
             ended = await gateway.control(f"/sessions/{session}/finalize", {})
             trajectory = Trajectory.from_bytes(json.dumps(ended["trajectory"]))
-            sampled = [segment.ids.tolist() for segment in trajectory.segments if segment.sampled]
+            sampled = [segment.token_ids.tolist() for segment in trajectory.segments if segment.sampled]
             if sampled != [completion()] * TURNS or len(trajectory.leaves()) != 1:
                 raise SystemExit(f"session {session} holds {len(sampled)} turns in {len(trajectory.leaves())} branches")
     return taken

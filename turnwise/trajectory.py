@@ -26,11 +26,11 @@ class Segment:
         index: Index in ``Trajectory.segments``, in commit order (parents before children).
         parent: Index of the preceding segment, -1 for a root.
         kind: ``context`` (``loss_mask`` 0) or ``sampled`` (``loss_mask`` 1).
-        ids: int32 of shape [tokens].
+        token_ids: int32 of shape [tokens].
         messages: The ids' messages as JSON: those that a request added, or the one assistant message.
         turn_id: The turn; sampled segments only.
         logprobs: float32 of shape [tokens], sampled segments only.
-        weight_versions: Spans over ``ids``, sampled segments only.
+        weight_versions: Spans over ``token_ids``, sampled segments only.
         finish_reason: Sampled segments only.
         fork: Why this segment is not the first child of its parent, or None.
         tools: Root contexts only: the tool schemas, as JSON.
@@ -42,7 +42,7 @@ class Segment:
     index: int
     parent: int
     kind: SegmentKind
-    ids: TokenIds
+    token_ids: TokenIds
     messages: tuple[dict[str, Any], ...] = ()
     turn_id: str | None = None
     logprobs: Logprobs | None = None
@@ -61,13 +61,13 @@ class Segment:
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
         """Mask of shape [tokens] of the trained ids: sampled and not in ``left_out``."""
-        mask = np.full(len(self.ids), self.sampled, np.bool_)
+        mask = np.full(len(self.token_ids), self.sampled, np.bool_)
         for start, end in self.left_out or ():
             mask[start:end] = False
         return mask
 
 
-_SEGMENT_FIELDS = ("index", "parent", "kind", "ids", "messages")
+_SEGMENT_FIELDS = ("index", "parent", "kind", "token_ids", "messages")
 _SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
 _RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
 
@@ -87,7 +87,7 @@ def read_segment(record: dict[str, Any]) -> Segment:
         index=record["index"],
         parent=record["parent"],
         kind=record["kind"],
-        ids=np.asarray(record["ids"], np.int32),
+        token_ids=np.asarray(record["token_ids"], np.int32),
         messages=_listed(record["messages"]),
         turn_id=record.get("turn_id"),
         logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
@@ -175,7 +175,7 @@ class Trajectory:
         """Number of sampled ids over all branches; for ``text``, the endpoint's token counts."""
         if self.recorded == "text":
             return int(self.metrics.get("completion_tokens", 0))
-        return sum(len(segment.ids) for segment in self.segments if segment.sampled)
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
 
     def forks(self) -> Counter[str]:
         """Count the forks by reason."""
@@ -397,16 +397,16 @@ def _row(
     owned: set[int],
     max_tokens: int | None,
 ) -> TrainSample:
-    total = sum(len(segment.ids) for segment in path)
+    total = sum(len(segment.token_ids) for segment in path)
     length = total if max_tokens is None else min(total, max_tokens)
-    ids = np.concatenate([segment.ids for segment in path])[:length]
+    token_ids = np.concatenate([segment.token_ids for segment in path])[:length]
     mask = np.zeros(length, np.bool_)
     logprobs = np.zeros(length, np.float32)
     versions = np.full(length, -1, np.int32)
     turns = np.full(length, -1, np.int32)
     start = 0
     for segment in path:
-        end = min(start + len(segment.ids), length)
+        end = min(start + len(segment.token_ids), length)
         if segment.sampled and segment.logprobs is not None and start < end:
             logprobs[start:end] = segment.logprobs[: end - start]
             turns[start:end] = numbers[segment.index]
@@ -415,5 +415,5 @@ def _row(
             if segment.index not in owned:
                 mask[start:end] = segment.trained[: end - start]
                 owned.add(segment.index)
-        start += len(segment.ids)
-    return TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, path[-1].index)
+        start += len(segment.token_ids)
+    return TrainSample(token_ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, path[-1].index)

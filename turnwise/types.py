@@ -112,7 +112,7 @@ class Media:
 class TokenPrompt:
     """Prompt ids, int32 of shape [tokens], with their media."""
 
-    ids: TokenIds
+    token_ids: TokenIds
     media: tuple[Media, ...] = ()
 
 

@@ -93,7 +93,7 @@ def _done(home: Path) -> dict[str, Any]:
     prompts: dict[str, list[int]] = {}
     calls: dict[str, dict[str, str]] = {}
     for trajectory in read_trajectories(home / "trajectories.jsonl"):
-        ids = trajectory.segments[0].ids.tolist()
+        ids = trajectory.segments[0].token_ids.tolist()
         if prompts.setdefault(trajectory.task_id, ids) != ids:
             raise ValueError(f"task {trajectory.task_id} was asked in two ways")
         messages = [message for segment in trajectory.segments for message in segment.messages]

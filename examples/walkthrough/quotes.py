@@ -142,15 +142,16 @@ def recorder(page: Page, parts: Parts, walked: Walked) -> None:
     for each in first.segments:
         roles = ", ".join(message["role"] for message in each.messages)
         lines.append(
-            f"{each.index:>7}  {each.parent:>6}  {each.kind:<7}{len(each.ids):>5}  {each.turn_id or '-':<4}  {roles}"
+            f"{each.index:>7}  {each.parent:>6}  {each.kind:<7}{len(each.token_ids):>5}  "
+            f"{each.turn_id or '-':<4}  {roles}"
         )
     params = parts.model.requests[0].params
     lines += ["", f"temperature {params.temperature}, max_tokens {params.max_tokens}, stop ids {params.stop_token_ids}"]
     page.add("segments", *lines)
     root = first.segments[0]
     again = renderer.render(canonical_messages([own(message) for message in root.messages]), schemas(LookupEnv()))
-    check(np.array_equal(again, root.ids), "the first prompt is not what the renderer writes")
-    page.add("prompt", *renderer.decode(root.ids).splitlines(), "", *pieces(renderer, root.ids))
+    check(np.array_equal(again, root.token_ids), "the first prompt is not what the renderer writes")
+    page.add("prompt", *renderer.decode(root.token_ids).splitlines(), "", *pieces(renderer, root.token_ids))
     history = [message for each in first.segments[:3] for message in each.messages]
     canonical = canonical_messages([own(message) for message in history])
     page.add("canonical", *(shown_canonical(message) for message in canonical))
@@ -165,7 +166,7 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
     first, renderer = walked.group.trajectories[0], parts.renderer
     sampled = first.segments[1]
     assert sampled.logprobs is not None
-    page.add("completion", *pieces(renderer, sampled.ids))
+    page.add("completion", *pieces(renderer, sampled.token_ids))
     page.add(
         "logprobs",
         f"logprobs         {decimals(sampled.logprobs, 3)}",
@@ -173,12 +174,12 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
         f"weight_versions  {sampled.weight_versions}",
         approximate=True,
     )
-    message = renderer.parse(sampled.ids, first.segments[0].ids, schemas(LookupEnv()))
+    message = renderer.parse(sampled.token_ids, first.segments[0].token_ids, schemas(LookupEnv()))
     given = own(sampled.messages[0])["tool_calls"][0]
     [parsed] = message["tool_calls"]
     page.add(
         "call",
-        f"decoded    {renderer.decode(sampled.ids)}",
+        f"decoded    {renderer.decode(sampled.token_ids)}",
         f"id         {given.id!r}",
         *(f"{name:<10} {getattr(parsed, name)!r}" for name in ("name", "arguments", "raw", "error")),
     )
@@ -205,14 +206,17 @@ def delta(page: Page, renderer: Renderer, segments: Sequence[Segment]) -> None:
     messages = canonical_messages([own(m) for each in (root, said, added) for m in each.messages])
     # The answer is rendered with the id and the name that the session issued for its call.
     new = [dataclasses.replace(m, call_id=said_call(said).id, call_name=said_call(said).name) for m in messages[2:]]
-    again = renderer.extend(root.ids, said.ids, messages[1], new, schemas(LookupEnv()))
-    check(again is not None and np.array_equal(again, added.ids), "the second context is not what extend() writes")
-    prompt = len(root.ids) + len(said.ids) + len(added.ids)
+    again = renderer.extend(root.token_ids, said.token_ids, messages[1], new, schemas(LookupEnv()))
+    check(
+        again is not None and np.array_equal(again, added.token_ids), "the second context is not what extend() writes"
+    )
+    prompt = len(root.token_ids) + len(said.token_ids) + len(added.token_ids)
     page.add(
         "delta",
-        *pieces(renderer, added.ids),
+        *pieces(renderer, added.token_ids),
         "",
-        f"prompt of turn t1: {len(root.ids)} ids known + {len(said.ids)} sampled + {len(added.ids)} encoded = {prompt}",
+        f"prompt of turn t1: {len(root.token_ids)} ids known + {len(said.token_ids)} sampled "
+        f"+ {len(added.token_ids)} encoded = {prompt}",
     )
 
 

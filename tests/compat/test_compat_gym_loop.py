@@ -89,8 +89,8 @@ def test_the_loop_of_the_roadmap() -> None:
     segments = llm.session.segments(messages=True)
     llm.close()
     assert [segment.kind for segment in segments] == ["context", "sampled"] * 2
-    assert renderer.decode(segments[3].ids).startswith("42")
-    assert "the number is 42" in renderer.decode(segments[2].ids)
+    assert renderer.decode(segments[3].token_ids).startswith("42")
+    assert "the number is 42" in renderer.decode(segments[2].token_ids)
 
 
 @pytest.mark.parametrize("inside", [False, True])

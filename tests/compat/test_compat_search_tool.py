@@ -119,10 +119,10 @@ async def test_tokens_and_rewards_of_an_episode(config: RolloutConfig) -> None:
         assert [trajectory.turn_metrics[turn]["search/queries_so_far"] for turn in ("t0", "t1")] == [1.0, 3.0]
         kinds = [segment.kind for segment in trajectory.segments]
         assert kinds == ["context", "sampled"] * 3
-        told = [renderer.decode(segment.ids) for segment in trajectory.segments if segment.kind == "context"]
+        told = [renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.kind == "context"]
         assert "Paris is the capital of France." in told[1]
         assert "Rome is the capital of Italy.\nParis is the capital of France." in told[2]
-        said = [renderer.decode(segment.ids) for segment in trajectory.segments if segment.sampled]
+        said = [renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.sampled]
         assert "It is Paris." in said[2]
         # The whole schema reaches the renderer, with what verl's classes would drop.
         [tool] = trajectory.segments[0].tools

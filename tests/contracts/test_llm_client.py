@@ -130,11 +130,11 @@ async def test_given_ids_are_scored_or_refused(client, request):
             await client.score(ids)
         return
     completion = await client.generate(PROMPT, PARAMS, session_id="")
-    found = await client.score(np.concatenate([PROMPT.ids, completion.token_ids]))
+    found = await client.score(np.concatenate([PROMPT.token_ids, completion.token_ids]))
     assert found.dtype == np.float32
     assert found[0] == 0.0
     # What was sampled at temperature 1 was told the same.
-    assert np.abs(found[len(PROMPT.ids) :] - completion.logprobs).max() < 1e-4
+    assert np.abs(found[len(PROMPT.token_ids) :] - completion.logprobs).max() < 1e-4
 
 
 async def test_the_prompt_is_not_touched(client):

@@ -94,7 +94,7 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf(family: str, turns:
     trajectory = kept(session)
     assert not trajectory.forks()
     assert len(trajectory.leaves()) == 1
-    path = [number for each in trajectory.path(trajectory.leaves()[0])[:-1] for number in each.ids.tolist()]
+    path = [number for each in trajectory.path(trajectory.leaves()[0])[:-1] for number in each.token_ids.tolist()]
     assert path == client.requests[-1].prompt.tolist()
 
 
@@ -174,7 +174,7 @@ async def test_a_request_encodes_the_new_ids_and_no_others(family: str) -> None:
         before, segments = counter.made, len(session.segments())
         given_turn = await session.chat(history, [LOOK])
         added = [each for each in session.segments()[segments:] if not each.sampled]
-        costs.append((counter.made - before, sum(len(each.ids) for each in added)))
+        costs.append((counter.made - before, sum(len(each.token_ids) for each in added)))
         history.append(given_turn)
         history += answers(given_turn, other_words(turn)) or [user(other_words(turn))]
     assert not kept(session).forks()
@@ -198,7 +198,7 @@ async def test_a_branch_beside_another_costs_its_own_tokens(family: str) -> None
         await session.chat([*history[:-1], user(text)])
         new = session.segments()[-2]
         assert new.kind == "context"
-        assert len(new.ids) <= counter.made - before <= len(new.ids) + 1
+        assert len(new.token_ids) <= counter.made - before <= len(new.token_ids) + 1
     # To ask again costs nothing at all.
     before = counter.made
     await session.chat([*history[:-1], user("that way")])

@@ -54,7 +54,7 @@ async def test_a_conversation_with_tools_is_one_branch_and_never_encoded_again(f
         assert path_ids(trajectory, turn.sampled.parent) == tuple(request.prompt.tolist())
     # Each sampled segment is, id by id, what the model said.
     said = [renderer.completion(turn, [WEATHER]).tolist() for turn in turns]
-    assert [s.ids.tolist() for s in trajectory.segments if s.sampled][:3] == said
+    assert [s.token_ids.tolist() for s in trajectory.segments if s.sampled][:3] == said
 
 
 @pytest.mark.parametrize("family", MAIN)
@@ -68,5 +68,5 @@ async def test_a_turn_that_was_cut_is_closed_by_what_follows(family: str) -> Non
     await session.chat([{"role": "user", "content": "q"}, first, {"role": "user", "content": "go on"}])
     trajectory = Trajectory("s", "e", "g", "t", segments=session.segments())
     assert not trajectory.forks()
-    assert trajectory.segments[1].ids.tolist() == whole[: len(whole) // 2].tolist()
+    assert trajectory.segments[1].token_ids.tolist() == whole[: len(whole) // 2].tolist()
     assert path_ids(trajectory, 2) == tuple(client.requests[1].prompt.tolist())

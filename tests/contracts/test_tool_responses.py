@@ -32,7 +32,7 @@ async def appended(family: str, cities: list[str], answers: list[str]) -> tuple[
     ]
     await session.chat(history, [TOOL])
     assert session.metrics()["forks"] == 0
-    return given["tool_calls"], session.segments()[2].ids.tolist()
+    return given["tool_calls"], session.segments()[2].token_ids.tolist()
 
 
 @pytest.mark.parametrize("family", NAMES)

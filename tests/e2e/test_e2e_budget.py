@@ -26,7 +26,9 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     run = tmp_path / "run"
     state = json.loads((run / "checkpoints" / "step_000001" / "trainer_state.json").read_text())
     first = lines(run / "trajectories.jsonl")
-    sampled = sum(len(each["ids"]) for record in first for each in record["segments"] if each["kind"] == "sampled")
+    sampled = sum(
+        len(each["token_ids"]) for record in first for each in record["segments"] if each["kind"] == "sampled"
+    )
     assert state["spent"]["sampled_tokens"] == summary.spent["sampled_tokens"] == sampled
     assert state["spent"]["wall_time"] > 0
     assert json.loads((run / "summary.json").read_text())["ended_by"] == "sampled_tokens"
@@ -40,7 +42,7 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     begun, after, *_ = rates(run)
     assert begun == 1e-3
     later = lines(run / "trajectories.jsonl")[len(first) : 2 * len(first)]
-    second = sum(len(each["ids"]) for record in later for each in record["segments"] if each["kind"] == "sampled")
+    second = sum(len(each["token_ids"]) for record in later for each in record["segments"] if each["kind"] == "sampled")
     steps = 2 / ((sampled + second) / (2 * sampled))
     assert after == pytest.approx(begun * (1 - 1 / math.ceil(steps)))
 

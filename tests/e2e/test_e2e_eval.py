@@ -40,7 +40,7 @@ def greedy(out: Path) -> dict[str, Any]:
     found = {}
     for trajectory in read_trajectories(out / "trajectories.jsonl"):
         if "greedy" in trajectory.group_id:
-            ids = [segment.ids.tolist() for segment in trajectory.segments]
+            ids = [segment.token_ids.tolist() for segment in trajectory.segments]
             found[trajectory.task_id] = (ids, trajectory.rewards, trajectory.stop_reason)
     return found
 

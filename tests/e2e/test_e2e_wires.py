@@ -213,7 +213,7 @@ def columns(segments: Sequence[Segment]) -> list[Any]:
         (
             each.parent,
             each.kind,
-            each.ids.tolist(),
+            each.token_ids.tolist(),
             None if each.logprobs is None else each.logprobs.tobytes(),
             each.weight_versions,
             each.finish_reason,

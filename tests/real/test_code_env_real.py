@@ -117,5 +117,5 @@ async def test_a_rollout_of_an_agent_that_submits() -> None:
     [trajectory] = group.trajectories
     assert trajectory.error is None
     assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.COMPLETED)
-    assert "3" in "".join(renderer.decode(segment.ids) for segment in trajectory.segments)
+    assert "3" in "".join(renderer.decode(segment.token_ids) for segment in trajectory.segments)
     assert trajectory.metrics["tests_passed"] == 2.0

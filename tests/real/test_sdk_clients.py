@@ -62,7 +62,7 @@ WIRES = {
 def columns(segments: list[Segment]) -> list[tuple[Any, ...]]:
     """What is trained: ids, masks (a kind stands for one) and log-probabilities, and how they hang together."""
     return [
-        (each.parent, each.kind, each.ids.tolist(), None if each.logprobs is None else each.logprobs.tolist())
+        (each.parent, each.kind, each.token_ids.tolist(), None if each.logprobs is None else each.logprobs.tolist())
         for each in segments
     ]
 

@@ -39,7 +39,7 @@ def greedy(out: Path) -> dict[str, Trajectory]:
 
 def parts_at_a_tie(model: Any, theirs: Trajectory, ours: Trajectory) -> bool:
     """Return whether the first id in which two greedy episodes differ was a near tie, by the model's own forward."""
-    one, other = theirs.segments[0].ids.astype(np.int64), ours.segments[0].ids.astype(np.int64)
+    one, other = theirs.segments[0].token_ids.astype(np.int64), ours.segments[0].token_ids.astype(np.int64)
     length = min(len(one), len(other))
     place = int(np.flatnonzero(one[:length] != other[:length])[0])
     with torch.inference_mode():
@@ -65,7 +65,9 @@ async def test_an_evaluation_is_the_same_whoever_serves(
     assert said.keys() == own.keys()
     differing = 0
     for task, mine in own.items():
-        same = [one.ids.tolist() for one in said[task].segments] == [one.ids.tolist() for one in mine.segments]
+        same = [one.token_ids.tolist() for one in said[task].segments] == [
+            one.token_ids.tolist() for one in mine.segments
+        ]
         assert same or parts_at_a_tie(reference, said[task], mine)
         assert not same or said[task].rewards == mine.rewards
         differing += not same

@@ -68,9 +68,9 @@ async def test_logprobs_are_of_the_temperature_before_truncation(
 
 async def test_given_ids_are_scored_at_temperature_one(client: HTTPClient, reference: Any) -> None:
     for prompt in prompts(reference.config.vocab_size, 4):
-        found = await client.score(prompt.ids)
-        expected = torch.log_softmax(logits(reference, TokenPrompt(prompt.ids[:1]), prompt.ids[1:]), -1)
-        chosen = expected.gather(1, torch.from_numpy(prompt.ids[1:].astype(np.int64)).unsqueeze(1)).squeeze(1)
+        found = await client.score(prompt.token_ids)
+        expected = torch.log_softmax(logits(reference, TokenPrompt(prompt.token_ids[:1]), prompt.token_ids[1:]), -1)
+        chosen = expected.gather(1, torch.from_numpy(prompt.token_ids[1:].astype(np.int64)).unsqueeze(1)).squeeze(1)
         assert np.abs(found[1:] - chosen.numpy()).max() < CLOSE
 
 
@@ -85,7 +85,7 @@ async def test_a_seed_decides_and_another_decides_otherwise(client: HTTPClient, 
 async def test_how_completions_end(client: HTTPClient, reference: Any, checkpoint: Path) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
     whole = await client.generate(prompt, replace(LONG, max_tokens=None), session_id="")
-    assert (len(whole.token_ids), whole.finish_reason) == (CONTEXT - len(prompt.ids), "length")
+    assert (len(whole.token_ids), whole.finish_reason) == (CONTEXT - len(prompt.token_ids), "length")
     stop = int(whole.token_ids[6])
     params = SamplingParams(temperature=1.0, max_tokens=400, seed=1, stop_token_ids=(stop,))
     cut = await client.generate(prompt, params, session_id="")
@@ -143,7 +143,7 @@ async def interrupt(
         prompt, watched = prompts(vocabulary, 2, seed)
         call = asyncio.create_task(client.generate(prompt, LONG, session_id="a"))
         async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
-            bare = asyncio.create_task(http.post(vllm.url + GENERATE, data=encode_request(prompt.ids, LONG)))
+            bare = asyncio.create_task(http.post(vllm.url + GENERATE, data=encode_request(prompt.token_ids, LONG)))
             stream = client.stream(watched, LONG, session_id="watch")
             pieces = [await anext(stream)]
             while sum(len(piece.token_ids) for piece in pieces) < 10:
@@ -229,15 +229,15 @@ async def test_a_continuation_does_not_draw_the_numbers_of_its_beginning_again(
     prompt = prompts(reference.config.vocab_size, 1)[0]
     flat = SamplingParams(temperature=2.0, max_tokens=60, seed=9, ignore_eos=True)
     whole = await client.generate(prompt, flat, session_id="")
-    longer = TokenPrompt(np.concatenate([prompt.ids, whole.token_ids]))
+    longer = TokenPrompt(np.concatenate([prompt.token_ids, whole.token_ids]))
 
     async def goes_on(request: bytes) -> list[int]:
         async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
             answer = await http.post(client.urls[0] + GENERATE, data=request)
             return (await answer.json())["choices"][0]["token_ids"]
 
-    same = await goes_on(encode_request(longer.ids, flat))
-    other = await goes_on(encode_request(longer.ids, flat, continued=60))
+    same = await goes_on(encode_request(longer.token_ids, flat))
+    other = await goes_on(encode_request(longer.token_ids, flat, continued=60))
     repeated = [np.mean(np.array(ids) == whole.token_ids) for ids in (same, other)]
     # With its seed sent again it says the same again, which is what the client keeps it from.
     assert repeated[0] > 0.5

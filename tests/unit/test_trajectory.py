@@ -85,7 +85,7 @@ def test_rows_are_cut_and_what_is_cut_is_counted() -> None:
 
 def test_versions_are_read_from_spans() -> None:
     segment = sampled(1, 0, 3, 4, 5)
-    segment = Segment(1, 0, "sampled", segment.ids, (), "t", segment.logprobs, ((1, 0, 2), (2, 2, 3)), "stop")
+    segment = Segment(1, 0, "sampled", segment.token_ids, (), "t", segment.logprobs, ((1, 0, 2), (2, 2, 3)), "stop")
     [row] = to_samples(Trajectory("a", "e", "g", "t", segments=[context(0, -1, 9), segment])).rows
     assert row.weight_versions.tolist() == [-1, 1, 1, 2]
 
@@ -102,8 +102,8 @@ def test_bytes_hold_everything_exactly() -> None:
     assert again.to_bytes() == data
     assert (again.failed, again.trajectories[0].rewards) == (2, forked().rewards)
     for mine, theirs in zip(forked().segments, again.trajectories[0].segments, strict=True):
-        np.testing.assert_array_equal(mine.ids, theirs.ids)
-        assert mine.ids.dtype == theirs.ids.dtype
+        np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+        assert mine.token_ids.dtype == theirs.token_ids.dtype
         if mine.logprobs is not None:
             np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
         assert (mine.weight_versions, mine.finish_reason) == (theirs.weight_versions, theirs.finish_reason)
@@ -127,7 +127,7 @@ def test_what_is_not_finite_is_refused() -> None:
         trajectory.to_bytes()
     trajectory = forked()
     bad = sampled(5, 4, 1)
-    trajectory.segments[5] = Segment(5, 4, "sampled", bad.ids, (), "t", np.array([np.inf], np.float32))
+    trajectory.segments[5] = Segment(5, 4, "sampled", bad.token_ids, (), "t", np.array([np.inf], np.float32))
     with pytest.raises(FormatError, match="segment 5"):
         trajectory.to_bytes()
 
@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_refused() -> None:
     [
         (lambda record: record.update(schema_version=99), "schema version 99"),
         (lambda record: record.pop("task_id"), "malformed"),
-        (lambda record: record["segments"][0].pop("ids"), "malformed"),
+        (lambda record: record["segments"][0].pop("token_ids"), "malformed"),
         (lambda record: record.update(stop_reason="bored"), "malformed"),
     ],
 )

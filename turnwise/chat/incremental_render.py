@@ -230,11 +230,11 @@ class TurnSuffix:
             reached = max([reached, *places])
 
     def _separable(self, tail: str) -> None:
-        ids = self._tokens.encode(tail)
-        if ids and self._tokens.is_added(ids[0]):
+        token_ids = self._tokens.encode(tail)
+        if token_ids and self._tokens.is_added(token_ids[0]):
             return
         for before in _BEFORE:
-            if self._tokens.encode(before + tail) != self._tokens.encode(before) + ids:
+            if self._tokens.encode(before + tail) != self._tokens.encode(before) + token_ids:
                 raise Declined("no_bridge")
 
     def _closed(self, turn: Wire, tail: str, called: bool, tools: JsonTools | None) -> Delta:

@@ -252,16 +252,16 @@ class TemplateRenderer:
     def _following(
         self,
         tail: TokenIds,
-        ids: list[int],
+        token_ids: list[int],
         last: Canonical,
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
     ) -> list[int]:
         """Return the missing close of the turn, the new messages and the generation prompt."""
-        stopped = bool(ids) and ids[-1] in self.stop_ids
-        if not self.stop_ids.isdisjoint(ids[:-1]):
+        stopped = bool(token_ids) and token_ids[-1] in self.stop_ids
+        if not self.stop_ids.isdisjoint(token_ids[:-1]):
             raise Declined("ids_after_stop")
-        thinking = self._format.reasons and self._format.reasoning_open(self._turn_text(ids, tail))
+        thinking = self._format.reasons and self._format.reasoning_open(self._turn_text(token_ids, tail))
         if thinking and stopped:
             raise Declined("stop_in_reasoning")
         if any(call.value is None for message in new for call in message.calls):
@@ -272,10 +272,10 @@ class TemplateRenderer:
         calls = [(form.text(call.name), form.call_id(call.id, call.name, at)) for at, call in enumerate(last.calls)]
         text, delta = self._skeletons.tail(calls, [self._form.message(message) for message in new], json_tools, shape)
         following = self._tokens.encode(text[delta.lead :] if stopped else text)
-        if not following or not ids or not self._tokens.is_added(following[0]):
+        if not following or not token_ids or not self._tokens.is_added(following[0]):
             repeated = False
         else:
-            repeated = following[0] == ids[-1] or (stopped and delta.closes)
+            repeated = following[0] == token_ids[-1] or (stopped and delta.closes)
         if repeated:
             return following[1:]
         return self._closing + following if thinking else following
@@ -294,15 +294,15 @@ class TemplateRenderer:
         called = bool(canonical.calls)
         stop = self._facts.stop_behind(called=called)
         stop_id = self._tokens.added[stop] if stop is not None else min(self.stop_ids)
-        ids = as_ids([*self._tokens.encode(self._facts.cut(said, called=called)), stop_id])
+        token_ids = as_ids([*self._tokens.encode(self._facts.cut(said, called=called)), stop_id])
         prompt = as_ids(self._tokens.encode(self._facts.prompt[len(self._facts.head) :]))
-        wrong = round_trip_difference(canonical, self.parse(ids, prompt, tools), message, self._tokens.seen)
+        wrong = round_trip_difference(canonical, self.parse(token_ids, prompt, tools), message, self._tokens.seen)
         if wrong:
             raise RenderError(
                 f"this chat template (format {self._format.name}) cannot say {shown(canonical)}: read back, its "
-                f"{wrong} differs; what it writes is {self._tokens.decode(ids.tolist())[:300]!r}"
+                f"{wrong} differs; what it writes is {self._tokens.decode(token_ids.tolist())[:300]!r}"
             )
-        return ids
+        return token_ids
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
         """Return the indices of messages whose reasoning the template drops from the history."""
@@ -327,32 +327,32 @@ class TemplateRenderer:
         live = self._format.live(self._prefix(tail[-self._generation :]))
         return LiveTurn(self._tokens, live, self.stop_ids, stops)
 
-    def _turn_text(self, ids: list[int], tail: TokenIds) -> TurnText:
+    def _turn_text(self, token_ids: list[int], tail: TokenIds) -> TurnText:
         marks = self._format.marks
         prefix = self._prefix(tail[-self._generation :])
-        end = len(ids)
-        if ids and ids[-1] in self.stop_ids and self.stop_ids.isdisjoint(ids[:-1]):
+        end = len(token_ids)
+        if token_ids and token_ids[-1] in self.stop_ids and self.stop_ids.isdisjoint(token_ids[:-1]):
             end -= 1
-        elif not self.stop_ids.isdisjoint(ids):
-            end = next(index for index, number in enumerate(ids) if number in self.stop_ids)
-        stopped = end < len(ids)
-        if stopped and marks.holds(ids[end]):
+        elif not self.stop_ids.isdisjoint(token_ids):
+            end = next(index for index, number in enumerate(token_ids) if number in self.stop_ids)
+        stopped = end < len(token_ids)
+        if stopped and marks.holds(token_ids[end]):
             end += 1
-        return TurnText(marks.read(self._tokens, ids[:end]), prefix, self._format.opened_by(prefix), stopped)
+        return TurnText(marks.read(self._tokens, token_ids[:end]), prefix, self._format.opened_by(prefix), stopped)
 
-    def _prefix(self, ids: TokenIds) -> str:
+    def _prefix(self, token_ids: TokenIds) -> str:
         """Return the text before a completion, cached: nearly always the same generation prompt."""
-        key = ids.tobytes()
+        key = token_ids.tobytes()
         text = self._prefixes.get(key)
         if text is None:
             if len(self._prefixes) >= _PREFIXES:
                 self._prefixes.clear()
-            text = self._prefixes[key] = self._format.marks.read(self._tokens, ids.tolist())
+            text = self._prefixes[key] = self._format.marks.read(self._tokens, token_ids.tolist())
         return text
 
-    def decode(self, ids: TokenIds) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         """Return the text of ids, special tokens included (for display, never to re-encode)."""
-        return self._tokens.decode(ids.tolist())
+        return self._tokens.decode(token_ids.tolist())
 
     # What it is
 

@@ -190,9 +190,9 @@ class TemplateText:
         """Return the ids of a text; special tokens spelled in it become control ids."""
         return as_ids(self._tokens.encode(self._tokens.clean(text)))
 
-    def decode_plain(self, ids: Sequence[int]) -> str:
+    def decode_plain(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens."""
-        return self._tokens.decode_plain(ids)
+        return self._tokens.decode_plain(token_ids)
 
     def _render(self, messages: Sequence[Canonical], tools: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
         wires = [self._form.message(message) for message in messages]

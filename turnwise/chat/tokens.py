@@ -68,14 +68,14 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         batch = tokenizer.encode_batch_fast
 
         def encode(text: str) -> list[int]:
-            ids: list[int] = batch([text], add_special_tokens=False)[0].ids
-            return ids
+            token_ids: list[int] = batch([text], add_special_tokens=False)[0].ids
+            return token_ids
 
     else:
 
         def encode(text: str) -> list[int]:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
+            token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            return token_ids
 
     return encode
 
@@ -151,15 +151,15 @@ class Tokens:
         """
         if ESCAPE not in text:
             return self._encode(text)
-        ids: list[int] = []
+        token_ids: list[int] = []
         for number, piece in enumerate(text.split(ESCAPE)):
-            ids += self._encode_behind(piece) if number else self._encode(piece)
-        if self._decode(ids) != self.seen(text.replace(ESCAPE, "")):
+            token_ids += self._encode_behind(piece) if number else self._encode(piece)
+        if self._decode(token_ids) != self.seen(text.replace(ESCAPE, "")):
             raise RenderError(
                 "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
                 "set special_in_text: template to encode such text as the template does"
             )
-        return ids
+        return token_ids
 
     def count(self, text: str, *, escape: bool) -> int:
         """Return the number of ids of a text, with added tokens escaped or not, without counting escapes."""
@@ -179,26 +179,26 @@ class Tokens:
             return self._encode(piece)
         return self._encode(self._lead + piece)[1:]
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, added tokens included; unknown ids are skipped."""
-        known = list(ids)
+        known = list(token_ids)
         try:
             return self._decode(known)
         except OverflowError:
             return self._decode([number for number in known if 0 <= number < 2**32])
 
-    def decode_plain(self, ids: Sequence[int]) -> str:
+    def decode_plain(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens."""
-        return self._tokenizer.decode([number for number in ids if 0 <= number < 2**32], skip_special_tokens=True)
+        return self._tokenizer.decode([number for number in token_ids if 0 <= number < 2**32], skip_special_tokens=True)
 
-    def decode_behind(self, ids: Sequence[int]) -> str:
+    def decode_behind(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids after other text (some decoders strip blanks at the start)."""
         if self._anchor is None:
-            return self.decode(ids)
-        return self.decode([self._anchor, *ids])[len(self._lead) :]
+            return self.decode(token_ids)
+        return self.decode([self._anchor, *token_ids])[len(self._lead) :]
 
 
 class Marks:
@@ -226,21 +226,21 @@ class Marks:
         """Return whether an id is one of the markers."""
         return number in self._ids
 
-    def read(self, tokens: Tokens, ids: Sequence[int]) -> str:
+    def read(self, tokens: Tokens, token_ids: Sequence[int]) -> str:
         """Return the text of ids with markers as private characters."""
-        if self._ids.keys().isdisjoint(ids):
-            return tokens.decode_behind(ids) if ids else ""
+        if self._ids.keys().isdisjoint(token_ids):
+            return tokens.decode_behind(token_ids) if token_ids else ""
         pieces: list[str] = []
         start = 0
-        for index, number in enumerate(ids):
+        for index, number in enumerate(token_ids):
             char = self._ids.get(number)
             if char is not None:
                 if index > start:
-                    pieces.append(tokens.decode_behind(ids[start:index]))
+                    pieces.append(tokens.decode_behind(token_ids[start:index]))
                 pieces.append(char)
                 start = index + 1
-        if start < len(ids):
-            pieces.append(tokens.decode_behind(ids[start:]))
+        if start < len(token_ids):
+            pieces.append(tokens.decode_behind(token_ids[start:]))
         return "".join(pieces)
 
     def plain(self, text: str) -> str:

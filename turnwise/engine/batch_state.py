@@ -52,7 +52,7 @@ class Generation:
         continued: Number of last prompt ids that are a resumed completion (stop strings may begin in them).
         stream: Whether each step's ids are delivered.
         scored: Whether the prompt's log-probabilities are returned, which rules out prefix reuse.
-        tokens: Prompt and sampled ids; current while the request holds no slot.
+        token_ids: Prompt and sampled ids; current while the request holds no slot.
         logprobs: Of the sampled ids; likewise.
         marks: (weight version, number of ids sampled before it).
         delivered: Number of ids streamed.
@@ -70,7 +70,7 @@ class Generation:
     continued: int = 0
     stream: bool = False
     scored: bool = False
-    tokens: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     logprobs: Logprobs = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     marks: list[tuple[int, int]] = field(default_factory=list)
     stops: StopStrings | None = None
@@ -91,12 +91,12 @@ class Generation:
     def output(self, reason: FinishReason | None, stop_reason: int | str | None) -> Output:
         """Return the output so far; of a streamed request, what was not delivered yet."""
         start = len(self.prompt)
-        sampled = len(self.tokens) - start
+        sampled = len(self.token_ids) - start
         first = self.delivered if self.stream else 0
         self.delivered = sampled
         return Output(
             id=self.id,
-            token_ids=self.tokens[start + first :],
+            token_ids=self.token_ids[start + first :],
             logprobs=self.logprobs[first:],
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -163,7 +163,7 @@ class BatchState:
     def occupy(self, slot: int, generation: Generation, *, eos_ids: Sequence[int], max_context: int) -> None:
         """Set a slot's request, with its log-probabilities so far."""
         params = generation.params
-        start, stop = len(generation.prompt), len(generation.tokens)
+        start, stop = len(generation.prompt), len(generation.token_ids)
         self.widen(stop)
         self._logprobs[slot, start:stop] = generation.logprobs
         self._temperature[slot] = params.temperature
@@ -201,9 +201,9 @@ class BatchState:
         """Return a copy of the log-probabilities of tokens [start, stop)."""
         return self._logprobs[slot, start:stop].copy()
 
-    def stops(self, slots: Slots, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def stops(self, slots: Slots, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which of the sampled ids end their sequence."""
-        ended: npt.NDArray[np.bool_] = (ids[:, None] == self._stop_ids[slots]).any(axis=1)
+        ended: npt.NDArray[np.bool_] = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
         return ended
 
 
@@ -233,16 +233,16 @@ class PrefixIndex:
             self._session_of[slot] = session_id
             self._slot_of[session_id] = slot
 
-    def find(self, tokens: npt.NDArray[np.int32], session_id: str) -> PrefixMatch:
+    def find(self, token_ids: npt.NDArray[np.int32], session_id: str) -> PrefixMatch:
         """Find the longest prefix, without the last token: its logits are needed."""
         cache = self._cache
-        most = len(tokens) - 1
+        most = len(token_ids) - 1
         own = self._slot_of.get(session_id)
         if own is not None and cache.state[own] == RETAINED:
             cached = int(cache.cached[own])
-            if WORTH_SHARING <= cached <= most and np.array_equal(cache.ids[own, :cached], tokens[:cached]):
+            if WORTH_SHARING <= cached <= most and np.array_equal(cache.token_ids[own, :cached], token_ids[:cached]):
                 return PrefixMatch(own, cached)
-        shared = np.minimum(cache.shared_prefixes(tokens), most)
+        shared = np.minimum(cache.shared_prefixes(token_ids), most)
         if not len(shared):
             return PrefixMatch()
         ready = np.minimum(shared, cache.cached[: len(shared)])
@@ -251,11 +251,11 @@ class PrefixIndex:
             return PrefixMatch(tokens=int(shared[leader]), wait_for=leader)
         return PrefixMatch(best, int(ready[best])) if ready[best] >= WORTH_SHARING else PrefixMatch()
 
-    def place(self, tokens: npt.NDArray[np.int32], found: PrefixMatch, *, alone: bool) -> tuple[int, int] | None:
+    def place(self, token_ids: npt.NDArray[np.int32], found: PrefixMatch, *, alone: bool) -> tuple[int, int] | None:
         """Place a request in the prefix's own slot if nothing of it is lost, else in a new one with a copy.
 
         Args:
-            tokens: Ids of the request.
+            token_ids: Ids of the request.
             found: Result of :meth:`find`.
             alone: Whether nothing runs: then memory is reclaimed even at the cost of the prefix.
 
@@ -264,17 +264,17 @@ class PrefixIndex:
         """
         cache, source = self._cache, found.slot
         if source is None:
-            slot = cache.take(tokens)
+            slot = cache.take(token_ids)
             return None if slot is None else (slot, 0)
         retained = cache.state[source] == RETAINED
-        if retained and cache.cached[source] <= found.tokens and cache.reuse(source, tokens, found.tokens):
+        if retained and cache.cached[source] <= found.tokens and cache.reuse(source, token_ids, found.tokens):
             return source, found.tokens
-        slot = cache.take(tokens, source=source)
+        slot = cache.take(token_ids, source=source)
         if slot is not None:
             cache.share(slot, source, found.tokens)
             return slot, found.tokens
         if not retained or not alone:
             return None
         cache.release(source)
-        slot = cache.take(tokens)
+        slot = cache.take(token_ids)
         return None if slot is None else (slot, 0)

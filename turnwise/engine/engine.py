@@ -202,7 +202,7 @@ class Engine:
             return
         self.stats.weight_version = version
         for generation in self._roster.waiting:
-            generation.marks.append((version, len(generation.tokens) - len(generation.prompt)))
+            generation.marks.append((version, len(generation.token_ids) - len(generation.prompt)))
         for slot in self._roster.running.tolist():
             generation = self._roster.occupant(slot)
             generation.marks.append((version, int(self._cache.length[slot]) - len(generation.prompt)))
@@ -233,14 +233,14 @@ class Engine:
             step = self._plan()
             places, targets = self._targets(step)
             keep = np.concatenate([step.keep, places]) if len(places) else step.keep
-            logits = self.model.forward(step.ids, step.positions, step.plan, keep)
+            logits = self.model.forward(step.token_ids, step.positions, step.plan, keep)
             if len(places):
                 self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
             self._advance(step, logits[: len(step.keep)])
         return True
 
     def _enqueue(self, generation: Generation) -> None:
-        generation.tokens = generation.prompt
+        generation.token_ids = generation.prompt
         generation.marks = [(self.stats.weight_version, 0)]
         if generation.params.seed is None:
             generation.params = replace(generation.params, seed=secrets.randbits(63))
@@ -305,7 +305,7 @@ class Engine:
 
     def _scores(self, targets: tuple[Slots, Slots], logits: torch.Tensor) -> Logprobs:
         """Return the log-probabilities of the ids at these slots and positions, at temperature 1."""
-        chosen = torch.from_numpy(self._cache.ids[targets].astype(np.int64)).to(logits.device).unsqueeze(1)
+        chosen = torch.from_numpy(self._cache.token_ids[targets].astype(np.int64)).to(logits.device).unsqueeze(1)
         scaled = logits.float()
         found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
         return found
@@ -321,17 +321,17 @@ class Engine:
         places = cache.length[slots]
         table = self._roster.table
         allowed = self._roster.allowed(slots, logits.shape[1])
-        ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, places), allowed)
+        token_ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, places), allowed)
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
-        cache.append(slots, ids, finite)
+        cache.append(slots, token_ids, finite)
         self._roster.table.write(slots, places, logprobs)
-        stopped = self._roster.table.stops(slots, ids)
+        stopped = self._roster.table.stops(slots, token_ids)
         full = cache.length[slots] >= self._roster.table.limit[slots]
         ended = stopped | full | ~finite
         if allowed is not None:
-            self._roster.advance(slots[~ended], ids[~ended])
-        outputs = self._watch(slots, ids, ended) if self._roster.watched else []
+            self._roster.advance(slots[~ended], token_ids[~ended])
+        outputs = self._watch(slots, token_ids, ended) if self._roster.watched else []
         for place in np.flatnonzero(ended).tolist():
             slot = int(slots[place])
             if not self._roster.runs(slot):
@@ -339,21 +339,21 @@ class Engine:
             if not finite[place]:
                 outputs.append(self._roster.finish(slot, "error", None))
             elif stopped[place]:
-                token = int(ids[place])
-                outputs.append(self._roster.finish(slot, "stop", None if token in self.model.eos_ids else token))
+                token_id = int(token_ids[place])
+                outputs.append(self._roster.finish(slot, "stop", None if token_id in self.model.eos_ids else token_id))
             else:
                 outputs.append(self._roster.finish(slot, "length", None))
         self._ended(outputs)
 
     def _watch(
-        self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], ended: npt.NDArray[np.bool_]
+        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], ended: npt.NDArray[np.bool_]
     ) -> list[Output]:
         """Check stop strings, and collect streamed ids of sequences that go on."""
         outputs: list[Output] = []
         for place in np.flatnonzero(np.isin(slots, list(self._roster.watched))).tolist():
             slot = int(slots[place])
             generation = self._roster.occupant(slot)
-            found = generation.stops.feed(int(ids[place])) if generation.stops is not None else None
+            found = generation.stops.feed(int(token_ids[place])) if generation.stops is not None else None
             if found is not None:
                 outputs.append(self._roster.finish(slot, "stop", found))
             elif generation.stream and not ended[place]:

@@ -151,7 +151,7 @@ class KVCache:
 
     Attributes:
         longest: Maximum tokens of a slot.
-        ids: int32 of shape [slots, width]: tokens of each slot; grows up to ``longest``.
+        token_ids: int32 of shape [slots, width]: tokens of each slot; grows up to ``longest``.
         length: int64 of shape [slots]: number of known tokens.
         cached: int64 of shape [slots]: number of tokens with KV entries.
         pool_of: int64 of shape [slots]: index into ``pools``.
@@ -174,7 +174,7 @@ class KVCache:
         self.pools = [KVPool(geometry, size, dtype, device) for size in sizes]
         self.capacity = np.asarray(sizes)
         self.longest = longest
-        self.ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
+        self.token_ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int64)
         self.cached = np.zeros(slots, dtype=np.int64)
         self.pool_of = np.zeros(slots, dtype=np.int64)
@@ -194,11 +194,11 @@ class KVCache:
         """Return the number of slots in a state."""
         return int((self.state == state).sum())
 
-    def take(self, tokens: npt.NDArray[np.int32], *, source: int | None = None) -> int | None:
+    def take(self, token_ids: npt.NDArray[np.int32], *, source: int | None = None) -> int | None:
         """Allocate an active slot and row for uncached tokens, without evicting ``source``; None if memory is short."""
         if source is not None and self.state[source] == RETAINED:
             self.state[source] = ACTIVE
-            slot = self.take(tokens)
+            slot = self.take(token_ids)
             self.state[source] = RETAINED
             return slot
         free = np.flatnonzero(self.state == FREE)
@@ -209,7 +209,7 @@ class KVCache:
             self.release(oldest)
             free = np.asarray([oldest])
         slot = int(free[0])
-        pool = self._pool_for(len(tokens) + 1)
+        pool = self._pool_for(len(token_ids) + 1)
         row = self._row(pool)
         if row is None:
             return None
@@ -218,17 +218,17 @@ class KVCache:
         self.pool_of[slot], self.row_of[slot] = pool, row
         self.state[slot] = ACTIVE
         self.cached[slot] = 0
-        self._write(slot, tokens)
+        self._write(slot, token_ids)
         return slot
 
-    def reuse(self, slot: int, tokens: npt.NDArray[np.int32], shared: int) -> bool:
+    def reuse(self, slot: int, token_ids: npt.NDArray[np.int32], shared: int) -> bool:
         """Reactivate a retained slot for a sequence with its first ``shared`` tokens; False if no row is free."""
         self.state[slot] = ACTIVE
-        if not self.grow(slot, len(tokens) + 1):
+        if not self.grow(slot, len(token_ids) + 1):
             self.state[slot] = RETAINED
             return False
         self.cached[slot] = min(shared, int(self.cached[slot]))
-        self._write(slot, tokens)
+        self._write(slot, token_ids)
         return True
 
     def share(self, slot: int, source: int, tokens: int) -> None:
@@ -254,11 +254,13 @@ class KVCache:
         self.pool_of[slot], self.row_of[slot] = new, row
         return True
 
-    def append(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
+    def append(
+        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
+    ) -> None:
         """Append one token to each of these slots; where ``kept`` is False it is stored but not counted."""
         places = self.length[slots]
         self._widen(int(places.max()) + 1)
-        self.ids[slots, places] = ids
+        self.token_ids[slots, places] = token_ids
         self.length[slots] += kept
 
     def retain(self, slot: int) -> None:
@@ -280,18 +282,18 @@ class KVCache:
         for slot in np.flatnonzero(self.state == RETAINED):
             self.release(int(slot))
 
-    def shared_prefixes(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return the length of the prefix shared with ``tokens``, for each slot up to the last one in use."""
-        top, size = self._top, len(tokens)
+    def shared_prefixes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return the length of the prefix shared with ``token_ids``, for each slot up to the last one in use."""
+        top, size = self._top, len(token_ids)
         known = np.minimum(self.length[:top], size)
         head = min(size, 64)
-        equal = self.ids[:top, :head] == tokens[:head]
+        equal = self.token_ids[:top, :head] == token_ids[:head]
         shared = np.where(equal.all(axis=1), head, equal.argmin(axis=1))
         if size > head:
             deep = np.flatnonzero((shared == head) & (known > head))
             # Nothing that is known reaches beyond the width of the table.
-            width = min(size, self.ids.shape[1])
-            equal = self.ids[deep, :width] == tokens[:width]
+            width = min(size, self.token_ids.shape[1])
+            equal = self.token_ids[deep, :width] == token_ids[:width]
             shared[deep] = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
         return np.minimum(shared, known)
 
@@ -322,15 +324,15 @@ class KVCache:
         self._used_at[slot] = self._clock
 
     def _widen(self, tokens: int) -> None:
-        width = self.ids.shape[1]
+        width = self.token_ids.shape[1]
         if width < tokens:
-            self.ids = widen(self.ids, min(max(tokens, 2 * width), self.longest))
+            self.token_ids = widen(self.token_ids, min(max(tokens, 2 * width), self.longest))
 
-    def _write(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+    def _write(self, slot: int, token_ids: npt.NDArray[np.int32]) -> None:
         start = int(self.cached[slot])
-        self._widen(len(tokens))
-        self.ids[slot, start : len(tokens)] = tokens[start:]
-        self.length[slot] = len(tokens)
+        self._widen(len(token_ids))
+        self.token_ids[slot, start : len(token_ids)] = token_ids[start:]
+        self.length[slot] = len(token_ids)
         self._touch(slot)
 
     def _pool_for(self, tokens: int) -> int:

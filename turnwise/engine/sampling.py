@@ -109,12 +109,12 @@ def sample(
     # weight: with `right`, ids of weight zero are never hit.
     target = torch.from_numpy(draws).to(scaled.device).unsqueeze(1) * total
     target = torch.minimum(target.float(), torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=scaled.shape[1] - 1)
+    token_ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=scaled.shape[1] - 1)
     if best is not None:
-        ids = torch.where(torch.from_numpy(greedy).to(ids.device).unsqueeze(1), best, ids)
+        token_ids = torch.where(torch.from_numpy(greedy).to(token_ids.device).unsqueeze(1), best, token_ids)
     mass = total if kept is weights else weights.sum(-1, keepdim=True)
-    logprobs = scaled.gather(1, ids) - peak - mass.log()
-    return ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+    logprobs = scaled.gather(1, token_ids) - peak - mass.log()
+    return token_ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
 
 
 def _sample_allowed(
@@ -123,11 +123,11 @@ def _sample_allowed(
     """Sample under grammars, truncated after masking; log-probabilities are those without the mask."""
     scaled = logits.float()
     masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
-    ids, _ = sample(masked, params, draws)
+    token_ids, _ = sample(masked, params, draws)
     divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
     scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
-    chosen = torch.from_numpy(ids).to(scaled.device).unsqueeze(1)
-    return ids, scaled.log_softmax(-1).gather(1, chosen).squeeze(1).cpu().numpy()
+    chosen = torch.from_numpy(token_ids).to(scaled.device).unsqueeze(1)
+    return token_ids, scaled.log_softmax(-1).gather(1, chosen).squeeze(1).cpu().numpy()
 
 
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.ND
     nucleus = torch.from_numpy(top_p).to(weights.device).unsqueeze(1)
     total = weights.sum(-1, keepdim=True)
     while True:
-        values, ids = torch.topk(weights, width, dim=-1)
+        values, likeliest = torch.topk(weights, width, dim=-1)
         values = torch.where(torch.arange(width, device=weights.device) < limit, values, torch.zeros_like(values))
         cumulative = values.cumsum(-1)
         mass = torch.where(limit < vocabulary, cumulative[:, -1:], total)
@@ -171,4 +171,4 @@ def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.ND
         width = vocabulary
     inside = (cumulative - values < nucleus * mass) | (nucleus >= 1.0)
     inside[:, 0] = True
-    return torch.zeros_like(weights).scatter_(1, ids, torch.where(inside, values, torch.zeros_like(values)))
+    return torch.zeros_like(weights).scatter_(1, likeliest, torch.where(inside, values, torch.zeros_like(values)))

@@ -22,7 +22,7 @@ class ModelInput:
 
     Attributes:
         plan: Attention plan.
-        ids: int64 of shape [T].
+        token_ids: int64 of shape [T].
         positions: int64 of shape [T].
         slots: Running sequences in token order.
         sizes: Tokens of each in this step.
@@ -31,7 +31,7 @@ class ModelInput:
     """
 
     plan: StepPlan
-    ids: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -94,7 +94,7 @@ def build_model_input(
     complete = starts + sizes == cache.length[slots]
     return ModelInput(
         plan=StepPlan(parts),
-        ids=cache.ids[owner, positions].astype(np.int64),
+        token_ids=cache.token_ids[owner, positions].astype(np.int64),
         positions=positions,
         slots=slots,
         sizes=sizes,
@@ -131,7 +131,7 @@ class Scheduler:
     def __init__(
         self, cache: KVCache, *, max_seqs: int, max_context: int, eos_ids: tuple[int, ...], prefix_cache: bool
     ) -> None:
-        slots, width = cache.ids.shape
+        slots, width = cache.token_ids.shape
         self.running: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.waiting: deque[Generation] = deque()
         self.watched: set[int] = set()
@@ -176,13 +176,13 @@ class Scheduler:
                 continue
             found = PrefixMatch()
             if self._prefix_cache and not generation.scored:
-                found = self._prefixes.find(generation.tokens, generation.session_id)
+                found = self._prefixes.find(generation.token_ids, generation.session_id)
             if found.wait_for is not None:
                 generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
                 held.append(generation)
                 continue
             alone = not len(self.running) and not admitted
-            placed = self._prefixes.place(generation.tokens, found, alone=alone)
+            placed = self._prefixes.place(generation.token_ids, found, alone=alone)
             if placed is None:
                 self.waiting.appendleft(generation)
                 break
@@ -237,18 +237,18 @@ class Scheduler:
                 rows[row] = held.allowed()
         return rows
 
-    def advance(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+    def advance(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
         """Advance the grammars by the sampled ids, except of sequences that end."""
-        for slot, token in zip(slots.tolist(), ids.tolist(), strict=True):
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
             held = self.occupant(slot).held
             if held is not None:
-                held.take(token)
+                held.take(token_id)
 
     def save(self, slot: int) -> Generation:
         """Copy a slot's tokens and log-probabilities into its request; return the request."""
         generation = self.occupant(slot)
         length, start = int(self._cache.length[slot]), len(generation.prompt)
-        generation.tokens = self._cache.ids[slot, :length].copy()
+        generation.token_ids = self._cache.token_ids[slot, :length].copy()
         generation.logprobs = self.table.logprobs(slot, start, length)
         if generation.scored and length > start:
             generation.scores = self.table.logprobs(slot, 1, start)

@@ -134,7 +134,7 @@ def _segment(
 ) -> Iterator[RenderableType]:
     if not segment.messages:
         kind = "sampled" if segment.sampled else "context"
-        yield Text(f"{kind}: {len(segment.ids)} ids (messages were not saved)", style="dim")
+        yield Text(f"{kind}: {len(segment.token_ids)} ids (messages were not saved)", style="dim")
     for message in segment.messages:
         yield _message(message, segment)
     if tokens:
@@ -176,7 +176,7 @@ def _safe(text: Any) -> str:
 
 
 def _ids(segment: Segment) -> Text:
-    text = Text(f"ids {segment.ids.tolist()}", style="dim")
+    text = Text(f"ids {segment.token_ids.tolist()}", style="dim")
     if segment.logprobs is not None:
         text.append(f"\nlogprobs {[round(float(value), 4) for value in segment.logprobs]}")
         spans = ", ".join(f"version {version}: [{start}, {end})" for version, start, end in segment.weight_versions)

@@ -111,7 +111,7 @@ def _stop_string(
         ends.append(piece.token_ids)
         if sum(map(len, ends)) >= _TAIL:
             break
-    text = "".join(reader.decode(ids) for ids in reversed(ends))
+    text = "".join(reader.decode(token_ids) for token_ids in reversed(ends))
     return max(params.stop, key=text.rfind) if any(stop in text for stop in params.stop) else params.stop[0]
 
 

@@ -70,7 +70,7 @@ class _Progress:
 
     params: SamplingParams
     prompt: TokenIds
-    ids: list[TokenIds] = field(default_factory=list)
+    token_ids: list[TokenIds] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
@@ -81,17 +81,17 @@ class _Progress:
         params = self.params
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
-        ids = np.concatenate([self.prompt, *self.ids]) if self.sampled else self.prompt
-        return encode_request(ids, params, stream=stream, continued=self.sampled, model=model)
+        token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
+        return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model)
 
-    def add(self, ids: TokenIds, logprobs: Logprobs) -> None:
-        self.ids.append(ids)
+    def add(self, token_ids: TokenIds, logprobs: Logprobs) -> None:
+        self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
-        self.sampled += len(ids)
+        self.sampled += len(token_ids)
 
     def drop(self) -> None:
         """Discard what was sampled: a grammar cannot resume in the middle."""
-        self.ids, self.logprobs, self.spans = [], [], []
+        self.token_ids, self.logprobs, self.spans = [], [], []
         self.sampled = self.named = 0
 
     def end_part(self, spans: Sequence[VersionSpan] | None, url: str) -> None:
@@ -109,7 +109,7 @@ class _Progress:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
-            token_ids=self.ids[0] if len(self.ids) == 1 else np.concatenate(self.ids),
+            token_ids=self.token_ids[0] if len(self.token_ids) == 1 else np.concatenate(self.token_ids),
             logprobs=self.logprobs[0] if len(self.logprobs) == 1 else np.concatenate(self.logprobs),
             finish_reason=finish_reason,
             weight_versions=tuple(self.spans),
@@ -327,7 +327,7 @@ def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
-    return _Progress(params, prompt.ids)
+    return _Progress(params, prompt.token_ids)
 
 
 def _check_free(progress: _Progress, url: str) -> None:

@@ -86,13 +86,13 @@ class ScriptedClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Return the scripted completion, or raise the scripted error."""
-        if len(prompt.ids) >= self._context_length:
-            raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
+        if len(prompt.token_ids) >= self._context_length:
+            raise RequestRefused(f"the prompt has {len(prompt.token_ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
             raise StructuredOutputError("a scripted client does not support structured output: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
-        request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
+        request = ScriptedRequest(session_id, number, prompt.token_ids, params, self._renderer)
         self.requests.append(request)
         line = await self._next(request)
         if isinstance(line, BaseException):
@@ -110,9 +110,9 @@ class ScriptedClient(LLMClient):
         versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
         for position in range(last + 1):
             piece = slice(position, position + 1)
-            ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
+            token_ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
             ending = (completion.finish_reason, completion.weight_versions) if position == last else (None, ())
-            yield TokenDelta(ids, logprobs, versions[position], *ending)
+            yield TokenDelta(token_ids, logprobs, versions[position], *ending)
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""
@@ -138,23 +138,23 @@ class ScriptedClient(LLMClient):
             return self._renderer.completion(line, self._tools)
         return np.asarray(line, np.int32)
 
-    def _complete(self, ids: TokenIds, params: SamplingParams) -> Completion:
-        stops = np.flatnonzero(np.isin(ids, params.stop_token_ids))
-        end = int(stops[0]) + 1 if len(stops) else len(ids)
+    def _complete(self, token_ids: TokenIds, params: SamplingParams) -> Completion:
+        stops = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
+        end = int(stops[0]) + 1 if len(stops) else len(token_ids)
         finish: FinishReason = "stop" if len(stops) else "length"
         for text in params.stop:
-            reached = next((n for n in range(1, end + 1) if text in self._renderer.decode(ids[:n])), None)
+            reached = next((n for n in range(1, end + 1) if text in self._renderer.decode(token_ids[:n])), None)
             if reached is not None:
                 end, finish = reached, "stop"
         if params.max_tokens is not None and end > params.max_tokens:
             end, finish = params.max_tokens, "length"
-        ids = np.array(ids[:end], np.int32)
-        return Completion(ids, scripted_logprobs(ids), finish, ((self.weight_version, 0, end),))
+        token_ids = np.array(token_ids[:end], np.int32)
+        return Completion(token_ids, scripted_logprobs(token_ids), finish, ((self.weight_version, 0, end),))
 
 
-def scripted_logprobs(ids: TokenIds) -> Logprobs:
+def scripted_logprobs(token_ids: TokenIds) -> Logprobs:
     """Return made-up log-probabilities of shape [tokens] in [-1, 0)."""
-    mixed = (ids.astype(np.int64) * 31 + np.arange(len(ids)) * 17) % 97
+    mixed = (token_ids.astype(np.int64) * 31 + np.arange(len(token_ids)) * 17) % 97
     return (-(mixed + 1) / 98).astype(np.float32)
 
 

@@ -288,7 +288,7 @@ class Renderer(Protocol):
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the ids a model would sample for ``message`` after the generation prompt, stop id included."""
 
-    def decode(self, ids: TokenIds) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         """Return the text of ids, special tokens included (for display, never to re-encode)."""
 
     def describe(self) -> dict[str, Any]:

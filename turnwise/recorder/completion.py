@@ -14,19 +14,19 @@ from turnwise.types import Completion, Message, SamplingParams, StopReason, Toke
 
 def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
     """Validate a completion. Raises InferenceError for an abnormal end, SessionError for a broken contract."""
-    ids, finish = completion.token_ids, completion.finish_reason
+    token_ids, finish = completion.token_ids, completion.finish_reason
     if finish not in ("stop", "length"):
         raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
     # A sum is finite only if everything in it is.
     if not math.isfinite(sum(completion.logprobs.tolist())):
         raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
-    if len(ids) == 0 or len(completion.logprobs) != len(ids):
+    if len(token_ids) == 0 or len(completion.logprobs) != len(token_ids):
         raise SessionError(
-            f"session {session_id}: a completion of {len(ids)} ids came with {len(completion.logprobs)} logprobs"
+            f"session {session_id}: a completion of {len(token_ids)} ids came with {len(completion.logprobs)} logprobs"
         )
-    if finish == "stop" and not params.stop and int(ids[-1]) not in params.stop_token_ids:
+    if finish == "stop" and not params.stop and int(token_ids[-1]) not in params.stop_token_ids:
         raise SessionError(
-            f"session {session_id}: the client says 'stop', but the last id {int(ids[-1])} is no stop id "
+            f"session {session_id}: the client says 'stop', but the last id {int(token_ids[-1])} is no stop id "
             f"{params.stop_token_ids} and no stop string was given, which breaks the contract of LLMClient"
         )
     covered = 0
@@ -35,9 +35,9 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
             covered = -1
             break
         covered = end
-    if covered != len(ids):
+    if covered != len(token_ids):
         raise SessionError(
-            f"session {session_id}: weight version spans {completion.weight_versions} do not cover {len(ids)} ids"
+            f"session {session_id}: weight version spans {completion.weight_versions} do not cover {len(token_ids)} ids"
         )
 
 

@@ -3,10 +3,10 @@
 One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a process opens the file,
 ``{"event": "end"}`` on an orderly close, and between them one record a call::
 
-    {"session": ..., "shared": k, "ids": [...], "completion": [...], "logprobs": [...],
+    {"session": ..., "shared": k, "token_ids": [...], "completion": [...], "logprobs": [...],
      "versions": [[version, start, end], ...], "finish": "stop"}
 
-The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``ids``.
+The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``token_ids``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LedgerWriter:
         record = {
             "session": session,
             "shared": shared,
-            "ids": np.ascontiguousarray(prompt[shared:]),
+            "token_ids": np.ascontiguousarray(prompt[shared:]),
             "completion": completion.token_ids,
             "logprobs": completion.logprobs,
             "versions": completion.weight_versions,
@@ -130,7 +130,7 @@ class LedgerClient(LLMClient):
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Forward the request, then log the call."""
         completion = await self._inner.generate(prompt, params, session_id=session_id)
-        self._book.note(session_id, prompt.ids, completion)
+        self._book.note(session_id, prompt.token_ids, completion)
         return completion
 
     async def stream(
@@ -142,7 +142,7 @@ class LedgerClient(LLMClient):
             async for delta in stream:
                 pieces.append(delta)
                 if delta.finish_reason is not None:
-                    self._book.note(session_id, prompt.ids, join_deltas(pieces))
+                    self._book.note(session_id, prompt.token_ids, join_deltas(pieces))
                 yield delta
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
@@ -160,8 +160,8 @@ class LedgerClient(LLMClient):
         await self._inner.close()
 
 
-def _id_bytes(ids: TokenIds) -> bytes:
-    return ids.astype(np.int32, copy=False).tobytes()
+def _id_bytes(token_ids: TokenIds) -> bytes:
+    return token_ids.astype(np.int32, copy=False).tobytes()
 
 
 def _shared_prefix(last: bytes, prompt: TokenIds) -> int:
@@ -227,7 +227,7 @@ def _entry(path: Path, number: int, part: int, record: dict[str, object], last: 
         before = last.get(session, np.zeros(0, np.int32))
         if shared > len(before):
             raise ValueError(f"shares {shared} ids with a call that has {len(before)}")
-        prompt = np.concatenate([before[:shared], np.asarray(record["ids"], np.int32)])
+        prompt = np.concatenate([before[:shared], np.asarray(record["token_ids"], np.int32)])
         completion = np.asarray(record["completion"], np.int32)
         last[session] = np.concatenate([prompt, completion])
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])  # type: ignore[attr-defined]

@@ -55,8 +55,8 @@ class PendingRequest:
 
     def opened(self) -> PromptPlacement:
         """Return the placement."""
-        new = 0 if self.match.context is not None else len(self.match.ids)
-        return PromptPlacement(len(self.prompt.ids), len(self.prompt.ids) - new, self.match.ids)
+        new = 0 if self.match.context is not None else len(self.match.token_ids)
+        return PromptPlacement(len(self.prompt.token_ids), len(self.prompt.token_ids) - new, self.match.token_ids)
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class Session:
         match = self._match(self._history.reduce(messages), *offered, self.renderer)
         self._escaped = escaped
         before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
-        return before + len(match.ids)
+        return before + len(match.token_ids)
 
     async def chat(
         self,
@@ -281,7 +281,7 @@ class Session:
         prompt = self._prompt(match)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
-            limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.ids, match.tools))
+            limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
         self._requests += 1
         return PendingRequest(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
 
@@ -291,7 +291,7 @@ class Session:
         commits = len(self._tree.nodes)
         turns, context = self._tree.deepest(messages, key)
         if context is not None:
-            return Match(context.parent, context, (), context.ids, None, commits, key, tools)
+            return Match(context.parent, context, (), context.token_ids, None, commits, key, tools)
         why = None
         for turn, used in turns:
             assert turn.parent is not None
@@ -300,16 +300,16 @@ class Session:
                 why = why or "reasoning_dropped"
                 break
             escaped = renderer.escaped
-            ids = renderer.extend(turn.parent.ids, turn.ids, turn.messages[0], new, tools)
-            if ids is not None:
+            token_ids = renderer.extend(turn.parent.token_ids, turn.token_ids, turn.messages[0], new, tools)
+            if token_ids is not None:
                 self._escaped += renderer.escaped - escaped
-                return Match(turn, None, new, self._frozen(ids), None, commits, key, tools)
+                return Match(turn, None, new, self._frozen(token_ids), None, commits, key, tools)
             # A branch that began where this one could not be extended may be continued instead.
             why = why or f"bridge_unproven: {renderer.why}"
         escaped = renderer.escaped
-        ids = renderer.render(messages, tools)
+        token_ids = renderer.render(messages, tools)
         self._escaped += renderer.escaped - escaped
-        return Match(None, None, tuple(messages), self._frozen(ids), why, commits, key, tools)
+        return Match(None, None, tuple(messages), self._frozen(token_ids), why, commits, key, tools)
 
     def _drops(self, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer) -> bool:
         """Whether the template drops reasoning from the ids of a path once these messages follow it."""
@@ -318,14 +318,14 @@ class Session:
         # What the template left out of the root when that was rendered is not in its ids.
         return bool(dropped) and bool(dropped - renderer.drops(path[0].messages, tools))
 
-    def _frozen(self, ids: TokenIds) -> TokenIds:
-        self._encoded_tokens += len(ids)
-        ids = np.array(ids, np.int32)
-        ids.flags.writeable = False
-        return ids
+    def _frozen(self, token_ids: TokenIds) -> TokenIds:
+        self._encoded_tokens += len(token_ids)
+        token_ids = np.array(token_ids, np.int32)
+        token_ids.flags.writeable = False
+        return token_ids
 
     def _prompt(self, match: Match) -> TokenIds:
-        prompt = joined(match.parent, match.ids)
+        prompt = joined(match.parent, match.token_ids)
         self._prompt_tokens += len(prompt)
         return prompt
 
@@ -356,7 +356,7 @@ class Session:
     def _commit(self, request: PendingRequest, completion: Completion) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
-        message, cut = read_completion(request.renderer, completion, match.ids, match.tools, request.params)
+        message, cut = read_completion(request.renderer, completion, match.token_ids, match.tools, request.params)
         return self._record(request, completion, message, cut=cut)
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
@@ -365,7 +365,7 @@ class Session:
         if match.context is not None or self._tree.siblings(match.parent):
             reason = request.fork or fork_reason(self._tree.roots, match, request.messages)
         given, meant = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
-        context = self._tree.context_of(match) or self._add(match.parent, match, match.ids, match.new, reason)
+        context = self._tree.context_of(match) or self._add(match.parent, match, match.token_ids, match.new, reason)
         self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
@@ -378,7 +378,7 @@ class Session:
         self,
         parent: Node | None,
         match: Match,
-        ids: TokenIds,
+        token_ids: TokenIds,
         messages: tuple[Canonical, ...],
         reason: str | None,
         completion: Completion | None = None,
@@ -399,5 +399,5 @@ class Session:
                 turn_id=turn_id,
                 fork=reason if self._tree.siblings(parent) else None,
             ),
-            ids,
+            token_ids,
         )

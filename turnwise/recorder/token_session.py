@@ -42,7 +42,7 @@ class _ParsedBranch:
     """A parsed branch: its name for errors, all ids, prompt length, mask of the ids to train."""
 
     where: str
-    ids: TokenIds
+    token_ids: TokenIds
     prompt_tokens: int
     wanted: npt.NDArray[np.bool_]
 
@@ -115,7 +115,7 @@ class TokenSession(Session):
     def _place(self, prompt: TokenIds, params: SamplingParams | None) -> PendingRequest:
         parent, used = self._deepest_prefix(prompt)
         new = prompt[used:].copy()
-        context = next((node for node in self._below(parent) if np.array_equal(node.ids, new)), None)
+        context = next((node for node in self._below(parent) if np.array_equal(node.token_ids, new)), None)
         if context is None:
             self._encoded_tokens += len(new)
         self._prompt_tokens += len(prompt)
@@ -134,8 +134,8 @@ class TokenSession(Session):
         pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
         while pending:
             node, start = pending.pop()
-            end = start + len(node.ids)
-            if end >= len(prompt) or not np.array_equal(node.ids, prompt[start:end]):
+            end = start + len(node.token_ids)
+            if end >= len(prompt) or not np.array_equal(node.token_ids, prompt[start:end]):
                 continue
             if node.sampled and (best[0] is None or (end, node.index) > (best[1], best[0].index)):
                 best = (node, end)
@@ -157,7 +157,7 @@ class TokenSession(Session):
     def _commit_ids(self, request: PendingRequest, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
-        message, cut = read_completion(request.renderer, completion, match.ids, tools, request.params)
+        message, cut = read_completion(request.renderer, completion, match.token_ids, tools, request.params)
         siblings = self._tree.siblings(match.context or match.parent)
         late = any(node.index >= match.commits for node in siblings)
         return self._record(replace(request, fork="concurrent" if late else request.fork), completion, message, cut=cut)
@@ -167,7 +167,7 @@ class TokenSession(Session):
     def _match_branch(self, claim: _ParsedBranch, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
         """Find a branch in the tree and mark its kept ids; a resumed completion may need several paths."""
         missing = claim.wanted.copy()
-        ways = self._matching_paths(claim.ids)
+        ways = self._matching_paths(claim.token_ids)
         while missing.any():
             way = max(ways, key=lambda each: _path_rank(each, missing, kept), default=None)
             if way is None or not any(missing[start:end].any() for _, start, end in way.turns):
@@ -179,42 +179,48 @@ class TokenSession(Session):
         if len(wrong):
             at = int(wrong[0])
             raise SessionError(
-                f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.ids[at])}, "
-                f"{len(wrong)} such ids), but the model did not sample it: {self._sampled_instead(claim.ids, at)}. "
+                f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.token_ids[at])}, "
+                f"{len(wrong)} such ids), but the model did not sample it: {self._sampled_instead(claim.token_ids, at)}. "
                 "Append the ids of generate() unchanged, and mark everything else with 0"
             )
 
-    def _matching_paths(self, ids: TokenIds) -> list[_TreePath]:
+    def _matching_paths(self, token_ids: TokenIds) -> list[_TreePath]:
         """Return the paths that match a prefix of ``ids`` and hold sampled ids."""
         found: list[_TreePath] = []
         pending: list[tuple[Node, _TreePath]] = [(node, _TreePath(-1, 0, [])) for node in self._below(None)]
         while pending:
             node, before = pending.pop()
             start = before.reach
-            end = start + _common(node.ids, ids[start:])
+            end = start + _common(node.token_ids, token_ids[start:])
             if end == start:
                 continue
             turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
             way = _TreePath(node.index, end, turns)
             whole = end == start + node.tokens
-            on = [child for child in node.children if whole and end < len(ids) and child.ids[0] == ids[end]]
+            on = [
+                child
+                for child in node.children
+                if whole and end < len(token_ids) and child.token_ids[0] == token_ids[end]
+            ]
             pending.extend((child, way) for child in on)
             if turns and not on:
                 found.append(way)
         return found
 
-    def _sampled_instead(self, ids: TokenIds, at: int) -> str:
+    def _sampled_instead(self, token_ids: TokenIds, at: int) -> str:
         """Describe for an error what the model sampled at ``at``."""
         turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
         if not turns:
             return "no ids were sampled in this session"
-        closest = max(turns, key=lambda node: _shared(node, ids))
-        shared = _shared(closest, ids)
-        whole = np.concatenate([node.ids for node in closest.path()])
+        closest = max(turns, key=lambda node: _shared(node, token_ids))
+        shared = _shared(closest, token_ids)
+        whole = np.concatenate([node.token_ids for node in closest.path()])
         if shared < at:
             return f"the ids differ from what it saw from {shared} on"
         if at < len(whole):
-            return f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.ids) else "it was shown that id"
+            return (
+                f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.token_ids) else "it was shown that id"
+            )
         return f"turn {closest.turn_id} ended before it"
 
 
@@ -251,17 +257,19 @@ def _path_rank(
 
 def _ids(what: str, values: Sequence[int]) -> TokenIds:
     try:
-        ids = as_ids(values)
+        token_ids = as_ids(values)
     except (TypeError, ValueError, OverflowError) as error:
         raise SessionError(f"{what} must be a list of token ids: {error}") from error
-    if ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0:
-        raise SessionError(f"{what} must be a list of at least one token id, none negative; its shape is {ids.shape}")
-    return ids
+    if token_ids.ndim != 1 or len(token_ids) == 0 or int(token_ids.min()) < 0:
+        raise SessionError(
+            f"{what} must be a list of at least one token id, none negative; its shape is {token_ids.shape}"
+        )
+    return token_ids
 
 
-def _shared(node: Node, ids: TokenIds) -> int:
+def _shared(node: Node, token_ids: TokenIds) -> int:
     """Return the length of the common prefix of a path and ``ids``."""
-    return _common(np.concatenate([each.ids for each in node.path()]), ids)
+    return _common(np.concatenate([each.token_ids for each in node.path()]), token_ids)
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:

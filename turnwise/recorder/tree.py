@@ -71,7 +71,7 @@ class Node:
     before: Node | None = None
 
     @property
-    def ids(self) -> TokenIds:
+    def token_ids(self) -> TokenIds:
         """The ids, read-only int32 of shape [tokens]."""
         return np.frombuffer(bytes(self.store[self.at : self.to]), np.int32)
 
@@ -100,9 +100,9 @@ class Node:
         return nodes[::-1]
 
 
-def joined(end: Node | None, ids: TokenIds) -> TokenIds:
+def joined(end: Node | None, token_ids: TokenIds) -> TokenIds:
     """Return the ids of the path to ``end`` followed by ``ids``, read-only int32 of shape [tokens]."""
-    pieces: list[bytes | bytearray] = [ids.tobytes()]
+    pieces: list[bytes | bytearray] = [token_ids.tobytes()]
     while end is not None:
         pieces.append(end.store[end.row : end.to])
         end = end.before
@@ -118,13 +118,20 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
         tools = tuple(tool.to_json() for tool in node.tools) if parent < 0 else None
         given = argument_values(node.key[1]) if parent < 0 else {}
         return Segment(
-            node.index, parent, "context", node.ids, meant, fork=node.fork, tools=tools, template_args=given or None
+            node.index,
+            parent,
+            "context",
+            node.token_ids,
+            meant,
+            fork=node.fork,
+            tools=tools,
+            template_args=given or None,
         )
     return Segment(
         index=node.index,
         parent=parent,
         kind="sampled",
-        ids=node.ids,
+        token_ids=node.token_ids,
         messages=meant,
         turn_id=node.turn_id,
         logprobs=completion.logprobs,
@@ -142,7 +149,7 @@ class Match:
         parent: The sampled node that the new context follows, or None at a root.
         context: A known context equal to the whole request, or None.
         new: Messages of the new context.
-        ids: Ids of the (new or known) context.
+        token_ids: Ids of the (new or known) context.
         why: Fork reason, where a matching turn could not be extended.
         commits: Number of nodes at matching time.
         key: Root key of the request.
@@ -151,7 +158,7 @@ class Match:
     parent: Node | None
     context: Node | None
     new: tuple[Canonical, ...]
-    ids: TokenIds
+    token_ids: TokenIds
     why: str | None
     commits: int
     key: RootKey
@@ -258,7 +265,7 @@ class Tree:
         """Return the children of a node, or the roots for None."""
         return self.roots if parent is None else parent.children
 
-    def add(self, node: Node, ids: TokenIds) -> Node:
+    def add(self, node: Node, token_ids: TokenIds) -> Node:
         """Append a node with these ids. Raises SessionError if the tree was dissolved."""
         self._check_whole()
         if node.parent is None:
@@ -266,7 +273,7 @@ class Tree:
         else:
             # A tuple of one, which most are, takes half the room of a list.
             node.parent.children = (*node.parent.children, node)
-        self._keep(node, ids.astype(np.int32, copy=False).tobytes())
+        self._keep(node, token_ids.astype(np.int32, copy=False).tobytes())
         self.nodes.append(node)
         self.tokens += node.tokens
         self.turns += node.sampled
@@ -296,7 +303,7 @@ class Tree:
         """Return the known context with equal messages and ids, if any."""
         if match.context is not None:
             return match.context
-        data = match.ids.tobytes()
+        data = match.token_ids.tobytes()
         for node in self.siblings(match.parent):
             if (
                 node.store[node.at : node.to] == data

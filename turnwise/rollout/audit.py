@@ -272,7 +272,7 @@ class _Audit:
         self._report.contradictions.append(f"trajectory {trajectory.id}: {text}")
 
     def _text(self, trajectory: Trajectory) -> None:
-        if any(len(segment.ids) for segment in trajectory.segments):
+        if any(len(segment.token_ids) for segment in trajectory.segments):
             self._say(trajectory, "was recorded as text, but holds ids")
         for what, found in (("calls of it in the ledger", self._calls), ("rows of it that were trained", self._rows)):
             if trajectory.id in found:
@@ -291,7 +291,7 @@ class _Audit:
         strange: list[tuple[Segment, TokenIds]] = []
         for segment in trajectory.segments:
             if segment.sampled:
-                prompt = np.concatenate([before.ids for before in trajectory.path(segment.parent)])
+                prompt = np.concatenate([before.token_ids for before in trajectory.path(segment.parent)])
                 equal = waiting.get(_turn_key(segment, prompt))
                 if equal:
                     equal.pop()
@@ -352,14 +352,14 @@ class _Audit:
 
     def _coverage(self, trajectory: Trajectory, when: str, rows: Sequence[BatchRow]) -> None:
         """Count how often each id was trained: sampled ids once, others never."""
-        trained = [np.zeros(len(segment.ids), np.int32) for segment in trajectory.segments]
-        reachable = [np.zeros(len(segment.ids), np.bool_) for segment in trajectory.segments]
+        trained = [np.zeros(len(segment.token_ids), np.int32) for segment in trajectory.segments]
+        reachable = [np.zeros(len(segment.token_ids), np.bool_) for segment in trajectory.segments]
         for row in rows:
             if not 0 <= row.leaf < len(trajectory.segments):
                 self._say(trajectory, f"{when}: a row names leaf {row.leaf}, which is no segment")
                 continue
             path = trajectory.path(row.leaf)
-            total = sum(len(segment.ids) for segment in path)
+            total = sum(len(segment.token_ids) for segment in path)
             length = total if row.max_tokens is None else min(total, row.max_tokens)
             if row.tokens != length:
                 self._say(trajectory, f"{when}: the row of leaf {row.leaf} has {row.tokens} ids, its branch {length}")
@@ -369,7 +369,7 @@ class _Audit:
                 mask[start:end] += 1
             start = 0
             for segment in path:
-                end = start + len(segment.ids)
+                end = start + len(segment.token_ids)
                 trained[segment.index] += mask[start:end]
                 reachable[segment.index] |= np.arange(start, end) < length
                 start = end
@@ -433,7 +433,7 @@ def _structure(segments: Sequence[Segment]) -> Iterator[str]:
 
 
 def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
-    if len(segment.ids) == 0 or int(segment.ids.min()) < 0:
+    if len(segment.token_ids) == 0 or int(segment.token_ids.min()) < 0:
         yield f"{where} holds no ids, or a negative one"
     if not segment.sampled:
         if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None or segment.left_out:
@@ -441,20 +441,20 @@ def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
         return
     if segment.turn_id is None or segment.finish_reason is None:
         yield f"{where} was sampled, but has no turn id or no finish reason"
-    if segment.logprobs is None or len(segment.logprobs) != len(segment.ids):
+    if segment.logprobs is None or len(segment.logprobs) != len(segment.token_ids):
         size = None if segment.logprobs is None else len(segment.logprobs)
-        yield f"{where} has {len(segment.ids)} ids and {size} logprobs"
+        yield f"{where} has {len(segment.token_ids)} ids and {size} logprobs"
     elif not np.isfinite(segment.logprobs).all():
         yield f"{where} has a logprob that is not finite"
-    if any(not 0 <= start < end <= len(segment.ids) for start, end in segment.left_out or ()):
-        yield f"{where} leaves {segment.left_out} out of its {len(segment.ids)} ids"
+    if any(not 0 <= start < end <= len(segment.token_ids) for start, end in segment.left_out or ()):
+        yield f"{where} leaves {segment.left_out} out of its {len(segment.token_ids)} ids"
     covered = 0
     for _, start, end in segment.weight_versions:
         if start != covered or end <= start:
             break
         covered = end
-    if covered != len(segment.ids):
-        yield f"{where}: weight version spans {segment.weight_versions} do not cover its {len(segment.ids)} ids"
+    if covered != len(segment.token_ids):
+        yield f"{where}: weight version spans {segment.weight_versions} do not cover its {len(segment.token_ids)} ids"
 
 
 def _events(trajectory: Trajectory) -> Iterator[str]:
@@ -469,7 +469,7 @@ def _call_key(call: LedgerEntry) -> bytes:
 
 
 def _turn_key(segment: Segment, prompt: TokenIds) -> bytes:
-    return _key(prompt, segment.ids, segment.logprobs, segment.weight_versions, segment.finish_reason)
+    return _key(prompt, segment.token_ids, segment.logprobs, segment.weight_versions, segment.finish_reason)
 
 
 def _key(prompt: TokenIds, completion: TokenIds, logprobs: object, versions: object, finish: object) -> bytes:
@@ -480,7 +480,7 @@ def _key(prompt: TokenIds, completion: TokenIds, logprobs: object, versions: obj
 def _likest(segment: Segment, prompt: TokenIds, calls: Sequence[LedgerEntry]) -> int:
     """Return the index of the best matching call: equal prompt or completion first, then order."""
     for number, call in enumerate(calls):
-        if np.array_equal(call.prompt_ids, prompt) or np.array_equal(call.completion_ids, segment.ids):
+        if np.array_equal(call.prompt_ids, prompt) or np.array_equal(call.completion_ids, segment.token_ids):
             return number
     return 0
 
@@ -488,7 +488,7 @@ def _likest(segment: Segment, prompt: TokenIds, calls: Sequence[LedgerEntry]) ->
 def _difference(segment: Segment, prompt: TokenIds, call: LedgerEntry) -> str:
     for name, mine, theirs in (
         ("the prompt", prompt, call.prompt_ids),
-        ("the completion", segment.ids, call.completion_ids),
+        ("the completion", segment.token_ids, call.completion_ids),
         ("the logprobs", segment.logprobs, call.logprobs),
     ):
         if mine is None or len(mine) != len(theirs):

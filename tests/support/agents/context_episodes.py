@@ -133,7 +133,7 @@ def assert_exact(folder: Path, trajectory: Trajectory) -> None:
     samples = to_samples(trajectory)
     assert samples.unowned_tokens == 0
     trained = np.concatenate([row.input_ids[row.loss_mask] for row in samples.rows])
-    sampled = np.concatenate([segment.ids for segment in trajectory.segments if segment.sampled])
+    sampled = np.concatenate([segment.token_ids for segment in trajectory.segments if segment.sampled])
     assert sorted(trained.tolist()) == sorted(sampled.tolist())
     turns = [int(turn) for row in samples.rows for turn in set(row.turn_ids[row.loss_mask].tolist())]
     assert sorted(turns) == list(range(len(list(trajectory.turns())))), "each turn is trained in one row"

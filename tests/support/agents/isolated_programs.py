@@ -163,8 +163,8 @@ def _turns(trajectory: Trajectory) -> Iterator[tuple[str, list[int], list[int], 
     for segment in trajectory.segments:
         if segment.sampled:
             assert segment.logprobs is not None
-            before = np.concatenate([each.ids for each in trajectory.path(segment.parent)])
-            yield trajectory.id, before.tolist(), segment.ids.tolist(), segment.logprobs.tolist()
+            before = np.concatenate([each.token_ids for each in trajectory.path(segment.parent)])
+            yield trajectory.id, before.tolist(), segment.token_ids.tolist(), segment.logprobs.tolist()
 
 
 def _noting(app: GatewayApp, routes: set[str]) -> Any:

@@ -44,10 +44,10 @@ async def conversations(checkpoint: Path, count: int) -> list[TokenPrompt]:
 
 def logits(model: Any, prompt: TokenPrompt, completion: TokenIds) -> torch.Tensor:
     """Return what the model itself says at each sampled position: [tokens, vocabulary]."""
-    ids = np.concatenate([prompt.ids, completion]).astype(np.int64)
+    ids = np.concatenate([prompt.token_ids, completion]).astype(np.int64)
     with torch.inference_mode():
         said = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0].float()
-    return said[len(prompt.ids) - 1 : -1]
+    return said[len(prompt.token_ids) - 1 : -1]
 
 
 async def greedy(client: HTTPClient, asked: Sequence[TokenPrompt]) -> list[Completion]:

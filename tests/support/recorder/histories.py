@@ -83,14 +83,14 @@ async def behave(
 
 def path_ids(trajectory: Trajectory, index: int) -> tuple[int, ...]:
     """The ids from a root to a segment."""
-    return tuple(i for segment in trajectory.path(index) for i in segment.ids.tolist())
+    return tuple(i for segment in trajectory.path(index) for i in segment.token_ids.tolist())
 
 
 def check_against_ledger(trajectory: Trajectory, path: Path, calls: int) -> None:
     """Invariants 1 to 4, here and by the audit: ids are those the engine saw, trained once, forks are counted."""
     audited.assert_sound(path.parent, trajectory)
     recorded = Counter(
-        (path_ids(trajectory, s.parent), tuple(s.ids.tolist()), tuple(s.logprobs.tolist()))
+        (path_ids(trajectory, s.parent), tuple(s.token_ids.tolist()), tuple(s.logprobs.tolist()))
         for s in trajectory.segments
         if s.sampled and s.logprobs is not None
     )

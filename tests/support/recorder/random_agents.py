@@ -84,7 +84,7 @@ class Gate(LLMClient):
         self.last: Completion | None = None
 
     async def generate(self, prompt: Any, params: SamplingParams, *, session_id: str) -> Completion:
-        assert prompt.ids.tolist() == self.expected
+        assert prompt.token_ids.tolist() == self.expected
         if self.closed:
             self.held.append(asyncio.Event())
             await self.held[-1].wait()
@@ -317,7 +317,7 @@ class Wild:
         """Hold the session against the slow recorder and the ledger."""
         await self.gate.close()
         segments = self.session.segments()
-        assert [(s.kind, s.parent, s.ids.tolist(), s.fork) for s in segments] == list(self.slow.tree())
+        assert [(s.kind, s.parent, s.token_ids.tolist(), s.fork) for s in segments] == list(self.slow.tree())
         trajectory = Trajectory.from_bytes(Trajectory("s", "e", "g", "t", segments=segments).to_bytes())
         check_against_ledger(trajectory, self.path, self.calls)
         return trajectory

@@ -98,17 +98,17 @@ async def test_a_loop_of_one_turn() -> None:
     assert trajectory.metrics["loop/generate_sequences_seconds"] > 0
     # The prompt is the one that a session of messages would have sent.
     chatted = await play("react", ["42"], temperature=0.8)
-    assert trajectory.segments[0].ids.tolist() == chatted.segments[0].ids.tolist()
-    assert trajectory.segments[1].ids.tolist() == chatted.segments[1].ids.tolist()
+    assert trajectory.segments[0].token_ids.tolist() == chatted.segments[0].token_ids.tolist()
+    assert trajectory.segments[1].token_ids.tolist() == chatted.segments[1].token_ids.tolist()
 
 
 async def test_lengths_bound_the_response() -> None:
     trajectory = await play(Single, ["a long answer in many words"], config={"prompt_length": 50, "response_length": 3})
-    assert len(trajectory.segments[1].ids) == 3
+    assert len(trajectory.segments[1].token_ids) == 3
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     whole = await play(Cutting, ["a long answer in many words"])
-    assert whole.segments[1].left_out == ((2, len(whole.segments[1].ids)),)
-    assert trained(whole) == [whole.segments[1].ids[:2].tolist()]
+    assert whole.segments[1].left_out == ((2, len(whole.segments[1].token_ids)),)
+    assert trained(whole) == [whole.segments[1].token_ids[:2].tolist()]
 
 
 class Cutting(Single):
@@ -166,7 +166,7 @@ async def test_a_loop_with_tools_is_recorded_as_it_sampled(family) -> None:
     assert trajectory.metrics["tool_calls"] == 2
     turns = [segment for segment in trajectory.segments if segment.sampled]
     assert [turn.left_out is not None for turn in turns] == [False, False, False, True]
-    assert trained(trajectory) == [[number for turn in turns[:3] for number in turn.ids.tolist()]]
+    assert trained(trajectory) == [[number for turn in turns[:3] for number in turn.token_ids.tolist()]]
     assert trajectory.forks() == {"restart": 1}
 
 

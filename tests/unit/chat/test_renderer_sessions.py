@@ -54,16 +54,16 @@ async def test_a_conversation_is_one_branch_of_exact_ids(family: str) -> None:
     assert len(sampled) == len(turns)
     for segment in sampled:
         assert segment.logprobs is not None
-        assert len(segment.logprobs) == len(segment.ids)
-        assert int(segment.ids[-1]) in renderer.stop_ids
-        assert not any(int(number) in renderer.stop_ids for number in segment.ids[:-1])
+        assert len(segment.logprobs) == len(segment.token_ids)
+        assert int(segment.token_ids[-1]) in renderer.stop_ids
+        assert not any(int(number) in renderer.stop_ids for number in segment.token_ids[:-1])
     if family == "mistral":
         # Its template moves the tools to the last user message: the second question cannot be an extension.
         assert set(trajectory.forks()) == {"bridge_unproven: depends_on_history"}
         return
     assert not trajectory.forks()
     (leaf,) = trajectory.leaves()
-    path = np.concatenate([segment.ids for segment in trajectory.path(leaf)])
+    path = np.concatenate([segment.token_ids for segment in trajectory.path(leaf)])
     first = renderer.render(canonical_messages(messages[:2]), TOOLS)
     assert path[: len(first)].tolist() == first.tolist()
     shown = renderer.decode(path)
@@ -86,7 +86,7 @@ async def test_a_tool_that_is_edited_in_place_is_in_the_next_prompt_as_it_is_the
     tool.parameters["properties"]["zebra"] = {"type": "string"}
     await session.chat([question], [tool])
     roots = [segment for segment in session.segments() if segment.parent < 0]
-    assert ["zebra" in renderer.decode(root.ids) for root in roots] == [False, True]
+    assert ["zebra" in renderer.decode(root.token_ids) for root in roots] == [False, True]
     assert ["zebra" in str(root.tools) for root in roots] == [False, True]
 
 
@@ -108,7 +108,7 @@ async def test_tools_that_differ_in_a_switch_are_other_tools(one: object, other:
     segments = session.segments()
     assert [each.fork for each in segments] == [None, None, None, None, "tools_changed", None]
     for root, value in ((segments[0], one), (segments[4], other)):
-        assert f'"default": {str(value).lower()}' in renderer.decode(root.ids)
+        assert f'"default": {str(value).lower()}' in renderer.decode(root.token_ids)
 
 
 def test_what_others_offered_before_is_not_in_the_prompt() -> None:

@@ -98,7 +98,7 @@ async def test_the_run_that_is_described(folder: Path) -> None:
     assert trajectory.rewards[0] == ("t0", "tool/search", 0.1)
     assert ("t2", "tool/search", 1.0) in trajectory.rewards
     assert trajectory.reward == pytest.approx(2.1)
-    assert "Use your tools." in renderer.decode(trajectory.segments[0].ids)
+    assert "Use your tools." in renderer.decode(trajectory.segments[0].token_ids)
 
 
 def test_the_functions_that_are_described(folder: Path) -> None:

@@ -37,7 +37,7 @@ def stored(cache: KVCache, slot: int) -> np.ndarray:
 def fill(cache: KVCache, slot: int) -> None:
     """Write keys and values of all tokens of a slot."""
     pool, row, length = cache.pools[cache.pool_of[slot]], cache.row_of[slot], cache.length[slot]
-    ids = torch.from_numpy(cache.ids[slot, :length].astype(np.float32))
+    ids = torch.from_numpy(cache.token_ids[slot, :length].astype(np.float32))
     for layer in range(GEOMETRY.layers):
         pool.keys[layer][row, :, :length] = ids[None, :, None]
         pool.values[layer][row, :, :length] = ids[None, :, None]
@@ -55,8 +55,8 @@ def check(cache: KVCache, contents: dict[int, np.ndarray]) -> None:
         assert cache.cached[slot] <= cache.length[slot]
         assert cache.cached[slot] <= pool.capacity
         if cache.state[slot] == ACTIVE:
-            assert np.array_equal(cache.ids[slot, : cache.length[slot]], contents[slot])
-        assert np.array_equal(stored(cache, slot), cache.ids[slot, : cache.cached[slot]].astype(np.float32))
+            assert np.array_equal(cache.token_ids[slot, : cache.length[slot]], contents[slot])
+        assert np.array_equal(stored(cache, slot), cache.token_ids[slot, : cache.cached[slot]].astype(np.float32))
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -92,7 +92,7 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
             elif choice == "share" and len(active) + len(retained):
                 source = int(data.draw(st.sampled_from([*active, *retained])))
                 count = int(data.draw(st.integers(0, int(cache.cached[source]))))
-                new = np.concatenate([cache.ids[source, :count].copy(), tokens(data.draw(st.integers(1, 9)))])[
+                new = np.concatenate([cache.token_ids[source, :count].copy(), tokens(data.draw(st.integers(1, 9)))])[
                     : longest - 1
                 ]
                 slot = cache.take(new, source=source)
@@ -102,7 +102,7 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
             elif choice == "reuse" and len(retained):
                 slot = int(data.draw(st.sampled_from(retained.tolist())))
                 count = int(data.draw(st.integers(0, int(cache.cached[slot]))))
-                new = np.concatenate([cache.ids[slot, :count].copy(), tokens(data.draw(st.integers(1, 30)))])[
+                new = np.concatenate([cache.token_ids[slot, :count].copy(), tokens(data.draw(st.integers(1, 30)))])[
                     : longest - 1
                 ]
                 if not cache.reuse(slot, new, min(count, len(new))):
@@ -116,7 +116,7 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
                     and choice == "append"
                 ):
                     cache.append(np.array([slot]), np.array([next(fresh)]), np.array([True]))
-                    contents[slot] = cache.ids[slot, : cache.length[slot]].copy()
+                    contents[slot] = cache.token_ids[slot, : cache.length[slot]].copy()
                 check(cache, contents)
                 continue
             elif choice == "retain" and len(active):

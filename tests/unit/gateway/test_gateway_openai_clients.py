@@ -143,7 +143,7 @@ async def test_responses_with_calls(stream: bool, stored: bool) -> None:
 
 
 def columns(segment: Segment) -> tuple[str, list[int], list[float]]:
-    return segment.kind, segment.ids.tolist(), [] if segment.logprobs is None else segment.logprobs.tolist()
+    return segment.kind, segment.token_ids.tolist(), [] if segment.logprobs is None else segment.logprobs.tolist()
 
 
 async def test_all_ways_of_asking_leave_the_same_tokens() -> None:
@@ -159,7 +159,10 @@ async def test_all_ways_of_asking_leave_the_same_tokens() -> None:
             for opened in (chat, responses, direct):
                 segments = served.session(opened).segments()
                 left.append(
-                    [(s.kind, s.ids.tolist(), None if s.logprobs is None else s.logprobs.tolist()) for s in segments]
+                    [
+                        (s.kind, s.token_ids.tolist(), None if s.logprobs is None else s.logprobs.tolist())
+                        for s in segments
+                    ]
                 )
     assert all(each == left[0] for each in left)
 

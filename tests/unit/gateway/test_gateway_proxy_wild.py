@@ -57,7 +57,7 @@ async def test_both_tell_the_same(
         for segments in (wild.text.segments(), wild.session.segments())
     )
     assert mine == theirs
-    assert not any(len(each.ids) for each in wild.text.segments())
+    assert not any(len(each.token_ids) for each in wild.text.segments())
     metrics, known = wild.text.metrics(), wild.session.metrics()
     for name in ("turns", "branches", "forks", "rewritten_echoes"):
         assert metrics[name] == known[name], name

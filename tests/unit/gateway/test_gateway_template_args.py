@@ -30,7 +30,7 @@ async def ask(served: Served, opened: dict[str, Any], route: str, more: dict[str
 
 def prompts(served: Served, opened: dict[str, Any]) -> list[str]:
     """The roots of a session, as text."""
-    return [served.renderer.decode(each.ids) for each in served.session(opened).segments() if each.parent < 0]
+    return [served.renderer.decode(each.token_ids) for each in served.session(opened).segments() if each.parent < 0]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -261,7 +261,9 @@ async def test_connections_are_pooled(make):
 async def test_media_and_endless_seeds_are_refused_before_anything_is_sent(make):
     async with Fake() as fake:
         with pytest.raises(RequestRefused, match="1 media"):
-            await make(fake).generate(TokenPrompt(PROMPT.ids, (Media("image", b"", 0, 1),)), PARAMS, session_id="s")
+            await make(fake).generate(
+                TokenPrompt(PROMPT.token_ids, (Media("image", b"", 0, 1),)), PARAMS, session_id="s"
+            )
         with pytest.raises(RequestRefused, match="more than 64 bits"):
             await make(fake).generate(PROMPT, SamplingParams(seed=2**63), session_id="s")
         assert not fake.bodies

@@ -91,7 +91,9 @@ async def test_a_conversation_with_arguments_is_that_of_a_renderer_made_with_the
     assert [m["content"] for m in await three_turns(asked, given)] == [
         m["content"] for m in await three_turns(own, None)
     ]
-    assert [each.ids.tolist() for each in asked.segments()] == [each.ids.tolist() for each in own.segments()]
+    assert [each.token_ids.tolist() for each in asked.segments()] == [
+        each.token_ids.tolist() for each in own.segments()
+    ]
     assert asked.metrics()["branches"] == 1
     assert asked.metrics() == own.metrics()
 
@@ -110,8 +112,8 @@ async def test_other_arguments_are_another_root_and_either_is_gone_on_from() -> 
     assert [each.fork for each in segments] == [None, None, "restart", None, None, None, None, None]
     assert [each.parent for each in segments] == [-1, 0, -1, 2, 1, 4, 3, 6]
     assert [each.template_args for each in segments if each.parent < 0] == [None, SILENT]
-    assert spent == sum(len(each.ids) for each in segments[4::2])
-    shown = [renderer.decode(each.ids) for each in segments]
+    assert spent == sum(len(each.token_ids) for each in segments[4::2])
+    shown = [renderer.decode(each.token_ids) for each in segments]
     assert [each.endswith("assistant\n<think>\n\n</think>\n\n") for each in shown[::2]] == [False, True, False, True]
     # The same conversation, at its end, under other arguments.
     last = await session.chat([*ASK, first, more])
@@ -145,7 +147,7 @@ async def test_what_the_run_has_set_anyway_is_no_other_root() -> None:
     await session.chat(ASK, template_args=SILENT)
     assert [each.fork for each in session.segments()] == [None, None, "resample"]
     await session.chat(ASK, template_args={"enable_thinking": True})
-    assert "<think>" not in renderer.decode(session.segments()[-2].ids)
+    assert "<think>" not in renderer.decode(session.segments()[-2].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ async def test_the_date_of_a_conversation_is_that_of_its_beginning(monkeypatch: 
     history.append({"role": "tool", "tool_call_id": history[-1]["tool_calls"][0].id, "content": "one"})
     await old.chat(history, [TOOL])
     await old.chat([{"role": "user", "content": "Other."}], template_args={"reasoning_effort": "high"})
-    texts = {name: "".join(renderer.decode(each.ids) for each in one.segments()) for name, one in (
+    texts = {name: "".join(renderer.decode(each.token_ids) for each in one.segments()) for name, one in (
         ("old", old), ("new", new), ("later", later))}  # fmt: skip
     assert texts["old"].count("2031-12-31") == 2
     assert "2032-01-01" not in texts["old"]

@@ -103,7 +103,7 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf_and_no_fork(turns) 
     trajectory = kept(session)
     assert len(trajectory.leaves()) == 1
     assert not trajectory.forks()
-    path = [i for segment in trajectory.path(trajectory.leaves()[0])[:-1] for i in segment.ids.tolist()]
+    path = [i for segment in trajectory.path(trajectory.leaves()[0])[:-1] for i in segment.token_ids.tolist()]
     assert path == client.requests[-1].prompt.tolist()
 
 

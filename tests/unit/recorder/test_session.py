@@ -52,7 +52,7 @@ def user(text: str) -> Message:
 
 
 def path_ids(trajectory: Trajectory, index: int) -> list[int]:
-    return [i for segment in trajectory.path(index) for i in segment.ids.tolist()]
+    return [i for segment in trajectory.path(index) for i in segment.token_ids.tolist()]
 
 
 async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() -> None:
@@ -79,7 +79,7 @@ async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() 
     for request, sampled in zip(client.requests, (1, 3), strict=True):
         assert path_ids(trajectory, trajectory.segments[sampled].parent) == request.prompt.tolist()
     # The answer is rendered with the id that the session issued.
-    assert f"{call.id}=look:seen" in renderer.decode(trajectory.segments[2].ids)
+    assert f"{call.id}=look:seen" in renderer.decode(trajectory.segments[2].token_ids)
     assert not trajectory.forks()
 
 
@@ -90,7 +90,7 @@ async def test_the_sampled_ids_stay_when_they_are_not_what_the_renderer_would_wr
     first = await session.chat([user("go")], [TOOL])
     await session.chat([user("go"), first, {"role": "tool", "content": "x"}], [TOOL])
     trajectory = trajectory_of(session)
-    assert trajectory.segments[1].ids.tolist() == odd
+    assert trajectory.segments[1].token_ids.tolist() == odd
     assert len(trajectory.leaves()) == 1
 
 
@@ -182,8 +182,8 @@ async def test_a_cut_turn_is_closed_by_the_next_context() -> None:
     assert (first["content"], first["finish_reason"]) == ("a long", "length")
     await session.chat([user("q"), first, user("go on")])
     trajectory = trajectory_of(session)
-    assert END not in trajectory.segments[1].ids
-    assert trajectory.segments[2].ids[0] == END
+    assert END not in trajectory.segments[1].token_ids
+    assert trajectory.segments[2].token_ids[0] == END
     assert path_ids(trajectory, 2) == client.requests[1].prompt.tolist()
 
 
@@ -195,7 +195,7 @@ async def test_a_stop_string_cuts_the_text_but_not_the_ids() -> None:
     assert (first["content"], first["finish_reason"]) == ("answer ", "stop")
     await session.chat([user("q"), first, user("go on")])
     trajectory = trajectory_of(session)
-    assert renderer.decode(trajectory.segments[1].ids) == "answer STOP"
+    assert renderer.decode(trajectory.segments[1].token_ids) == "answer STOP"
     assert not trajectory.forks()
 
 
@@ -314,7 +314,7 @@ async def test_segments_cannot_be_changed() -> None:
     await session.chat([user("q")])
     for segment in session.segments():
         with pytest.raises(ValueError, match="read-only"):
-            segment.ids[0] = 0
+            segment.token_ids[0] = 0
 
 
 async def test_a_written_conversation_replays_as_one_branch() -> None:

@@ -40,7 +40,9 @@ async def test_strings_of_control_ids_are_counted_by_the_session_that_was_told_t
     await first.chat(history, [tool])
     assert first.metrics()["special_in_text"] == 3
     assert other.metrics()["special_in_text"] == 0
-    ends = [number for segment in first.segments() for number in segment.ids.tolist() if number in renderer.stop_ids]
+    ends = [
+        number for segment in first.segments() for number in segment.token_ids.tolist() if number in renderer.stop_ids
+    ]
     # The system's, both users' and the model's own.
     assert len(ends) == 3 + sum(segment.sampled for segment in first.segments())
 

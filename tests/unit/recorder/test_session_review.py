@@ -67,7 +67,7 @@ async def test_numbers_of_more_than_64_bits_are_kept_to_the_last_digit() -> None
     assert said["tool_calls"][0]["function"]["arguments"] == {"x": big, "y": int(1e300)}
     assert trajectory.segments[0].messages == ({"role": "user", "content": "q"},)
     assert trajectory.segments[0].tools == (TOOL.to_json(),)
-    assert trajectory.segments[1].ids.tolist() == line
+    assert trajectory.segments[1].token_ids.tolist() == line
 
 
 @pytest.mark.parametrize("depth", [99, 100, 300, 5000])
@@ -245,7 +245,7 @@ async def test_a_stop_id_of_the_request_alone_ends_but_does_not_close_the_turn()
     assert client.requests[0].params.stop_token_ids == tuple(sorted((END, semicolon)))
     await session.chat([user("q"), message, user("r")])
     trajectory = kept(session)
-    assert trajectory.segments[2].ids[0] == END
+    assert trajectory.segments[2].token_ids[0] == END
     assert not trajectory.forks()
 
 
@@ -351,8 +351,9 @@ def test_what_cannot_be_appended_whole_leaves_nothing(tmp_path, monkeypatch) -> 
     assert path.read_bytes() == b"first\nthird\n"
 
 
-@pytest.mark.parametrize("segments", ["[3]", "[[]]", '[{"index":0,"parent":-1,"kind":"context","ids":[4294967296],'
-                                      '"messages":[]}]', '[{"index":0,"parent":-1,"kind":"context","ids":[1],'
+@pytest.mark.parametrize("segments", ["[3]", "[[]]", '[{"index":0,"parent":-1,"kind":"context",'
+                                      '"token_ids":[4294967296],"messages":[]}]',
+                                      '[{"index":0,"parent":-1,"kind":"context","token_ids":[1],'
                                       '"messages":"{"}]', "null"])  # fmt: skip
 def test_a_malformed_record_is_a_format_error(segments) -> None:
     whole = Trajectory("s", "e", "g", "t").to_bytes().decode()
@@ -372,7 +373,8 @@ def test_a_ledger_id_that_fits_no_array_is_a_format_error(tmp_path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text(
         '{"event":"start","schema_version":1}\n'
-        '{"session":"s","shared":0,"ids":[4294967296],"completion":[1],"logprobs":[0],"versions":[],"finish":"stop"}\n'
+        '{"session":"s","shared":0,"token_ids":[4294967296],"completion":[1],"logprobs":[0],"versions":[],'
+        '"finish":"stop"}\n'
     )
     with pytest.raises(FormatError, match=r"ledger\.jsonl:2"):
         read_ledger(path)

@@ -39,7 +39,7 @@ def kept(session: TokenSession) -> Trajectory:
 
 
 def shape(session: TokenSession) -> list[tuple[int, str, list[int], str | None]]:
-    return [(each.parent, each.kind, each.ids.tolist(), each.fork) for each in session.segments()]
+    return [(each.parent, each.kind, each.token_ids.tolist(), each.fork) for each in session.segments()]
 
 
 async def test_a_prompt_goes_on_behind_what_was_sampled() -> None:
@@ -301,9 +301,9 @@ async def _walk(moves, keep) -> None:
         trained = [s for s in trajectory.segments if s.trained.any()]
         assert all(s.trained.all() for s in trained)
         said = Counter((tuple(branches[n][0]), tuple(branches[n][1])) for n in chosen or range(len(branches)))
-        assert Counter((_prompt_of(trajectory, s), tuple(s.ids.tolist())) for s in trained) == said
+        assert Counter((_prompt_of(trajectory, s), tuple(s.token_ids.tolist())) for s in trained) == said
         seen = Counter(tuple(ids) for _, ids in branches)
-        held = Counter(tuple(s.ids.tolist()) for s in trajectory.segments if s.sampled)
+        held = Counter(tuple(s.token_ids.tolist()) for s in trajectory.segments if s.sampled)
         assert held == seen
         for row in rows:
             assert (row.rollout_logprobs[row.loss_mask] < 0).all()
@@ -314,5 +314,5 @@ def _prompt_of(trajectory: Trajectory, segment: Segment) -> tuple[int, ...]:
     ids: list[int] = []
     while segment.parent >= 0:
         segment = trajectory.segments[segment.parent]
-        ids = segment.ids.tolist() + ids
+        ids = segment.token_ids.tolist() + ids
     return tuple(ids)

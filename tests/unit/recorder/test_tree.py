@@ -70,11 +70,11 @@ def test_the_ids_of_a_path_are_those_of_its_nodes(parents: list[int]) -> None:
     more = np.array([7, 8], np.int32)
     assert joined(None, more).tolist() == [7, 8]
     for node in tree.nodes:
-        assert node.ids.tolist() == [node.index] * (node.index % 4)
-        assert node.tokens == len(node.ids)
-        own = [number for each in node.path() for number in each.ids.tolist()]
+        assert node.token_ids.tolist() == [node.index] * (node.index % 4)
+        assert node.tokens == len(node.token_ids)
+        own = [number for each in node.path() for number in each.token_ids.tolist()]
         assert joined(node, more).tolist() == [*own, 7, 8]
-        assert not node.ids.flags.writeable
+        assert not node.token_ids.flags.writeable
 
 
 @settings(max_examples=examples(300))

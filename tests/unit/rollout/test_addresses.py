@@ -128,7 +128,7 @@ def recorded(outcome: EpisodeOutcome) -> list[Any]:
         (
             each.parent,
             each.kind,
-            each.ids.tolist(),
+            each.token_ids.tolist(),
             None if each.logprobs is None else each.logprobs.tolist(),
             each.fork,
         )

@@ -148,18 +148,18 @@ def test_a_sound_run_passes_and_says_what_it_checked(run: Path) -> None:
 
 
 def change_token(records: Records) -> None:
-    segment(records, "plain", 3)["ids"][2] += 1
+    segment(records, "plain", 3)["token_ids"][2] += 1
 
 
 def change_prompt(records: Records) -> None:
-    segment(records, "held-out", 0)["ids"][1] += 1
+    segment(records, "held-out", 0)["token_ids"][1] += 1
 
 
 def drop_token(records: Records) -> None:
     last = segment(records, "plain", 1)
-    last["ids"].pop()
+    last["token_ids"].pop()
     last["logprobs"].pop()
-    last["weight_versions"] = [[0, 0, len(last["ids"])]]
+    last["weight_versions"] = [[0, 0, len(last["token_ids"])]]
 
 
 def swap_kind(records: Records) -> None:
@@ -171,16 +171,16 @@ def change_logprob(records: Records) -> None:
 
 
 def change_version(records: Records) -> None:
-    segment(records, "forked", 1)["weight_versions"] = [[7, 0, len(segment(records, "forked", 1)["ids"])]]
+    segment(records, "forked", 1)["weight_versions"] = [[7, 0, len(segment(records, "forked", 1)["token_ids"])]]
 
 
 def split_version(records: Records) -> None:
-    size = len(segment(records, "plain", 1)["ids"])
+    size = len(segment(records, "plain", 1)["token_ids"])
     segment(records, "plain", 1)["weight_versions"] = [[0, 0, 2], [0, 2, size]]
 
 
 def gap_in_versions(records: Records) -> None:
-    segment(records, "plain", 1)["weight_versions"] = [[0, 1, len(segment(records, "plain", 1)["ids"])]]
+    segment(records, "plain", 1)["weight_versions"] = [[0, 1, len(segment(records, "plain", 1)["token_ids"])]]
 
 
 def change_finish(records: Records) -> None:
@@ -351,9 +351,9 @@ def test_any_single_changed_number_is_found(
     def change(records: Records) -> None:
         parts = [part for record in records for part in record["segments"]]
         part = data.draw(st.sampled_from(parts), "segment")
-        name = data.draw(st.sampled_from(["ids", "logprobs"] if part["kind"] == "sampled" else ["ids"]))
+        name = data.draw(st.sampled_from(["token_ids", "logprobs"] if part["kind"] == "sampled" else ["token_ids"]))
         position = data.draw(st.integers(0, len(part[name]) - 1))
-        part[name][position] += 1 if name == "ids" else -0.25
+        part[name][position] += 1 if name == "token_ids" else -0.25
 
     edit(run / "trajectories.jsonl", change)
     assert found(run)
@@ -452,7 +452,7 @@ def test_spans_and_digest_of_a_row(run: Path) -> None:
     trajectory = next(t for t in read_trajectories(run / "trajectories.jsonl") if t.id == "plain")
     (row,) = to_samples(trajectory).rows
     spans = loss_spans(row)
-    assert [end - start for start, end in spans] == [len(s.ids) for s in trajectory.segments if s.sampled]
+    assert [end - start for start, end in spans] == [len(s.token_ids) for s in trajectory.segments if s.sampled]
     mask = np.zeros(len(row.input_ids), bool)
     for start, end in spans:
         mask[start:end] = True

@@ -163,17 +163,19 @@ def re_encode(records: Records) -> None:
     """The same text in other ids: its first long token is split into characters."""
     part = sampled(records, 1)
     renderer = renderer_for("qwen3")
-    at = next(n for n, number in enumerate(part["ids"]) if len(spelled(number)) > 1 and number not in renderer.stop_ids)
-    split = [number for character in spelled(part["ids"][at]) for number in renderer._tokens.encode(character)]
-    ids = [*part["ids"][:at], *split, *part["ids"][at + 1 :]]
-    assert renderer.decode(np.array(ids, np.int32)) == renderer.decode(np.array(part["ids"], np.int32))
-    part["ids"] = ids
+    at = next(
+        n for n, number in enumerate(part["token_ids"]) if len(spelled(number)) > 1 and number not in renderer.stop_ids
+    )
+    split = [number for character in spelled(part["token_ids"][at]) for number in renderer._tokens.encode(character)]
+    ids = [*part["token_ids"][:at], *split, *part["token_ids"][at + 1 :]]
+    assert renderer.decode(np.array(ids, np.int32)) == renderer.decode(np.array(part["token_ids"], np.int32))
+    part["token_ids"] = ids
     part["logprobs"] = [*part["logprobs"], *part["logprobs"][-len(split) + 1 :]]
-    part["weight_versions"] = [[part["weight_versions"][0][0], 0, len(part["ids"])]]
+    part["weight_versions"] = [[part["weight_versions"][0][0], 0, len(part["token_ids"])]]
 
 
 def change_prompt(records: Records) -> None:
-    parts(records, "two")[0]["ids"][3] ^= 1
+    parts(records, "two")[0]["token_ids"][3] ^= 1
 
 
 def swap_logprobs(records: Records) -> None:
@@ -195,7 +197,7 @@ def drop_branch(records: Records) -> None:
 def drop_context(records: Records) -> None:
     segments = parts(records, "one")
     leaf = next(part for part in segments if part["kind"] == "context" and part["parent"] >= 0)
-    leaf["ids"] = leaf["ids"][1:]
+    leaf["token_ids"] = leaf["token_ids"][1:]
 
 
 def hang_elsewhere(records: Records) -> None:
@@ -242,7 +244,7 @@ def copy_branch(records: Records) -> None:
 
 def cut_turn(records: Records) -> None:
     part = sampled(records, 4)
-    for key in ("ids", "logprobs"):
+    for key in ("token_ids", "logprobs"):
         part[key] = part[key][:-1]
     part["weight_versions"][-1][2] -= 1
 
@@ -359,8 +361,8 @@ def double_call(records: Records) -> Records:
     last = calls(records, "one")[-1]
     at = records.index(last)
     # The prompt of a record is told by what it shares with the one before.
-    size = last["shared"] + len(last["ids"])
-    return [*records[: at + 1], {**last, "shared": size, "ids": []}, *records[at + 1 :]]
+    size = last["shared"] + len(last["token_ids"])
+    return [*records[: at + 1], {**last, "shared": size, "token_ids": []}, *records[at + 1 :]]
 
 
 def change_call(records: Records) -> None:
@@ -394,10 +396,10 @@ def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> 
     records = [orjson.loads(text) for text in written.splitlines()]
     for record in records:
         for segment in record["segments"]:
-            for key in ("ids", "logprobs"):
+            for key in ("token_ids", "logprobs"):
                 if segment.get(key):
                     was = segment[key][-1]
-                    segment[key][-1] = was + 1 if key == "ids" else was - 0.125
+                    segment[key][-1] = was + 1 if key == "token_ids" else was - 0.125
                     file.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in records))
                     assert not audit_files(run).sound, (record["id"], segment["index"], key)
                     segment[key][-1] = was

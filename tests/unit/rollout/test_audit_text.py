@@ -58,7 +58,9 @@ async def test_beside_others_text_is_counted_and_left_out(tmp_path: Path) -> Non
 
 async def test_tokens_do_not_pass_for_text(tmp_path: Path) -> None:
     known = await tokens(tmp_path)
-    hidden: list[Any] = [replace(each, ids=each.ids[:0], logprobs=None, weight_versions=()) for each in known.segments]
+    hidden: list[Any] = [
+        replace(each, token_ids=each.token_ids[:0], logprobs=None, weight_versions=()) for each in known.segments
+    ]
     for number, (segments, said) in enumerate(
         ((known.segments, "holds ids"), (hidden, "there are calls of it in the ledger"))
     ):

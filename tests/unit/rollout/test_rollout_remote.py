@@ -88,7 +88,7 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
 
 
 def content(trajectory: Trajectory) -> list[Any]:
-    return [(s.kind, s.parent, s.ids.tolist(), s.fork) for s in trajectory.segments]
+    return [(s.kind, s.parent, s.token_ids.tolist(), s.fork) for s in trajectory.segments]
 
 
 async def test_an_agent_there_leaves_what_it_leaves_here(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ async def test_fields_leave_out_what_is_not_read() -> None:
     (member,) = kept.trajectories
     assert member.segments[0].messages == ()
     assert member.segments[0].tools is None
-    assert member.segments[0].ids.tolist() == [0, 1, 2]
+    assert member.segments[0].token_ids.tolist() == [0, 1, 2]
     assert member.reward == 1.0
     assert member.metrics == {}
     (bare,) = await buffer.fetch(ref, ["messages", "metrics"])

@@ -131,7 +131,7 @@ async def test_every_limit_is_a_stop_reason_and_is_scored_once(script, limits, r
 
 async def test_a_call_that_a_limit_cut_off_is_no_call() -> None:
     trajectory, _ = await run([say("x", ("look", {"at": 1}))], max_tokens_per_turn=6)
-    assert CALL in trajectory.segments[1].ids
+    assert CALL in trajectory.segments[1].token_ids
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert "look" not in LOG
 

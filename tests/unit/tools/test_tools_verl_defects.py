@@ -240,7 +240,7 @@ class TestLongAnswers:
 
     async def test_a_context_that_is_full_is_said(self):
         trajectory, client = await episode([called("read", words=5)])
-        full = len(client.requests[0].prompt) + len(trajectory.segments[-1].ids) + 3
+        full = len(client.requests[0].prompt) + len(trajectory.segments[-1].token_ids) + 3
         trajectory, client = await episode([called("read", words=5), "done"], context_length=full)
         assert len(client.requests) == 1
         assert (trajectory.stop_reason, trajectory.error) == (StopReason.CONTEXT_OVERFLOW, None)

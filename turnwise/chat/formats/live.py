@@ -192,10 +192,10 @@ class LiveTurn:
         self._read = 0
         self._kinds = {"text": _Shown(), "reasoning": _Shown()}
 
-    def feed(self, ids: Sequence[int]) -> list[StreamedTurn]:
+    def feed(self, token_ids: Sequence[int]) -> list[StreamedTurn]:
         """Return what further ids make certain, merging neighbours of one kind."""
         said: list[StreamedTurn] = []
-        for piece in self._live.feed("".join(self._texts(ids))):
+        for piece in self._live.feed("".join(self._texts(token_ids))):
             text = self._kinds[piece.kind].more(piece, self._stops if piece.kind == "text" else ())
             if text and said and said[-1].kind == piece.kind:
                 said[-1] = StreamedTurn(piece.kind, said[-1].text + text)
@@ -203,9 +203,9 @@ class LiveTurn:
                 said.append(StreamedTurn(piece.kind, text))
         return said
 
-    def _texts(self, ids: Sequence[int]) -> Iterator[str]:
+    def _texts(self, token_ids: Sequence[int]) -> Iterator[str]:
         marks = self._live.marks
-        for number in ids:
+        for number in token_ids:
             if self._ended:
                 return
             if number in self._stop_ids:

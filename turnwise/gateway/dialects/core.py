@@ -513,7 +513,7 @@ class Reader(Protocol):
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion."""
 
-    def decode(self, ids: TokenIds) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         """Return the text of ids."""
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:

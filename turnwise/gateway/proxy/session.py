@@ -97,7 +97,7 @@ class TextRenderer:
         """Raise: there are no ids."""
         raise no_tokens()
 
-    def decode(self, ids: TokenIds) -> str:  # noqa: ARG002
+    def decode(self, token_ids: TokenIds) -> str:  # noqa: ARG002
         """Return an empty text."""
         return ""
 

@@ -257,7 +257,7 @@ def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Has
             named = name is not None and state in (None, "named")
             states.append(("named", name) if named else (news if state == "shown" else before).digest())
             name = trajectory.states.get(segment.turn_id or "")
-        ids = segment.ids.tobytes()
+        ids = segment.token_ids.tobytes()
         before.update(ids)
         news.update(ids)
         whole.append(before)

@@ -55,7 +55,9 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
         totals=torch.tensor([each.reward for each in trajectories], dtype=torch.float64),
         groups=[numbers.setdefault(each.group_id, len(numbers)) for each in trajectories],
         turn_rewards=[turn_rewards(each) for each in trajectories],
-        turn_lengths=[[len(segment.ids) for segment in each.segments if segment.sampled] for each in trajectories],
+        turn_lengths=[
+            [len(segment.token_ids) for segment in each.segments if segment.sampled] for each in trajectories
+        ],
         components={name: torch.tensor(sums, dtype=torch.float64) for name, sums in components.items()},
         baselines=torch.tensor([baselines.get(each.group_id, math.nan) for each in trajectories], dtype=torch.float64),
     )

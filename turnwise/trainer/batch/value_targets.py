@@ -167,7 +167,7 @@ def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
     """Return the row of the last turn, or -1 where it was cut off."""
     last = sum(segment.sampled for segment in trajectory.segments) - 1
     for number, sample in enumerate(samples):
-        whole = sum(len(segment.ids) for segment in trajectory.path(sample.leaf))
+        whole = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
         # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
         if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
             return number

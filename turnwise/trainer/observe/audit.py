@@ -211,16 +211,16 @@ def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> 
 
 
 def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
-    before = [each.ids for each in trajectory.path(segment.parent)]
-    ids = np.concatenate([*before, segment.ids])
-    start = len(ids) - len(segment.ids)
-    mask = np.zeros(len(ids), np.bool_)
+    before = [each.token_ids for each in trajectory.path(segment.parent)]
+    token_ids = np.concatenate([*before, segment.token_ids])
+    start = len(token_ids) - len(segment.token_ids)
+    mask = np.zeros(len(token_ids), np.bool_)
     mask[start + span[1] : start + span[2]] = True
-    logprobs = np.zeros(len(ids), np.float32)
+    logprobs = np.zeros(len(token_ids), np.float32)
     logprobs[start:] = segment.logprobs
-    versions = np.full(len(ids), -1, np.int32)
-    turns = np.full(len(ids), -1, np.int32)
-    sample = TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, segment.index)
+    versions = np.full(len(token_ids), -1, np.int32)
+    turns = np.full(len(token_ids), -1, np.int32)
+    sample = TrainSample(token_ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, segment.index)
     return _Turn(trajectory.id, segment.index, sample, temperature)
 
 

@@ -179,14 +179,14 @@ def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> 
     if trajectory is None:
         return {}
     segment = [each for each in trajectory.segments if each.sampled][gap.turn]
-    ids = segment.ids
+    token_ids = segment.token_ids
     return {
         "agent": trajectory.agent,
         "turn_id": segment.turn_id,
         "segment": segment.index,
-        "tokens": len(ids),
-        "text": renderer.decode(ids[gap.place : gap.place + 1]),
-        "before": renderer.decode(ids[max(0, gap.place - _SHOWN_BEFORE) : gap.place]),
+        "tokens": len(token_ids),
+        "text": renderer.decode(token_ids[gap.place : gap.place + 1]),
+        "before": renderer.decode(token_ids[max(0, gap.place - _SHOWN_BEFORE) : gap.place]),
     }
 
 

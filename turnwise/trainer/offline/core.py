@@ -302,7 +302,7 @@ def branch_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _tokens(trajectory: Trajectory) -> bytes:
-    return orjson.dumps([segment.ids.tolist() for segment in trajectory.segments])
+    return orjson.dumps([segment.token_ids.tolist() for segment in trajectory.segments])
 
 
 def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -> None:
@@ -314,7 +314,7 @@ def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -
         if not said:
             continue
         try:
-            text = renderer.decode(segment.ids)
+            text = renderer.decode(segment.token_ids)
         except (IndexError, KeyError, OverflowError, ValueError):
             text = ""
         if not any(each in text for each in said):

@@ -86,8 +86,8 @@ async def test_the_tokens_are_those_of_the_react_loop(graph: Any) -> None:
     if graph is agent:
         # It has a system prompt, and a sentence of its own for calls that cannot be read.
         return
-    ids = [segment.ids.tolist() for segment in trajectory.segments]
-    assert ids == [segment.ids.tolist() for segment in expected.segments]
+    ids = [segment.token_ids.tolist() for segment in trajectory.segments]
+    assert ids == [segment.token_ids.tolist() for segment in expected.segments]
     assert trajectory.metrics["tool_errors"] == expected.metrics["tool_errors"] == 3
 
 
