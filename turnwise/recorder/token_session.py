@@ -180,7 +180,8 @@ class TokenSession(Session):
             at = int(wrong[0])
             raise SessionError(
                 f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.token_ids[at])}, "
-                f"{len(wrong)} such ids), but the model did not sample it: {self._sampled_instead(claim.token_ids, at)}. "
+                f"{len(wrong)} such ids), but the model did not sample it: "
+                f"{self._sampled_instead(claim.token_ids, at)}. "
                 "Append the ids of generate() unchanged, and mark everything else with 0"
             )
 
