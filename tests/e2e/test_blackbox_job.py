@@ -35,4 +35,4 @@ def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Pa
     audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "job")]
     result = run_command(audit, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "nothing contradicts" in result.stdout
+    assert "no contradictions" in result.stdout

@@ -50,7 +50,7 @@ def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(warm_lookup: Pat
     audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "graph")]
     result = run_command(audit, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "nothing contradicts" in result.stdout
+    assert "no contradictions" in result.stdout
 
 
 def success(part: dict[str, Any], kind: str) -> float:

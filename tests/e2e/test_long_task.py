@@ -72,4 +72,4 @@ def test_what_it_left_passes_the_audit(summaries: dict[str, dict[str, Any]]) -> 
     command = [sys.executable, "-m", "turnwise", "audit", str(summaries["with"]["run"]), "--no-recompute"]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "nothing contradicts" in result.stdout
+    assert "no contradictions" in result.stdout

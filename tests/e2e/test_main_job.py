@@ -85,7 +85,7 @@ def test_the_audit_passes_on_what_it_left(runs: Path, summary: dict[str, Any]) -
     command = [sys.executable, "-m", "turnwise", "audit", str(runs / "seed0")]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "nothing contradicts" in result.stdout
+    assert "no contradictions" in result.stdout
 
 
 def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary: dict[str, Any]) -> None:

@@ -52,11 +52,11 @@ def test_a_file_that_was_imported_as_a_module_is_not_run_again(tmp_path: Path, m
         ("Lonely", ["env 'Lonely'", "pkg.mod:Name"]),
         ("file.py", ["pkg.mod:Name"]),
         (":X", ["pkg.mod:Name"]),
-        ("no_such_pkg.mod:X", ["no module 'no_such_pkg'"]),
-        ("collections.nope:X", ["no module 'collections.nope'"]),
+        ("no_such_pkg.mod:X", ["no module named 'no_such_pkg'"]),
+        ("collections.nope:X", ["no module named 'collections.nope'"]),
         ("collections:OrderdDict", ["collections has no 'OrderdDict'", "did you mean 'OrderedDict'"]),
         ("collections:namedtuple", ["function", "not a class"]),
-        ("/no/such/file.py:X", ["there is no file /no/such/file.py"]),
+        ("/no/such/file.py:X", ["no such file: /no/such/file.py"]),
     ],
 )
 def test_a_wrong_reference_says_what_is_wrong(reference: str, parts: list[str]) -> None:

@@ -54,7 +54,7 @@ def test_a_file(tmp_path):
         ("no_such_module_at_all:Env", "no module"),
         ("turnwise.envs.library.lookup:LookupEnvs", "did you mean 'LookupEnv'"),
         (f"{__name__}:NoEnv", "must be a subclass of turnwise.Env"),
-        ("/no/such/file.py:Env", "no file"),
+        ("/no/such/file.py:Env", "no such file"),
     ],
 )
 def test_unknown_names(name, words):

@@ -124,7 +124,7 @@ async def test_a_failure_of_the_server_is_counted_and_no_zero(tmp_path: Path) ->
     console = Console(file=io.StringIO(), width=120)
     console.print(result_table(result, "title"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "failed, in no figure" in text
+    assert "failed, not counted" in text
     assert "1.000 ± 0.000" in text
     assert "completed 3" in text
 

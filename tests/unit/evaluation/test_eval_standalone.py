@@ -164,9 +164,9 @@ def test_ctrl_c_keeps_and_summarises_what_has_ended(
 ) -> None:
     out = interrupt(model, tmp_path, at=4)
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "interrupted: 6 episodes had not ended and are in no figure" in text
+    assert "interrupted: 6 episodes were unfinished and are not counted" in text
     assert re.search(r"not finished +6", text)
-    assert re.search(r"most tokens a turn +8", text)
+    assert re.search(r"max tokens per turn +8", text)
     summary = orjson.loads((out / "summary.json").read_bytes())
     assert (summary["unfinished"], summary["max_tokens_per_turn"]) == (6, 8)
     assert sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy")) == 3
@@ -179,7 +179,7 @@ def test_ctrl_c_keeps_and_summarises_what_has_ended(
 
 def test_ctrl_c_before_an_episode_has_ended(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = interrupt(model, tmp_path, at=1)
-    assert "interrupted before an episode had ended" in capsys.readouterr().out
+    assert "interrupted before any episode finished" in capsys.readouterr().out
     assert orjson.loads((out / "summary.json").read_bytes())["unfinished"] == 9
 
 

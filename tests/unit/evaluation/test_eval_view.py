@@ -118,7 +118,7 @@ def test_control_codes_of_a_terminal_are_shown_not_obeyed(tmp_path: Path) -> Non
 def test_nothing_to_show_says_why(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="holds 5 trajectories, none with task 'nope'"):
         shown(run, Selection(task="nope"))
-    with pytest.raises(FormatError, match=r"no file .*nowhere"):
+    with pytest.raises(FormatError, match=r"no such file: .*nowhere"):
         shown(tmp_path / "nowhere", Selection())
     (run / "trajectories.jsonl").write_bytes(b"{}\n")
     with pytest.raises(FormatError, match=r"trajectories.jsonl:1"):

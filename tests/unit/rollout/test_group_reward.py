@@ -330,7 +330,7 @@ async def test_evaluated_groups_may_be_left_out(inside, rewards):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("nowhere:f", "rollout.group_reward: .*no module 'nowhere'"),
+        ("nowhere:f", "rollout.group_reward: .*no module named 'nowhere'"),
         (ref(alone), r"cannot be called as f\(task, trajectories\)"),
         ("rank_bye", "no reward function 'rank_bye'; did you mean 'rank_by'"),
         ({"function": "rank_by", "arguments": {"by": "turns"}}, "RankBy does not take"),

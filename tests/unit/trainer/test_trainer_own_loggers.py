@@ -125,7 +125,7 @@ def test_a_hanging_logger_holds_up_neither_the_run_nor_its_end(tmp_path: Path, m
         log.log({"kind": "train", "step": step, "reward/mean": 0.5})
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
     log.close()
-    assert said == ["warning: logger slow did not end within 0.05 s: metrics.jsonl has what it lacks"]
+    assert said == ["warning: logger slow did not close within 0.05 s: metrics.jsonl is complete"]
     hanging.go.set()
 
 
