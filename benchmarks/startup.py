@@ -1,13 +1,13 @@
-"""How long until something happens: ``import turnwise``, ``turnwise --help``, and the first token of ``turnwise eval``.
+"""How long until something happens: ``import turnwise``, ``turnwise --help``, the first token of eval and of train.
 
-Each is a process of its own, started like a person would, with the files already in the page cache. ``import_turnwise``
+Each is a separate process, started like a person would, with the files already in the page cache. ``import_turnwise``
 and ``help`` are timed from the start of the process to its end; beside them stand an interpreter that does nothing and
 the imports of the peers (``transformers``; ``trl``, whose package is lazy as ours is, and its ``GRPOTrainer``; verl is
 not installed here). ``eval_first_token`` is timed from the start of ``turnwise eval`` on a folder with an untrained
 model of a million parameters, with the built-in server that it starts, to the first record in the evaluation's
-``ledger.jsonl``. Completions are one token long, so that record holds the first token; it is written when the
-completion has arrived and before anybody else sees it; no peer is measured at that. With ``--quick`` the two heavy
-imports of peers are left out.
+``ledger.jsonl``, and ``train_first_token`` likewise of ``turnwise train``. Completions are one token long, so that
+record holds the first token; it is written when the completion has arrived and before it is used; no peer is measured
+at that. With ``--quick`` the two heavy imports of peers are left out.
 
 CPU seconds are those of the whole process tree: of the evaluation up to that record, read from ``/proc``.
 """
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +79,44 @@ def helping() -> Sample:
 
 
 def evaluating(model: Path) -> Sample:
-    """Evaluate one task with one token, and stop the clock at the first record of the ledger."""
-    out = Path(tempfile.mkdtemp(prefix="turnwise-startup-"))
-    command = [
-        *(str(COMMAND), "eval", "lookup", "--model", str(model), "--out", str(out / "eval")),
-        *(
-            "--tasks",
-            "turnwise.envs.library.lookup:tasks?n=1&split=test",
-            "--samples",
-            "0",
+    """Evaluate one task with one token."""
+    return first_token(
+        "eval",
+        lambda out: [
+            "eval", "lookup", "--model", str(model), "--out", str(out / "run"),
+            "--tasks", "turnwise.envs.library.lookup:tasks?n=1&split=test", "--samples", "0",
             "rollout.max_tokens_per_turn=1",
-        ),
-    ]
+        ],
+    )  # fmt: skip
+
+
+def training(model: Path) -> Sample:
+    """Train one step on two episodes of one token."""
+    return first_token(
+        "train",
+        lambda out: [
+            "train", "--env", "lookup", "--model", str(model), "--name", "run",
+            "--tasks", "turnwise.envs.library.lookup:tasks?n=1&split=train", f"runs={out}", "steps=1",
+            "rollout.max_tokens_per_turn=1", "rollout.group_size=2", "batch.groups=1",
+        ],
+    )  # fmt: skip
+
+
+def first_token(name: str, arguments: Callable[[Path], list[str]]) -> Sample:
+    """Run a command that writes into ``run`` of a folder; stop the clock at the first record of its ledger."""
+    out = Path(tempfile.mkdtemp(prefix="turnwise-startup-"))
     log = out / "log"
     started = time.perf_counter()
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=clean_environment())
+        process = subprocess.Popen([COMMAND, *arguments(out)], stdout=file, stderr=file, env=clean_environment())
     try:
-        while not sampled(out / "eval" / "ledger.jsonl"):
+        while not sampled(out / "run" / "ledger.jsonl"):
             if process.poll() is not None:
-                raise SystemExit(f"turnwise eval ended before a token was sampled:\n{log.read_text()[-3000:]}")
+                raise SystemExit(f"turnwise {name} ended before a token was sampled:\n{log.read_text()[-3000:]}")
             time.sleep(0.002)
         sample = Sample(tree_cpu(process.pid), time.perf_counter() - started)
         if process.wait(60) != 0:
-            raise SystemExit(f"turnwise eval failed:\n{log.read_text()[-3000:]}")
+            raise SystemExit(f"turnwise {name} failed:\n{log.read_text()[-3000:]}")
     finally:
         process.kill()
         process.wait()
@@ -142,6 +157,7 @@ def main() -> None:
     sides = {name: lambda statement=statement: importing(statement) for name, statement in IMPORTS.items()}
     sides["help"] = helping
     sides["eval_first_token"] = lambda: evaluating(model)
+    sides["train_first_token"] = lambda: training(model)
     if arguments.quick:
         del sides["import_transformers"], sides["import_trl_grpo"]
     samples = interleave(sides, arguments.repeats)
@@ -160,6 +176,7 @@ def main() -> None:
             "import": IMPORTS,
             "help": "turnwise --help",
             "eval": "turnwise eval lookup, 1 task, greedy, 1 token a turn, built-in server on the CPU, one thread",
+            "train": "turnwise train --env lookup, 1 step of 2 episodes, 1 token a turn, built-in server as above",
             "model": "examples/lookup, 0.9 million parameters, untrained",
             "repeats": arguments.repeats,
         },

@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -244,6 +245,7 @@ class ForkedProcesses:
             ServerProcess.launcher = before
             for pid, link in self._waiting:
                 link.close()
+                os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             self._waiting.clear()
 
@@ -261,17 +263,24 @@ class ForkedProcesses:
             ours.close()
             # Ctrl-C in the terminal is the parent's; it stops its servers.
             os.setsid()
-            with without_collections():
-                main = importlib.import_module(self._program).main
-                for name in self._imports:
-                    importlib.import_module(name)
-            status = _become_server(theirs, main)
+            main = self._imported()
+            if main is not None:
+                status = _become_server(theirs, main)
         except BaseException:  # noqa: BLE001 - the outermost edge of the process
             traceback.print_exc()
         finally:
             logging.shutdown()
             # What the parent registered for its exit is not for this process.
             os._exit(status)
+
+    def _imported(self) -> Callable[[list[str]], int] | None:
+        """Import what the server needs; None if that fails: the server started in this one's place reports it."""
+        with without_collections(), contextlib.suppress(ImportError):
+            main: Callable[[list[str]], int] = importlib.import_module(self._program).main
+            for name in self._imports:
+                importlib.import_module(name)
+            return main
+        return None
 
     def _launch(self, command: Sequence[str], **options: Any) -> Launched:
         if self._waiting and list(command[:3]) == [sys.executable, "-m", self._program]:
