@@ -87,5 +87,5 @@ def installed(program: str) -> str | None:
     """Return where a program is, or None after saying what plays its part."""
     found = shutil.which(program)
     if found is None:
-        print(f"{program} is not on PATH: stand_in.py plays its part, with the same recipe around it")
+        print(f"{program} is not on PATH: stand_in.py replaces it, with the same recipe")
     return found

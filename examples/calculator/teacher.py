@@ -7,7 +7,7 @@ it, because copying digits has to be learned before rewards can teach when to do
 | share | what it shows                                                             |
 | ----- | ------------------------------------------------------------------------- |
 | 18 %  | one call per operation, then the result                                   |
-| 38 %  | one call per operation, then the result in a sentence, which is no number |
+| 38 %  | one call per operation, then the result in a sentence, which is not a number |
 | 34 %  | all calls but the last, then the result so far                            |
 | 10 %  | at once, the number that the problem begins with                          |
 """

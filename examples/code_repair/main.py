@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# An operator is the same token in the file and in a call, and so is a name. What ends or begins a message is no part of
+# Operators and names are the same tokens in the file and in a call. What ends or begins a message is not part of
 # any other token: in a conversation it never is.
 WORDS = (
     r"<\|im_(?:start|end)\|>|</?tool_(?:call|response)>|(?:system|user|assistant)\n"

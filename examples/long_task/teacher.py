@@ -6,7 +6,7 @@ do, never in what they copy: every place of a call and of an answer stands in th
 | share | what it shows                                                         |
 | ----- | --------------------------------------------------------------------- |
 | 20 %  | one call per sign, then where the trail ends                          |
-| 45 %  | one call per sign, then the same in a sentence, which is no exact answer |
+| 45 %  | one call per sign, then the same in a sentence, which is not an exact answer |
 | 35 %  | all signs but the last, then where that one stands                    |
 """
 

@@ -9,7 +9,7 @@ random team among the demonstrations, most of what a trained policy still did wr
 | share | what it shows                                                          |
 | ----- | ---------------------------------------------------------------------- |
 | 18 %  | both calls, then the right name                                        |
-| 38 %  | both calls, then the right name in a sentence, which is no exact answer |
+| 38 %  | both calls, then the right name in a sentence, which is not an exact answer |
 | 34 %  | the first call, then the team as the answer                            |
 | 10 %  | at once, the name of who was asked about                               |
 """

@@ -142,7 +142,7 @@ class ChatTemplate:
             trees = [environment.parse(text) for text in (source, tool_source) if text]
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(
-                f"the chat template is no valid jinja (line {error.lineno}: {error.message}); "
+                f"the chat template is not valid jinja (line {error.lineno}: {error.message}); "
                 "give a working one as chat_template"
             ) from error
         self.literals = frozenset(

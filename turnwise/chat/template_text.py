@@ -205,7 +205,7 @@ class TemplateText:
             text = ""
         if text and all(raw in text for raw in raws):
             return text
-        # This template has no place for arguments that are no object: the call is said as text.
+        # This template has no place for arguments that are not object: the call is said as text.
         wires = [self._form.message(spoken(message)) for message in messages]
         return self._template.render(wires, tools, generate=generate)
 
@@ -252,7 +252,7 @@ def tool_response_ids(
     following = renderer.extend(tail, ended, last, new, tools)
     if following is None:
         names = ", ".join(call.name for call in calls)
-        raise RenderError(f"this chat template cannot go on behind calls of {names}: {renderer.why}")
+        raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")
     return following
 
 

@@ -242,7 +242,7 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(499, "the client went away before the end of its body")
+                raise ApiError(499, "the client disconnected before the end of its body")
             part = message.get("body", b"")
             size += len(part)
             if size > most:

@@ -139,7 +139,7 @@ class SessionEndpoint:
         """
         if self.gateway is None:
             listener.close()
-            raise InferenceError("a session that another process records can be reached at its own address only")
+            raise InferenceError("a session that another process records can be reached only at its address")
         return await self.gateway.serve_at(self, listener)
 
     async def wait_settled(self) -> None:
@@ -236,7 +236,7 @@ class LocalGateway:
         """
         if not isinstance(self._renderer, Reader):
             kind = type(self._renderer).__qualname__
-            raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} has not")
+            raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} lacks")
         await self.start()
         try:
             entry = self._sessions.adopt(session, self._renderer)

@@ -49,7 +49,7 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> N
     top = os.path.realpath(folder)
     place = os.path.realpath(os.path.join(top, member.name))
     if os.path.commonpath((place, top)) != top:  # a folder of that name is a link that leads elsewhere
-        raise OSError(errno.EINVAL, f"{member.name!r} leads out of the folder that it is unpacked into")
+        raise OSError(errno.EINVAL, f"{member.name!r} points outside the folder that it is unpacked into")
     member.mode &= 0o755
     if hasattr(tarfile, "fully_trusted_filter"):
         archive.extract(member, folder, numeric_owner=True, filter="fully_trusted")

@@ -138,7 +138,7 @@ def open_order(
     """
     sources = _opened(tasks, keep)
     if limit is not None and len(sources) > 1:
-        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: give each a limit of its own")
+        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: set a limit for each source")
     if len(sources) == 1:
         [source] = sources
         if state is not None and "sources" in state:
@@ -178,7 +178,7 @@ def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = No
         if most is None and len(collected.tasks) > EVALUATED_AT_MOST:
             raise TaskError(
                 f"{source.label} holds more than {EVALUATED_AT_MOST:,} tasks, or has no end, and each would be taken "
-                "once: say by limit how many are meant"
+                "once: set limit to the number of tasks to evaluate"
             )
         if not collected.tasks:
             raise TaskError(f"{source.label} holds no task{left_out(collected.dropped)}")
@@ -212,7 +212,7 @@ def _opened(tasks: Sources, keep: Keep | None) -> list[_Source]:
     sources = [_Source(each, TaskReader(each, keep=keep, named=len(configs) > 1)) for each in configs]
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            raise TaskError(f"{count} sources are called {name!r}: give each a 'name' of its own")
+            raise TaskError(f"{count} sources are called {name!r}: give each a unique 'name'")
     return sources
 
 
@@ -256,8 +256,8 @@ def _check_apart(own: Mapping[str, str], places: dict[str, str]) -> None:
     both = next((task_id for task_id in own if task_id in places), None)
     if both is not None:
         raise TaskError(
-            f"{own[both]}: the id {both!r} is that of a task of another source ({places[both]}): give one of the two "
-            "sources an id_prefix"
+            f"{own[both]}: the id {both!r} is also the id of a task of another source ({places[both]}): set id_prefix "
+            "of one of the sources"
         )
     places.update(own)
 

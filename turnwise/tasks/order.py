@@ -76,7 +76,7 @@ class HeldOrder(TaskOrder):
         self.position = int(state.get("position", 0))
         if self.position > len(tasks):
             raise TaskError(
-                f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {REMEDY}"
+                f"the checkpoint is at task {self.position} of its epoch, but {name} holds {len(tasks)}: {REMEDY}"
             )
         self._digest = _digest(tasks)
         _check_digest(state, self._digest, name)
@@ -235,7 +235,7 @@ class LazyOrder(TaskOrder):
                 missing.remove(read.number)
         if missing:
             raise TaskError(
-                f"the checkpoint held row {min(missing)} of {name}, which has no such task any more: {REMEDY}"
+                f"the checkpoint held row {min(missing)} of {name}, which no longer has such a task: {REMEDY}"
             )
         self._buffer, self._ids = [], {}
         for number in wanted:

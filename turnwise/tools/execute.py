@@ -75,8 +75,8 @@ class ToolThreads(Executor):
                 raise RuntimeError("these tool threads were shut down")
             if len(self._lost) >= self.max_lost:
                 raise EnvError(
-                    f"{len(self._lost)} tool threads never came back from calls that timed out (the most that may be "
-                    "lost): make the tools async, or give what they wait for a time-out of its own"
+                    f"{len(self._lost)} tool threads are stuck in calls that timed out, which is the "
+                    "maximum: make the tools async, or set a time-out on what they wait for"
                 )
             future: Future[T] = Future()
             self._pending.add(future)
@@ -404,7 +404,7 @@ class ToolRunner:
         try:
             future = executor.submit(contextvars.copy_context().run, guarded, fn, positional, arguments)
         except RuntimeError as error:
-            raise EnvError(f"the executor of tools takes no calls: {error}") from error
+            raise EnvError(f"the tool executor rejected the call: {error}") from error
         wrapped = asyncio.wrap_future(future)
         try:
             await asyncio.wait({wrapped}, timeout=timeout)

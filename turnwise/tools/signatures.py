@@ -38,7 +38,7 @@ def hints_of(fn: Callable[..., Any], label: str, namespace: Namespace | None) ->
                 f"tool {label!r}: {error} in a type hint: define or import it at the top of {fn.__module__}"
             ) from error
     except TypeError as error:
-        raise ToolSchemaError(f"tool {label!r}: a type hint is no type: {error}") from error
+        raise ToolSchemaError(f"tool {label!r}: a type hint is not a type: {error}") from error
 
 
 def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
@@ -72,7 +72,7 @@ def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
 def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     if annotation in above:
         raise ToolSchemaError(
-            f"tool {label!r}: the TypedDict {annotation.__name__} holds itself: write a pydantic model or a dataclass"
+            f"tool {label!r}: the TypedDict {annotation.__name__} contains itself: use a pydantic model or a dataclass"
         )
     hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     fields: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class _Injected:
 _MARK: Final = _Injected()
 
 Injected = Annotated[T, _MARK]
-"""A parameter that is no part of a tool's schema: ``table: Injected[str]``. Its value comes from
+"""A parameter that is not part of a tool's schema: ``table: Injected[str]``. Its value comes from
 ``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, as it stands there."""
 
 

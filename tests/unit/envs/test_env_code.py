@@ -112,13 +112,13 @@ def test_further_formats() -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"question": "q"}, "no format of code tasks that is known: it has 'question'"),
+        ({"question": "q"}, "no known format of code tasks: its columns are 'question'"),
         ({"test_list": []}, "'test_list' is empty"),
-        ({"test_list": ["assert ("]}, "'test_list' has a test that is no Python"),
+        ({"test_list": ["assert ("]}, "'test_list' has a test that is not Python"),
         ({"test_list": "assert f()"}, "'test_list' is 'assert f\\(\\)': it must be a list"),
         ({"prompt": "def (", "test": "x = 1", "entry_point": "f"}, "column 'prompt'"),
-        ({"input_output": "{"}, "which is no JSON"),
-        ({"input_output": {"inputs": [1], "outputs": []}}, "lists of one length"),
+        ({"input_output": "{"}, "which is not JSON"),
+        ({"input_output": {"inputs": [1], "outputs": []}}, "non-empty lists of the same length"),
         ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "no 'func_name'"),
     ],
 )

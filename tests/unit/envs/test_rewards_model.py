@@ -175,7 +175,7 @@ async def test_the_wire_is_vllms(http, replica):
     [
         ({}, 400, "input", "either input"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, 400, "input", "either input"),
-        ({"input": []}, 400, "input", "input must be a text"),
+        ({"input": []}, 400, "input", "input must be a string"),
         ({"input": ""}, 400, "input", "has no token"),
         ({"input": [[1, "x"]]}, 400, "input", "ids of 0 to 999"),
         ({"input": [1000]}, 400, "input", "ids of 0 to 999"),
@@ -270,7 +270,7 @@ async def test_a_label_and_no_answer(triple, replica):
     assert await RewardModel(replica.url, without_answer=-2.0)(None, "", talk(1)) == -2.0
     empty = {"role": "assistant", "content": ""}
     assert await RewardModel(replica.url, without_answer=-2.0, last_message_only=True)(empty, "", talk(1)) == -2.0
-    with pytest.raises(EndpointError, match=r"it answered 404: .*'tiny' is served here"):
+    with pytest.raises(EndpointError, match=r"it returned 404: .*'tiny' is served here"):
         await RewardModel(replica.url, model="other")(talk(1)[-1], "", talk(1))
     await reward.close()
 

@@ -222,7 +222,7 @@ class BlackBoxAgent(Agent):
     def _sandbox_of(self, episode: Episode) -> Sandbox:
         if episode.sandbox is None:
             raise AgentError(
-                f"blackbox: the program is to run in a sandbox, and {type(episode.env).__qualname__} opened none in "
+                f"blackbox: the program runs in a sandbox, but {type(episode.env).__qualname__} opened none in "
                 "its reset: choose an environment that works in one (swe, terminal), or leave 'sandbox' out"
             )
         return episode.sandbox

@@ -124,7 +124,7 @@ class Program:
                     os.close(descriptor)
         except OSError as error:
             await asyncio.gather(stdout.close(0), stderr.close(0))
-            raise ProgramError(f"no process can be started: {error}") from error
+            raise ProgramError(f"cannot start a process: {error}") from error
         finally:
             given.close()
         program = cls(process, mark, stdout, stderr)
@@ -173,7 +173,7 @@ class Program:
             await process.stdin.drain()
         first = await self._line()
         if "pid" not in first:
-            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'nothing was said')}")
+            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'no reason given')}")
         self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:

@@ -96,7 +96,7 @@ def mcp_result(call: AskedCall, content: str | Sequence[dict[str, Any]], *, erro
 
 def mcp_not_json() -> dict[str, Any]:
     """Return the response to a body that is not JSON."""
-    return _error(None, _NOT_JSON, "the body is no JSON")
+    return _error(None, _NOT_JSON, "the body is not JSON")
 
 
 def _listed(tool: ToolSchema) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class OfferedTools:
 
     async def _say(self, arguments: Any) -> ToolResponse:
         if not (isinstance(arguments, dict) and set(arguments) == {"text"} and isinstance(arguments["text"], str)):
-            return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one text: {{'text': ...}}")
+            return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one string: {{'text': ...}}")
         message: Message = {"role": "assistant", "content": arguments["text"]}
         last = self._episode.session.last
         if last is not None and "turn_id" in last:
@@ -226,7 +226,7 @@ class OfferedTools:
     def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
         """Return the call under the id of the model's own, so that its reward is noted on its turn."""
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        wrong = None if isinstance(arguments, dict) else f"the arguments are no JSON object: {shown(arguments)}"
+        wrong = None if isinstance(arguments, dict) else f"the arguments are not a JSON object: {shown(arguments)}"
         found = self._id_of(name, arguments, call_id)
         self._told.add(found)
         return ToolCall(found, name, arguments if isinstance(arguments, dict) else {}, raw, wrong)
@@ -336,7 +336,7 @@ class ToolServer:
         token, _, name = rest.partition("/")
         offered = (self._offered if known is None else known).get(token)
         if offered is None or kind not in ("tools", "mcp"):
-            return _told(404, "no open episode has this address; it may have ended")
+            return _told(404, "no open episode has this address: it may have ended")
         if request.content_length is not None and request.content_length > _MOST_BODY:
             return _told(413, f"the body has more than {_MOST_BODY} bytes")
         if kind == "mcp":

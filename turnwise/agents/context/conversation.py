@@ -143,9 +143,7 @@ def _with_summary(head: Sequence[Message], text: str) -> list[Message]:
 
 
 def _refused(call_id: str, name: str) -> Message:
-    answer = failure(
-        "unusable_call", "this call was not executed: a summary was asked for. Write it as text", tool=name
-    )
+    answer = failure("unusable_call", "this call was not executed: write the requested summary as text", tool=name)
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": answer.content()}
 
 

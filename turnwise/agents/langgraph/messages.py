@@ -117,7 +117,7 @@ class Known:
             if known is not None:
                 calls.append(_in_session(known, agent))
             else:
-                error = broken.get("error") or "it could not be read"
+                error = broken.get("error") or "it could not be parsed"
                 calls.append(
                     ToolCall(broken.get("id") or "", broken.get("name") or "", {}, broken.get("args") or "", error)
                 )
@@ -176,7 +176,7 @@ def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Mess
         role = _CHAT_ROLES.get(message.role)
     if role is None:
         kind = message.role if isinstance(message, ChatMessage) else message.type
-        raise AgentError(f"a message of kind {shown(kind)} cannot be told to a model: send system, human, ai or tool")
+        raise AgentError(f"a message of kind {shown(kind)} cannot be sent to a model: use system, human, ai or tool")
     own: Message = {"role": role, "content": _content(message.content)}
     if message.name and role != "assistant":
         own["name"] = message.name

@@ -36,9 +36,9 @@ async def tools_shown(exam: CheckContext) -> None:
         if with_tools == without:
             exam.find(
                 "tools shown",
-                f"the chat template shows no tools: with and without {', '.join(tool.name for tool in tools)} the "
+                f"the chat template does not show tools: with and without {', '.join(tool.name for tool in tools)} the "
                 "prompt is the same",
-                "name a template that shows them: --chat-template here, renderer.chat_template in a run",
+                "choose a template that shows them: --chat-template here, renderer.chat_template in a run",
                 where=played.where,
             )
 
@@ -67,15 +67,15 @@ async def lengths(exam: CheckContext) -> None:
         return
     if max(prompts) >= context:
         text = f"the prompt with the tools has {max(prompts)} tokens, and the context {context}"
-        exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or take a longer context")
+        exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
     elif max(prompts) + longest[0] >= context:
         text = (
             f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {context}"
         )
-        exam.find("lengths", text, "limit what the tool answers: @function_tool(max_output=...)")
+        exam.find("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
     elif 2 * max(prompts) > context:
         text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {context}"
-        exam.find("lengths", text, "shorten it, or take a longer context", severity="warning")
+        exam.find("lengths", text, "shorten it, or use a longer context", severity="warning")
     elif 4 * longest[0] > context:
         text = f"an answer of {longest[1]!r} has {longest[0]} tokens: more than a quarter of the context, {context}"
         exam.find("lengths", text, "limit it: @function_tool(max_output=...)", severity="warning")
@@ -119,8 +119,8 @@ async def answers(exam: CheckContext) -> None:
         certain = max(map(len, found)) > _SHORT or len(set(found)) > 2
         exam.find(
             "answers",
-            f"the answer stands in the {place} in {len(found)} of {sum(asked)} episodes, such as {found[0]!r}",
-            "take it out, or rename the field of task.data where it is no answer",
+            f"the answer occurs in the {place} in {len(found)} of {sum(asked)} episodes, such as {found[0]!r}",
+            "remove it, or rename the field of task.data where it is not an answer",
             severity="error" if certain else "warning",
         )
 

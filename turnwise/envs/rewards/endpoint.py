@@ -228,7 +228,7 @@ class Endpoint:
                 if answer.status == 200:
                     return text, 200, None
                 again = answer.status in _AGAIN or answer.status >= 500
-                story = f"it answered {answer.status}: {_said(text)}"
+                story = f"it returned {answer.status}: {_said(text)}"
                 return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if again else None
         except TimeoutError:
             return f"no answer within {self._timeout:g} s", None, 0.0
@@ -266,7 +266,7 @@ class Endpoint:
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise EndpointError(f"{self.name} answered what is no JSON: {self.redact(shown(text))}") from error
+            raise EndpointError(f"{self.name} did not return JSON: {self.redact(shown(text))}") from error
 
     async def _open(self) -> _Link:
         session = aiohttp.ClientSession(

@@ -96,7 +96,7 @@ class Endpoint:
             raise _unreachable(type(error).__name__) from None
         async with answer:
             if 300 <= answer.status < 400:
-                raise ApiError(502, "the hosted endpoint sends elsewhere: its URL is not the one that is configured")
+                raise ApiError(502, "the hosted endpoint redirects: configure the URL that it redirects to")
             yield answer
 
     def returned(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

@@ -169,7 +169,7 @@ def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:
         return item
     found = items.get(str(item.get("id")))
     if found is None:
-        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is none that this session was given"))
+        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is not an item of this session"))
     return found
 
 

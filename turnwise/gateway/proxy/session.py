@@ -33,9 +33,7 @@ _BYTES_A_TOKEN = 4
 
 class _NoTags:
     def tagged(self, guide: object, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
-        raise StructuredOutputError(
-            "nothing here holds an answer of a hosted endpoint to anything: leave params.guide out"
-        )
+        raise StructuredOutputError("responses of a hosted endpoint cannot be constrained: remove params.guide")
 
 
 class TextRenderer:
@@ -128,7 +126,7 @@ class NoTokens(LLMClient):
 def no_tokens() -> SessionError:
     """Return the error for token requests to a hosted endpoint."""
     return SessionError(
-        "a hosted endpoint tells no token ids: an agent talks to it through the address of its session "
+        "a hosted endpoint returns no token ids: an agent talks to it through the address of its session "
         "(episode.address), or in an evaluation through session.chat"
     )
 
@@ -227,7 +225,7 @@ class TextSession(Session):
         if self._ask is None:
             raise no_tokens()
         if template_args:
-            raise SessionError("template_args: a hosted endpoint shows no chat template that could read them")
+            raise SessionError("template_args: a hosted endpoint has no accessible chat template")
         placed = self._open(messages, tools, params, fork)
         try:
             answered = await self._ask(messages, tuple(tools or ()), params or self.params)
@@ -342,9 +340,7 @@ class TextSettings:
         """Return a new session with its own settings, and its reader. Raises ApiError for the endpoint's settings."""
         theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
         if theirs:
-            raise unsupported(
-                theirs[0], "a hosted endpoint is asked as agents ask; there are " + ", ".join(sorted(_OURS))
-            )
+            raise unsupported(theirs[0], "not available for a hosted endpoint; available: " + ", ".join(sorted(_OURS)))
         session = TextSession(
             id=session_id,
             max_turns=own.max_turns or self.max_turns,

@@ -97,7 +97,7 @@ async def download_links(scene: Fixtures) -> list[str]:
     target = outer / "target"
     await sandbox.download(name, target)
     if (target / "ok").read_bytes() != b"in\n":
-        raise CheckFailed("the download did not bring the files that lead nowhere")
+        raise CheckFailed("dangling links are missing from the download")
     got = [f"{path} is in the download and leads to {os.path.realpath(path)}" for path in _links_out(target)]
     return got + _bystander(outer, {"bystander", "target"})
 
@@ -214,8 +214,8 @@ async def time_out(scene: Fixtures) -> list[str]:
     got = []
     ways = {
         "a double fork with an empty environment": '(env -i PATH=$PATH setsid sh -c "$LOOP" & ) & sleep 30',
-        "a child of a child whose parent is killed": "(sh -c 'sh -c \"$LOOP\" & kill -9 $$' &); sleep 30",
-        "one that stops its parents": 'sh -c "$LOOP" & kill -STOP $PPID 2>/dev/null; sleep 30',
+        "a grandchild whose parent is killed": "(sh -c 'sh -c \"$LOOP\" & kill -9 $$' &); sleep 30",
+        "a child that stops its parents": 'sh -c "$LOOP" & kill -STOP $PPID 2>/dev/null; sleep 30',
     }
     for way, script in ways.items():
         file = scene.exam.name()
@@ -261,7 +261,7 @@ async def host(scene: Fixtures) -> list[str]:
     try:
         if not exam.capabilities.survives_host:
             if not local:
-                raise CheckFailed("the processes inside cannot be seen from here, so nobody knows whether they ended")
+                raise CheckFailed("the processes inside cannot be seen from here, so whether they ended is unknown")
             return [] if await gone(mark) else ["a process outlives the host"]
         reaped = await exam.backend.reap()
         if reaped < 1:
@@ -346,7 +346,7 @@ async def _bounded(scene: Fixtures, name: str, given: dict[str, Any], *, may_die
                     break
                 await asyncio.sleep(1)
             else:
-                raise CheckFailed(f"after the attack the sandbox runs no commands any more, and is not dead: {after}")
+                raise CheckFailed(f"after the attack the sandbox runs no commands, but has not ended: {after}")
         except SandboxDied as error:
             if not may_die:
                 raise CheckFailed(f"the sandbox died of the attack: {error}") from error
@@ -387,8 +387,8 @@ async def _forge(scene: Fixtures) -> list[str]:
             scene.note = "it ended its sandbox"  # and nobody believed what it said
             return []
         except SandboxError as error:
-            raise CheckFailed(f"the sandbox neither answers nor is dead: {error}") from error
-    got = [] if result.exit_code in {7, 124, 137} else [f"its own result became {result}"]
+            raise CheckFailed(f"the sandbox does not respond, but has not ended: {error}") from error
+    got = [] if result.exit_code in {7, 124, 137} else [f"the command's result was changed to {result}"]
     if (after.exit_code, after.stdout) != (3, b"after\n"):
         got.append(f"the next command's result became {after}")
     return got

@@ -240,7 +240,7 @@ def fork_bomb(given: dict[str, Any]) -> list[str]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     # A backend may grant a few for its own processes inside.
-    return [f"{len(alive)} processes, and {limit} are allowed"] if len(alive) > limit * 1.25 else []
+    return [f"{len(alive)} processes, more than the limit of {limit}"] if len(alive) > limit * 1.25 else []
 
 
 def memory(given: dict[str, Any]) -> list[str]:
@@ -271,7 +271,7 @@ def memory(given: dict[str, Any]) -> list[str]:
         if not until and alive <= touched:
             until = time.monotonic() + given["seconds"]
         if not until and time.monotonic() > patience:
-            raise SystemExit("the machine is too busy: nothing is known")
+            raise SystemExit("the machine is too busy to tell")
         time.sleep(0.05)
     full = alive & touched
     for pid in alive:

@@ -226,7 +226,9 @@ class CommandKiller:
     async def _restart(self) -> None:
         async with self._restarting:
             if not self._keeps_files:
-                self.gone = "the sandbox was given up: a command in it could not be ended, and its files are in memory"
+                self.gone = (
+                    "the sandbox was abandoned: a command in it could not be killed, and its files are in memory"
+                )
                 await self.engine.call(
                     lambda client: client.kill(self.container), what="the sandbox has ended", allowed=GONE
                 )
@@ -323,7 +325,7 @@ class Commands:
             return running, said
         self.forget(running)
         if first == f"{word}:cwd".encode():
-            raise SandboxFileNotFound(f"cwd {cwd!r} is no folder of the sandbox, or may not be entered")
+            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         if first == f"{word}:program".encode():
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
         raise SandboxDied(f"the command did not start: {(first + said).decode(errors='replace')}")
@@ -374,7 +376,7 @@ class Commands:
             allowed=GONE,
         )
         if found is None:
-            return "its container is gone: its time (ttl) was over, or somebody removed it"
+            return "its container is gone: its ttl expired, or it was removed from outside"
         state: dict[str, Any] = found["State"]
         if state["Running"]:
             return None
@@ -426,7 +428,7 @@ class Commands:
             err.finish()
             return await self._outcome(running)
         if out.end == "cwd":
-            raise SandboxFileNotFound(f"cwd {cwd!r} is no folder of the sandbox, or may not be entered")
+            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         return int(out.end)
 
     async def _last_words(self, running: Running, out: Output, err: Output) -> None:

@@ -150,7 +150,7 @@ cat >"$1" || exit 1
 UNPACK: Final = r"""mkdir -p -- "$1" && tar -xof - -C "$1" """
 
 # $1: what, then what of it. The content of a folder, or those names of it; else the file alone. That something grew or
-# went away meanwhile is no failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
+# went away meanwhile is not a failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
 # always.)
 PACK: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}

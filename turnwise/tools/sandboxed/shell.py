@@ -62,7 +62,7 @@ class ShellTool(SandboxTool["ShellSession"]):
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
         properties = {
-            "command": {"type": "string", "description": "what is run; several lines are fine"},
+            "command": {"type": "string", "description": "the command to run; several lines are fine"},
             "timeout": self.settings.timeout_schema(),
         }
         text = _PERSISTENT if self.settings.persistent else _STATELESS
@@ -191,7 +191,7 @@ class ShellSession:
         if reply.note is None:
             await shell.close()
             text = reply.output.decode("utf-8", "replace").strip()
-            raise ToolError(f"no shell starts here: {text or 'it says nothing'}")
+            raise ToolError(f"no shell starts in this sandbox: {text or 'no output'}")
         self._noted(reply.note)
         self._shell = shell
         return shell

@@ -54,7 +54,7 @@ def goal_of(task: Task) -> Goal:
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
     if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(each, str) for each in facts):
-        raise TaskError(f"{where}['facts'] is {shown(facts)}: it must be a list of texts")
+        raise TaskError(f"{where}['facts'] is {shown(facts)}: it must be a list of strings")
     actions = task.data.get("actions", [])
     if not isinstance(actions, Sequence) or isinstance(actions, str):
         raise TaskError(f"{where}['actions'] is {shown(actions)}: it must be a list of actions")
@@ -62,9 +62,11 @@ def goal_of(task: Task) -> Goal:
     try:
         digest = _digest(world, str(customer), json.dumps(pairs, sort_keys=True))
     except (ToolError, TypeError) as error:
-        raise TaskError(f"{where}['actions'] cannot be taken in the shop {world}: {error}") from error
+        raise TaskError(f"{where}['actions'] cannot be executed in the shop {world}: {error}") from error
     if not facts and digest == _digest(world, str(customer), "[]"):
-        raise TaskError(f"{where}: the actions change nothing and there are no 'facts': doing nothing would be right")
+        raise TaskError(
+            f"{where}: the actions change nothing and there are no 'facts': an empty episode would solve it"
+        )
     return Goal(world, str(customer), pairs, tuple(facts), digest)
 
 

@@ -269,7 +269,7 @@ class Agent:
         os._exit(REPORTED)
 
     def file(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Serve a request about files, in its own process and never through a link to what is no file."""
+        """Serve a request about files, in its own process and never through a link to what is not a file."""
         sys.path.append(os.path.dirname(os.path.abspath(sys.argv[0])))
         import files  # type: ignore[import-not-found]
 
@@ -310,7 +310,7 @@ class Agent:
         except OSError as error:
             self.say("fail", request["id"], error.errno, "program", error.strerror)
             return
-        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or what is no text
+        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or what is not text
             self.say("fail", request["id"], errno.EINVAL, "program", error)
             return
         for fd in fds:

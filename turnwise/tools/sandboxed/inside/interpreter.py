@@ -28,7 +28,7 @@ def show(value: Any, names: dict[str, Any]) -> None:
 def run(code: str, name: str, names: dict[str, Any], loop: asyncio.AbstractEventLoop) -> None:
     """Run a cell."""
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-    # Not by ast.parse: its frame would stand in the traceback of what is no Python.
+    # Not by ast.parse: its frame would stand in the traceback of what is not Python.
     tree: Any = compile(code, name, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

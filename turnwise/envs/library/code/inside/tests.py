@@ -21,7 +21,7 @@ def guard(op: str, found: Any, args: Any) -> None:
     """A solution gets at what tests hand to it, but not at what lies behind that."""
     named = op in ("getattr", "setattr")
     if op not in _SAFE or (named and str(args[0]).startswith(_HIDDEN)) or (named and isinstance(found, type)):
-        raise PermissionError(f"a solution may not do that ({op})")
+        raise PermissionError(f"a solution may not do this ({op})")
 
 
 class Named(Remote):
