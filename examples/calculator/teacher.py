@@ -43,7 +43,7 @@ def plan(env: CalculatorEnv, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     return [
         await conversation(CalculatorEnv(), task, rng.getrandbits(62), lambda env: plan(env, rng))

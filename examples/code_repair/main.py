@@ -2,7 +2,7 @@
 
 The steps are those of every job on a small model (``../small_model/job.py``): demonstrations of a teacher that mostly
 does not heed what the tests say (``teacher.py``), a warm start on them (``sft.yaml``), and reinforcement learning
-(``train.yaml``), in which every episode has a sandbox of its own and hidden tests decide the reward (``env.py``).
+(``train.yaml``), in which every episode has its own sandbox and hidden tests decide the reward (``env.py``).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def plan(env: TrailEnv, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     return [
         await conversation(TrailEnv(), task, rng.getrandbits(62), lambda env: plan(env, rng))

@@ -73,7 +73,7 @@ class Job:
 
 
 def run(job: Job, description: str | None) -> int:
-    """Do the job as the command line says; return the exit code."""
+    """Run the job with the command line's settings; return the exit code."""
     return train(job, command_line(job, new_parser(description)).parse_intermixed_args())
 
 

@@ -250,7 +250,7 @@ class Episode:
 
     @property
     def env(self) -> Env:
-        """The environment, for methods of its own; all others go through the episode."""
+        """The environment, for its additional methods; all others go through the episode."""
         return self._env
 
     @property
@@ -374,7 +374,7 @@ class Episode:
         self._check_threads()
         self._check_invalid(self._env)
         if response.text:
-            # Its siblings are answered by calls of their own: each gets an equal share.
+            # Its sibling calls are answered one by one: each gets an equal share.
             calls = session.calls_beside(call.id)
             [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
             response.text = str(answer["content"])

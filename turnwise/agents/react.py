@@ -98,7 +98,7 @@ class TurnsAgent(Agent):
         """Run one episode."""
         agents: Sequence[str] = episode.info.get("agents") or (TRAINED,)
         turn: str = episode.info.get("turn") or agents[0]
-        # All at once: who never gets to speak has a trajectory, too, which holds its reward.
+        # All at once: an agent that never acts has a trajectory too, which holds its reward.
         policies = self._cast(agents, episode.seed)
         sessions = {name: episode.session_for(name, policies[name]) for name in agents}
         said: dict[str, list[Message]] = {name: [] for name in agents}

@@ -149,7 +149,7 @@ def write_templates(path: Path, template: str, tool_template: str | None) -> Non
     else:
         more.parent.mkdir(exist_ok=True)
         more.write_bytes(tool_template.encode())
-    # The older places of a template: what stands there would contradict the files.
+    # The older places of a template: their content would contradict the files.
     (path / _OLD_TEMPLATE_FILE).unlink(missing_ok=True)
     settings = _json(path / _TOKENIZER_CONFIG) or {}
     if settings.pop("chat_template", None) is not None:

@@ -90,7 +90,7 @@ class LoopServer:
 
     async def generate(
         self,
-        request_id: str | None = None,  # noqa: ARG002 - where a prompt goes on is told by its ids
+        request_id: str | None = None,  # noqa: ARG002 - the ids decide which branch a prompt continues
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any] | None = None,

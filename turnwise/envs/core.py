@@ -337,7 +337,7 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if env.pending_score is None:
         env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
     scoring = env.pending_score
-    # Not awaited itself: cancelling who waits would cancel what is to run exactly once.
+    # Not awaited directly: cancelling the caller would cancel what has to run exactly once.
     await asyncio.wait([scoring])
     env.pending_score = None
     return scoring.result()
@@ -354,7 +354,7 @@ def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:
     if scoring is None:
         return None
     if scoring.done():
-        # Taken notice of: an error that nobody asked for would be reported when it is collected.
+        # Retrieved here: an exception that is never retrieved is reported at garbage collection.
         _ = scoring.cancelled() or scoring.exception()
         return None
     scoring.cancel()

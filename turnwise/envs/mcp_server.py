@@ -66,7 +66,7 @@ class ServedEpisode:
         self._calls = 0
         self._error: str | None = None
         self._lock = asyncio.Lock()
-        # One message ends these; in others the conversation goes on.
+        # One message ends these; in others the conversation continues.
         self._ends = isinstance(env, (ToolEnv, SingleTurnEnv))
 
     @property
@@ -442,7 +442,7 @@ async def _refuse(send: Any, version: str) -> None:
 def _result(reply: Reply) -> types.CallToolResult:
     blocks = _blocks(reply.content)
     if reply.result is not None:
-        # The reward is for who reads results, and stands in the text for who reads nothing else.
+        # The reward is in the result, and in the text for clients that read text alone.
         blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(reply.result)}"))
     return types.CallToolResult(content=blocks, structured_content=reply.result, is_error=reply.error)
 

@@ -104,7 +104,7 @@ class Wrapper(Env):
 
     @pending_score.setter
     def pending_score(self, value: asyncio.Future[ScoreParts] | None) -> None:
-        # One that began here goes on inside by itself; set inside as well, it would wait for itself.
+        # A call that began here continues inside; with the executor set inside as well, it would deadlock.
         self._pending = value
 
     @property
@@ -210,7 +210,7 @@ Shape: TypeAlias = Callable[[float, dict[str, Any], "Message | None"], Any]
 
 
 class TurnLimit(Wrapper):
-    """Truncates the episode with ``max_turns`` after so many messages. Single calls do not count."""
+    """Truncates the episode with ``max_turns`` after ``max_turns`` messages. Single calls do not count."""
 
     def __init__(self, env: Env, max_turns: int) -> None:
         """Set the limit, a positive integer."""
@@ -234,7 +234,7 @@ class TurnLimit(Wrapper):
 
 
 class TimeLimit(Wrapper):
-    """Truncates the episode with ``timeout`` after so many seconds since reset, also within a step.
+    """Truncates the episode with ``timeout`` after ``seconds`` since reset, also within a step.
 
     Scoring takes no time: an answer given in time is scored. Unanswered calls of a step, and late single calls, are
     answered by errors; the latter do not end the episode. A plain function on the event loop cannot be interrupted.
@@ -295,7 +295,7 @@ class TimeLimit(Wrapper):
 
 
 class TruncateObservations(Wrapper):
-    """Cuts each answer to so many characters or tokens, with a marker."""
+    """Truncates each answer to a number of characters or tokens, with a marker."""
 
     def __init__(self, env: Env, amount: int, unit: Unit = "characters", keep: Keep = "ends") -> None:
         """Set the fields of an OutputLimit."""

@@ -99,14 +99,14 @@ class SessionApp(ABC):
         except TurnwiseError as error:
             await exchange.refuse(dialect, api_error(error))
         except TimeoutError:
-            # Who takes nothing of an answer is told nothing more; the server closes the connection.
+            # A client that does not read gets nothing more; the server closes the connection.
             _log.info("a client stopped reading its response")
 
     # -- agents
 
     async def _agent(self, exchange: Exchange, parts: list[str]) -> None:
         route = "/".join(parts[2:])
-        # A route says which API is spoken; where it does not, a header of the client's may.
+        # The route determines the API; where it does not, a header of the client's may.
         anthropic = exchange.speaks_anthropic and not route.endswith("chat/completions")
         dialect: Dialect = _MESSAGES if route.removeprefix("v1/").startswith("messages") or anthropic else _CHAT
         try:

@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.inference.process import Application, Receive, Scope, Send
 
 DEFAULT_FORM = "{base}/s/{token}"
-"""What an address is where nobody asks for another form."""
+"""The default form of an address."""
 FIELDS = ("base", "host", "port", "rollout_id", "attempt_id", "session", "token")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _OWN_ROUTES = frozenset(("s", "v1", "health", "sessions"))

@@ -103,7 +103,7 @@ def _only(app: Application, token: str) -> Application:
     async def one(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             parts = [part for part in scope["path"].split("/") if part]
-            # Who asks for anything else is told what an address is told that has ended.
+            # A request for anything else gets the response of an ended address.
             below = [token, *parts[parts.index(token) + 1 :]] if token in parts else ["-"]
             scope = {**scope, "path": "/".join(("", "s", *below))}
         await app(scope, receive, send)
@@ -184,7 +184,7 @@ class LocalGateway:
         self._wanted = port
         self.form = form or EndpointTemplate()
         self._sessions = Sessions(_opens_none, limits or GatewayLimits())
-        # Nobody is told it: sessions are made and ended here.
+        # Never given out: sessions are made and ended in this process.
         key = secrets.token_urlsafe(32)
         app = (
             HostedApp(self._sessions, admin_key=key, endpoint=endpoint)
@@ -195,7 +195,7 @@ class LocalGateway:
                 model=model,
                 context_length=context_length,
                 abilities=abilities_of(renderer, guides=guides),
-                # Who opened a session has said how it is sampled.
+                # The session's own settings determine its sampling.
                 fixed=FIXED_SAMPLING,
             )
         )

@@ -268,7 +268,7 @@ class Sessions:
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
-        # A dictionary's look-up says nothing of a token of 256 random bits.
+        # A dictionary look-up leaks nothing about a token of 256 random bits.
         entry = self._by_token.get(token)
         if entry is None or entry.closed or entry.expires < time.monotonic():
             raise not_found("no open session has this address; it may have ended")
@@ -303,7 +303,7 @@ class Sessions:
         if entry.closed:
             raise ApiError(409, f"session {session_id!r} is being ended", retry_after=1)
         entry.closed = True
-        # Its own task: a server that stops cancels who asked for the end, and the end is not to stay half done.
+        # Its own task: a server that stops cancels the request, and the end must not stay half done.
         ending = self._ending[session_id] = asyncio.ensure_future(self._end(entry, stop_reason, error))
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
         return await asyncio.shield(ending)

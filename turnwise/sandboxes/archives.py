@@ -130,7 +130,7 @@ def _folder(archive: tarfile.TarFile, target: Path, room: _Room) -> None:
                 with contextlib.suppress(OSError), _opened(_open_folder(root, parts)):
                     modes.append((parts, stat.S_IMODE(member.mode)))
             elif member.isfile() or member.islnk():
-                # What stands in the way (a file where a folder should be, an older link) keeps its place.
+                # An obstacle (a file where a folder should be, an older link) is left in place.
                 with (
                     contextlib.suppress(NotADirectoryError, IsADirectoryError, FileExistsError),
                     _opened(_open_folder(root, parts[:-1])) as folder,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BLOCK = 512
 _CHUNK = 1 << 20
 _GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
-"""What is said of a name that was removed, or became something else, since it was seen."""
+"""The errors of a name that was removed, or became something else, since it was listed."""
 
 
 def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0, gid: int = 0) -> None:

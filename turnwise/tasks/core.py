@@ -158,7 +158,7 @@ def _message(value: Any, where: str) -> Message:
     content = value.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise TaskError(f"{where}.content is {shown(content)}: it must be a string or a list of parts")
-    # Columnar files write every field that any row has: a null says no more than its absence.
+    # Columnar files write every field that any row has: a null is the same as its absence.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):

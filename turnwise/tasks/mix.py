@@ -18,12 +18,12 @@ from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
 HELD_AT_MOST = 100_000
-# More tasks than this are not loaded to take each once, unless a limit says so: a source may have no end.
+# More tasks than this are not loaded to take each once, unless a limit asks for it: a source may have no end.
 EVALUATED_AT_MOST = 1_000_000
 
 
 class Shares:
-    """Schedule of a mix: at any time each source was taken as often as its share says, to within one task.
+    """Schedule of a mix: at any time each source was taken in proportion to its share, to within one task.
 
     With k sources, of which i has the share p_i and was taken x_i times before turn n, those with n p_i - x_i >= 1 /
     (2k - 2) are eligible, and the one whose share is used up first is taken: the least (1 - 1 / (2k - 2) - (n p_i -
@@ -150,7 +150,7 @@ def open_order(
     places: dict[str, str] = {}
     for source in sources:
         own = None if state is None else state["sources"][source.name]
-        # A seed of its own: sources of equal length would else be shuffled alike.
+        # One seed for each source: sources of equal length would else be shuffled alike.
         own_seed = stable_hash("source", seed, source.name)
         order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places, curriculum)
         orders[source.name] = order
@@ -230,7 +230,7 @@ def _order(
     most = None if config.stream is False else held_at_most
     if not config.stream:
         collected = Collected()
-        # One more than may be held says that there are more.
+        # One more than may be held shows that there are more.
         collected.take(reader.read(), _least(limit, None if most is None else most + 1))
         if most is None or len(collected.tasks) <= most:
             _check_apart(collected.places, places)

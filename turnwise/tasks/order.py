@@ -16,7 +16,7 @@ from turnwise.tasks.config import CurriculumConfig, pools_of
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import Read, TaskReader, check_new
 
-# How many tasks are read ahead where none are shuffled: what is wrong with them is said before training starts.
+# How many tasks are read ahead where none are shuffled: errors in them are reported before training starts.
 _AHEAD = 100
 REMEDY = "resume with the same tasks, or start a new run"
 
@@ -248,7 +248,7 @@ def _digest(tasks: Iterable[Task]) -> int:
 
 
 def _check_digest(state: Mapping[str, Any], digest: int, name: str) -> None:
-    # A checkpoint of an earlier version says nothing of ids.
+    # A checkpoint of an earlier version has no ids.
     if state.get("ids", digest) != digest:
         raise TaskError(f"the checkpoint was made when {name} held tasks of other ids, or in another order: {REMEDY}")
 

@@ -15,7 +15,7 @@ from turnwise.tasks.core import Task, kind
 from turnwise.tasks.sources import Row, TaskSource, open_rows
 
 RowMap: TypeAlias = Callable[[Any, str], Any]
-"""From a row, and where it stands, to a task or its columns; None leaves the row out."""
+"""From a row and its position to a task or its columns; None leaves the row out."""
 
 _FIELDS = ("id", "prompt", "env", "agent")
 # What verl calls its agent loops.
@@ -122,7 +122,7 @@ def _verl(row: Any, where: str) -> Any:
     extra = _section(row, "extra_info", where)
     if extra:
         data["extra_info"] = {key: value for key, value in extra.items() if key not in _TOOLS}
-    # A columnar file gives each row the columns of all: a null says no more than its absence.
+    # A columnar file gives each row the columns of all: a null is the same as its absence.
     said = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
     data |= {key: value for key, value in said.items() if value or key == "tool_selection"}
     agent = row.get("agent_name")

@@ -211,7 +211,7 @@ def _folder(path: Path, split: str | None) -> Rows:
     for file in sorted(path.iterdir()):
         if file.suffix in (*_LINES, ".parquet"):
             splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
-    # With a card, or as datasets saved it, the folder says itself which files belong to which split.
+    # With a card, or as datasets saved it, the folder itself maps files to splits.
     if not splits or (path / "README.md").exists():
         return FolderRows(path, split)
     chosen = choose_split(str(path), list(splits), split)

@@ -106,7 +106,7 @@ def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_MAX_OUTPUT: Final = 32_768
-"""Characters of a tool's text that the model gets to see, unless the tool says otherwise."""
+"""Characters of a tool's text that the model sees, unless the tool sets ``max_output``."""
 
 
 class FunctionTool:

@@ -129,12 +129,12 @@ class ToolThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for the future
+                except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the future's waiter
                     future.set_exception(error)
             with self._lock:
                 self._pending.discard(future)
                 if future in self._lost:
-                    # Its place was given to another thread when the call was given up.
+                    # Its place went to another thread when the call was abandoned.
                     self._lost.discard(future)
                     return
                 if self._waiting:
@@ -332,7 +332,7 @@ class ToolRunner:
             if task is None or task.cancelling():
                 raise
             response = crash(call, "CancelledError: the tool cancelled itself")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads it and may go on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads the error and may continue
             message = f"{type(error).__name__}: {error}".removesuffix(": ")
             response = crash(call, self._told(tool, message))
         else:
@@ -395,7 +395,7 @@ class ToolRunner:
         if not task.done():
             self.lost += 1
         elif not task.cancelled():
-            task.exception()  # read, so that nobody reports it as never retrieved
+            task.exception()  # retrieved, so that it is not reported as never retrieved
 
     async def _in_thread(
         self, fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any], timeout: float | None

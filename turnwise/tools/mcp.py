@@ -189,7 +189,7 @@ class Connection:
         return self._gone.is_set() or self._keeper is None or self._keeper.done()
 
     async def _answers(self, client: Client) -> bool:
-        # A call was given up here. Does anybody still answer?
+        # A call was abandoned. Does the server still answer?
         config = self._endpoint.config
         try:
             async with asyncio.timeout(min(config.connect_timeout, config.timeout)):
@@ -239,7 +239,7 @@ class Connection:
             keeper.cancel()
             await asyncio.wait({keeper}, timeout=_CLOSE_S)
         if keeper.done() and not keeper.cancelled():
-            keeper.exception()  # read: what it was lost by has been said where it mattered
+            keeper.exception()  # retrieved: the cause was already reported by the call that failed
         self._keeper = None
         self._log.close()
 
@@ -399,7 +399,7 @@ class MCPTool(BaseTool):
         config = server.config
         schema = ToolSchema(f"{config.prefix}{tool.name}", tool.description or "", tool.input_schema)
         try:
-            # Its secrets stand in the configuration, so that no answer of the server shows them in an error.
+            # Its secrets are in the configuration, so that no answer of the server shows them in an error.
             super().__init__({"env": config.env, "headers": config.headers}, schema)
         except ToolSchemaError as error:
             raise ConfigError(f"MCP server {server.name!r}: {error}; or leave it out with include") from error

@@ -36,7 +36,7 @@ def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
 
 def validator_of(schema: Mapping[str, Any]) -> Validator:
     """Return a validator of a schema."""
-    # With a registry of its own it fetches nothing.
+    # With its own registry it fetches nothing.
     return dialect_of(schema)(schema, registry=Registry())
 
 
@@ -519,7 +519,7 @@ class _Open(dict[str, Any]):
             raise AttributeError(f"{type(self).__name__} has no {name!r}: it has {', '.join(self) or 'nothing'}")
         value = self[name]
         if type(value) is dict:
-            # Put in its place, so that what is written into the part stands in the whole.
+            # Written back, so that changes of the part are in the whole.
             value = self[name] = _PARTS.get(name, _Open)(value)
         return value
 

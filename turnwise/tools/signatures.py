@@ -89,7 +89,7 @@ def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     try:
         hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     except NameError:
-        return annotation  # pydantic may know the names, or says which one is missing
+        return annotation  # pydantic may resolve the names, or names the missing one
     given = [each for each in dataclasses.fields(annotation) if each.init]
     inner = {each.name: plain_hint(hints[each.name], label, (*above, annotation)) for each in given}
     if all(inner[each.name] is hints[each.name] for each in given):
@@ -133,7 +133,7 @@ _MARK: Final = _Injected()
 
 Injected = Annotated[T, _MARK]
 """A parameter that is not part of a tool's schema: ``table: Injected[str]``. Its value comes from
-``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, as it stands there."""
+``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, unchanged."""
 
 
 def injected_parameters(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, bool]:

@@ -164,7 +164,7 @@ async def test_a_failure_of_one_is_an_error_of_all_and_nothing_is_scored() -> No
     [
         ("begin", "Riddle.begin names 'nobody', which is not one of the agents: asker, solver/0, solver/1"),
         ("tell", "'solver/0' acts next, but has no observation"),
-        ("payoff", "Riddle.payoff names 'solver', no agent"),
+        ("payoff", "Riddle.payoff names 'solver', which is not one of the agents"),
     ],
 )
 async def test_what_an_environment_gets_wrong_is_named(broken: str, words: str) -> None:

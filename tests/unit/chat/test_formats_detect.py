@@ -85,7 +85,7 @@ def test_renamed_markers_are_read_or_refused(family: str, as_tokens: bool, tmp_p
     family_renamed = Family(known.format, source=template, special=special, plain=plain, bos=known.bos, eos=ends)
     path = write_model_dir(tmp_path, family_renamed)
     if not as_tokens and family in UNDECIDABLE_AS_TEXT:
-        with pytest.raises(RenderError, match=r"cannot tell.*Set `format:`"):
+        with pytest.raises(RenderError, match=r"cannot detect.*Set `format:`"):
             load_renderer(path)
         return
     renderer = load_renderer(path)

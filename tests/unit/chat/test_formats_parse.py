@@ -283,7 +283,7 @@ def test_pythonic_reads_the_calls_before_a_mistake() -> None:
     found = parse("lfm2", text + "<|tool_call_end|><|im_end|>")["tool_calls"]
     assert found[0].arguments == {"key": "a'b", "n": -3, "flag": True, "rows": [1, None, {"x": 1.5}]}
     assert (found[1].name, found[1].arguments, found[1].error) == ("now", {}, None)
-    assert found[2].error == "the call cannot be parsed:  arguments are written as name=value"
+    assert found[2].error == "the call cannot be parsed: arguments are written as name=value"
     assert found[2].name == "lookup"
     cut = parse("lfm2", "<|tool_call_start|>[lookup(key='a'), now(")["tool_calls"]
     assert [call.name for call in cut] == ["lookup"]

@@ -470,7 +470,7 @@ async def test_one_that_needs_a_task():
         (NoSchema, "tools", "tool 'odd': its parameters are not a JSON schema"),
         (LongPrompt, "lengths", "and the context 2000"),
         (LongAnswers, "lengths", "an answer of 'look'"),
-        (AnswerInPrompt, "answers", "stands in the prompt"),
+        (AnswerInPrompt, "answers", "occurs in the prompt"),
         (AnswerInTool, "answers", "description of the tool 'look'"),
         (Generous, "null policy", "empty messages scores 0.5: the floor is 0"),
         (PaysSilence, "null policy", "without an answer, score(None), scores 1: the floor is 0"),

@@ -59,7 +59,7 @@ def test_rows_become_tasks(tmp_path):
     [
         ({"question": "What?"}, "column 'answer' is missing (here: 'question')"),
         ({"answer": "#### 2"}, "column 'question' is missing (here: 'answer')"),
-        ({"question": "What?", "answer": 2}, "column 'answer' is 2: it must be a string"),
+        ({"question": "What?", "answer": 2}, "column 'answer' is 2: it must be a non-empty string"),
         ({"question": " ", "answer": "2"}, "column 'question' is ' '"),
         ({"question": "What?", "answer": "one line\nand no result"}, "has no result: end it with a line '#### 42'"),
         ({"question": "What?", "answer": "nothing behind it\n####"}, "has no result"),

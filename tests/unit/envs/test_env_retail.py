@@ -555,7 +555,7 @@ async def test_items_may_be_handled_in_one_call_or_one_by_one(kind):
         ({"facts": "$3"}, r"data\['facts'\]"),
         ({"actions": "cancel"}, r"data\['actions'\]"),
         ({"actions": [{"name": "fly", "arguments": {}}]}, r"\['actions'\]\[0\].*cancel_order"),
-        ({"actions": [{"name": "cancel_order", "arguments": {"order_id": "W1"}}]}, "cannot be taken.*reason"),
+        ({"actions": [{"name": "cancel_order", "arguments": {"order_id": "W1"}}]}, "cannot be executed.*reason"),
         ({"actions": [{"name": "cancel_order", "arguments": {"order_id": "W1", "reason": "x"}}]}, "no order 'W1'"),
         ({"actions": [], "facts": []}, "an empty episode would solve it"),
     ],

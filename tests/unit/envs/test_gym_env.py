@@ -296,7 +296,7 @@ def test_bad_arguments_are_told():
         from_gymnasium("FrozenLake-v1", kwargs={"wrong_option": 1})
     with pytest.raises(ConfigError, match="Discrete"):
         from_gymnasium("FrozenLake-v1", actions=["a", "b"])
-    with pytest.raises(ConfigError, match="the same"):
+    with pytest.raises(ConfigError, match="must be unique"):
         from_gymnasium("CartPole-v1", actions=["a b", "a?b"])
     with pytest.raises(ConfigError, match=r"not a gymnasium\.Env"):
         from_gymnasium(lambda: 3)

@@ -226,7 +226,7 @@ async def cancels_itself(text):
         (lambda text: (1, {}, 3), r"a tuple is \(number, metrics\)"),
         (lambda text: {"a": "x"}, "returned 'a': 'x'"),
         (lambda text: {1: 2}, "a dict from names to numbers"),
-        (lambda anwser: 1, r"wants 'anwser', .*the data of task 't' has 'answer', 'wanted'; did you mean 'answer'\?"),
+        (lambda anwser: 1, r"takes 'anwser', .*the data of task 't' has 'answer', 'wanted'; did you mean 'answer'\?"),
     ],
 )
 async def test_every_failure_names_the_function(function, words):
@@ -339,7 +339,7 @@ def starred(*texts):
     ("parts", "words"),
     [
         ({}, "a rubric needs at least one"),
-        ({"": correct}, "its name must be a string"),
+        ({"": correct}, "its name must be a non-empty string"),
         ({"a": (correct, "2")}, "rubric part 'a': weight is '2': it must be a finite number"),
         ({"a": (correct, float("nan"))}, "weight is nan"),
         ({"a": (correct, 1, 2)}, r"a tuple is \(function, weight\)"),

@@ -87,7 +87,7 @@ class TestColumns:
             ({"prompt": "question", "data.x": "meta.m"}, ["no column 'meta.m'", "names where 'm' is looked up: 'n'"]),
             ({"prompt": "question", "data": "answer"}, ["column 'answer' is 'a0'", "an object"]),
             ({"prompt": "meta"}, ["gsm.jsonl:1", "'prompt' is {'n': 0}"]),
-            ({"prompt": "question", "data.a": "answer", "data.a.b": "answer"}, ["data.a", "no object"]),
+            ({"prompt": "question", "data.a": "answer", "data.a.b": "answer"}, ["data.a", "not an object"]),
         ],
     )
     def test_what_does_not_fit_is_named(self, gsm: str, columns: dict[str, str], words: list[str]) -> None:

@@ -266,7 +266,7 @@ class TestAuthorsAreTold:
             "from turnwise import function_tool\n\n@function_tool\ndef hostile_twice(a: int): ...\n\n"
             "@function_tool\ndef hostile_twice(b: int): ...\n"
         )
-        with pytest.raises(ConfigError, match=r"(?s)'hostile_twice' is taken by .*line 3; .*line 6 needs another name"):
+        with pytest.raises(ConfigError, match=r"(?s)'hostile_twice' is taken by .*line 3; .*line 6 needs another one"):
             load_function_tools(file)
 
     def test_but_a_module_whose_function_moved_may_be_loaded_anew(self, tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ def test_line_ends_stay_as_they_are() -> None:
 
 
 def test_errors_of_a_replacement_can_be_acted_on() -> None:
-    with pytest.raises(ToolError, match="stands there 2 times, at lines 2, 7"):
+    with pytest.raises(ToolError, match="occurs 2 times, at lines 2, 7"):
         replaced(FILE, "y = x + 1", "y = 0")
     with pytest.raises(ToolError, match=r"different whitespace it does, at line 2:\n +2\t    y = x \+ 1"):
         replaced(FILE, "y=x+1\n\treturn y\n\n\ndef g(x):", "y = 0")

@@ -200,7 +200,7 @@ async def test_tools_that_ship_are_named_in_a_configuration() -> None:
     for wrong, said in (
         (["shel"], "there is no tool 'shel'; did you mean 'shell'"),
         ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are timeout, .*persistent"),
-        ([{"name": "submit", "config": {"a": 1}}], "it takes none"),
+        ([{"name": "submit", "config": {"a": 1}}], "takes no config"),
     ):
         with pytest.raises(ConfigError, match=said):
             await Toolbox(ToolsConfig.model_validate(wrong)).tools()

@@ -278,7 +278,7 @@ def kill_marked(mark: str, seconds: float = 10.0) -> int:
         killed |= found
         if time.monotonic() > until:
             break
-        # The kernel takes a moment to end them; nobody but their parent is told.
+        # The kernel takes a moment to end them and notifies their parent alone.
         time.sleep(0.005)
     return len(killed)
 
@@ -295,7 +295,7 @@ def _marked(wanted: bytes) -> set[int]:
 
 
 Start = Callable[[int, Callable[[bytes], None]], Awaitable["tuple[Program, Callable[[], None]]"]]
-"""Starts a program that reads from a descriptor, and says where its lines go; returns it, and what is to be done when
+"""Starts a program that reads from a descriptor, with a handler for its lines; returns it, and what is to be done when
 it has ended."""
 
 

@@ -115,7 +115,7 @@ class SandboxedProgram:
                     self._status = _status(rest)
                     return
         except SandboxError as error:
-            # Whoever ends the program is told.
+            # The caller that ends the program gets the error.
             self._failure = error
 
     async def end(self, *, collect: bool = True) -> Exit:

@@ -168,9 +168,9 @@ def recipe_of(name: str) -> Recipe:
 
 
 API_KEY: Final = "turnwise"
-"""What a program sends as its key: its address alone says who it is."""
+"""What a program sends as its key: its address alone identifies it."""
 PLACEHOLDERS: Final = {
-    "prompt": "what the program is told",
+    "prompt": "the program's prompt",
     "prompt_file": "a file that holds it",
     "task": "the beginning of the conversation: system prompt and the user's messages",
     "system": "the system prompt alone",
@@ -193,7 +193,7 @@ _PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
 _MOST_ARGUMENT: Final = 131_071
 """Bytes that Linux takes of one argument."""
 
-# A program of its own, so that nothing of ours is imported by it. Written where the tools are offered.
+# A separate program, so that it imports nothing of this package. Written where the tools are offered.
 _TOOL_SCRIPT: Final = '''"""Call a tool: NAME, then a JSON object of arguments, or key=value. Alone it lists them."""
 
 import json

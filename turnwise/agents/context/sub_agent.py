@@ -79,7 +79,7 @@ class Team:
         return self._episode.fit(heard, message["turn_id"], len(calls), "main", spare=spare)
 
     async def _step(self, talk: Conversation, message: Message) -> list[Message]:
-        # The environment's state is one: who comes first is answered first, while the others' models go on.
+        # The environment has one state: calls are answered in order of arrival, while the other models continue.
         async with self._environment:
             if self._episode.ended:
                 raise EpisodeOver("the environment has ended the episode")

@@ -90,7 +90,7 @@ class GraphFactory:
 
 INTERRUPTS = "__interrupt__"
 GAVE_UP = "Sorry, need more steps to process this request."
-"""What the prebuilt ReAct graph says in the model's name where its recursion limit is near."""
+"""The message that the prebuilt ReAct graph writes for the model where its recursion limit is near."""
 
 
 class LangGraphAgent(Agent):
@@ -152,7 +152,7 @@ class LangGraphAgent(Agent):
         """
         graph = await self._factory.graph_for(episode)
         if self._interrupts is not None and isinstance(graph, Pregel) and graph.checkpointer is None:
-            # Without one, nothing could go on behind an interrupt.
+            # Without one, a graph could not resume after an interrupt.
             graph = graph.copy({"checkpointer": InMemorySaver()})
         run = GraphRun(episode)
         play = _Play(graph, run, self._config(episode), self._context, self._interrupts)
@@ -232,7 +232,7 @@ class LangGraphAgent(Agent):
         episode.finish(StopReason.MAX_TURNS)
 
     def _config(self, episode: Episode) -> RunnableConfig:
-        # A thread of its own for each attempt: what a store kept of an earlier one is none of its business.
+        # Each attempt has its own thread: a store must not return the state of an earlier one.
         thread = f"{episode.session.id}/{uuid.uuid4().hex}"
         config = RunnableConfig(configurable={"thread_id": thread, **self._configurable})
         if self._recursion_limit is not None:

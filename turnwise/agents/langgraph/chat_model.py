@@ -390,7 +390,7 @@ class ChatTurnwise(BaseChatModel):
             told = session.turn_metrics.get(said["turn_id"], {})
             sizes = [int(told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
         elif session.recorded_as != "tokens":
-            # What is recorded elsewhere is told in whole messages, without their tokens.
+            # Sessions recorded elsewhere return whole messages, without their tokens.
             said = await session.chat(
                 asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
             )
@@ -527,7 +527,7 @@ def _as_chunk(message: BaseMessage) -> AIMessageChunk:
         )
         for place, call in enumerate(message.tool_calls)
     ]
-    # Chunks are read again when they are joined: arguments that are a text are none, whatever stands in it.
+    # Chunks are read again when they are joined: arguments given as text count as none, whatever they contain.
     calls += [
         tool_call_chunk(name=call["name"], args=json.dumps(call["args"] or ""), id=call["id"], index=place)
         for place, call in enumerate(message.invalid_tool_calls, len(calls))

@@ -28,7 +28,7 @@ from turnwise.types import Message, Role, ToolCall, text_of
 REASONING = "reasoning_content"
 """Where LangChain's messages keep reasoning: a key of ``additional_kwargs``."""
 _THOUGHTS = {"reasoning": "reasoning", "thinking": "thinking"}
-# Blocks that repeat what stands in the message's calls.
+# Blocks that repeat the message's calls.
 _CALL_BLOCKS = frozenset(("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"))
 _CHAT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -133,7 +133,7 @@ class Known:
             own = _in_session(known, agent)
             if (own.name, own.arguments) == (name, arguments):
                 return own
-            # A graph may have edited it; its id still says which call it is.
+            # A graph may have edited it; its id still identifies the call.
             call_id = own.id
         return ToolCall(call_id or "", name, arguments, json.dumps(arguments, ensure_ascii=False, default=str))
 

@@ -116,7 +116,7 @@ class GraphRun:
             or call.name != known.call.name
         ):
             return call
-        # The environment says itself what it does not have.
+        # The environment itself reports unknown tools.
         there = any(tool.name == call.name for tool in self.episode.tools)
         return replace(call, error="this tool was not offered") if there else call
 
@@ -290,7 +290,7 @@ class EpisodeTool(BaseTool):
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        # The environment checks arguments, and says in words that the model knows what is wrong with them.
+        # The environment checks arguments, with the errors that the model was trained on.
         if not isinstance(tool_input, Mapping):
             raise AgentError(f"tool {self.name!r} was called with {shown(tool_input)}: its arguments must be a dict")
         return (), {"arguments": dict(tool_input), "call_id": tool_call_id}

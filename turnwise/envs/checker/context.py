@@ -274,7 +274,7 @@ class CheckContext:
         try:
             yield await self.begin(env, task, seed)
         except StallTimeout:
-            # What holds the loop holds close as well; that it hung before is what is to be told.
+            # What blocks the loop blocks close as well; the earlier hang is what is reported.
             with contextlib.suppress(TurnwiseError):
                 await self._worker.run(invoke(env, "close"), min(self.of.timeout, _LAST_S), "close")
             raise

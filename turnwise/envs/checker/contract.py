@@ -62,7 +62,7 @@ async def tools(exam: CheckContext) -> None:
         except (SchemaError, TypeError, ValueError) as error:
             exam.find("tools", f"tool {schema.name!r}: its parameters are not a JSON schema: {brief(str(error))}")
         if not schema.description:
-            # No error: a name and its parameters may say enough, and nobody is made to write ceremony.
+            # Not an error: a name and its parameters may say enough.
             found = f"tool {schema.name!r} has no description: the model sees only its name and parameters"
             exam.find("tools", found, "give its function a docstring", severity="warning")
 

@@ -68,7 +68,7 @@ async def each_task(exam: CheckContext) -> None:
 Check = Callable[[CheckContext], Awaitable[None]]
 
 DEFAULT_TASKS: Final = 3
-"""How many of an environment's own tasks are played where nobody names any."""
+"""How many of an environment's own tasks are played where none are given."""
 
 # What each check needs: after a finding of one of these it would only say the same again.
 CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {

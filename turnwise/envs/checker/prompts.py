@@ -90,7 +90,7 @@ def _tools_text(tools: Sequence[ToolSchema]) -> str:
 
 
 async def answers(exam: CheckContext) -> None:
-    """Check that the answer does not stand in the prompt or the tools' schemas.
+    """Check that the answer does not occur in the prompt or the tools' schemas.
 
     Single occurrences may be chance, and listed choices always contain the answer; so a leak is where an episode's
     answers stand in its own texts far more often than those of other episodes do.
@@ -126,7 +126,7 @@ async def answers(exam: CheckContext) -> None:
 
 
 def _by_chance(seen: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
-    """Return how often an episode's answers stand in the text of another one with other answers."""
+    """Return how often an episode's answers occur in the text of another one with other answers."""
     pairs = [
         any(_stands(each, text) for each in wanted - mine)
         for (mine, _), text in zip(seen, texts, strict=True)
@@ -170,7 +170,7 @@ async def _solution_text(exam: CheckContext, played: Played) -> str:
                 return ""
             message = await exam.run(solver.next(played.messages[begun:]), "solve")
     except TurnwiseError:
-        return ""  # the check of the reference says what is wrong with it
+        return ""  # reported by the check of the reference solution
     return "" if message is None or message.get("tool_calls") else text_of(message)
 
 

@@ -95,7 +95,7 @@ class _World:
 class GymnasiumEnv(Env):
     """A Gymnasium environment in which every message is an action.
 
-    The action stands between the last ``<action>`` and ``</action>`` of a message, or on its last line, optionally
+    The action is between the last ``<action>`` and ``</action>`` of a message, or on its last line, optionally
     after ``Action:``: a name, a number, or JSON. A message without one is answered with a hint and changes nothing;
     after ``max_invalid`` of them in a row the episode is truncated.
     """

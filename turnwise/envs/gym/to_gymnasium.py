@@ -183,7 +183,7 @@ __all__ = [
 T = TypeVar("T")
 
 MOST_TASKS: Final = 1_000
-"""So many tasks of a source are read and drawn from, unless told otherwise."""
+"""Default number of tasks that are read from a source and drawn from."""
 _TIMES: Final = "seconds"
 
 
@@ -198,7 +198,7 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
+        # Ctrl-C interrupts the waiting thread: the awaited work must not continue in the background.
         with undo_on_error(running.cancel):
             return running.result()
 
@@ -356,7 +356,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         )
 
     def _observed(self, messages: list[Message]) -> tuple[dict[str, Any], ...]:
-        # JSON and back: what is handed out is nobody else's, and holds no objects.
+        # JSON and back: the returned value is a copy without objects.
         try:
             observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
         except TypeError as error:

@@ -41,7 +41,7 @@ class NimEnv(MultiAgentEnv):
             take: Most stones of a move.
             opponent: Strategy of ``main``'s opponent; None where two agents play.
         """
-        # So large that nobody ends it with the first move.
+        # So large that the first move cannot end it.
         for name, value, low in (("take", take, 1), ("least", least, take + 1), ("most", most, least)):
             if type(value) is not int or not low <= value <= 10**6:
                 raise EnvError(f"nim: {name} is {shown(value)}: it must be a whole number from {low} to 1000000")

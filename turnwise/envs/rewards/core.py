@@ -377,7 +377,7 @@ class Rubric:
         running: dict[str, asyncio.Future[_Value | EnvError]] = {}
         for part in self._parts:
             running[part.name] = asyncio.ensure_future(_evaluate(part, attempt, running))
-        # All are waited for: a thread that is given up because another function failed would be lost for nothing.
+        # All are waited for: a thread abandoned because another function failed would be lost needlessly.
         values = dict(zip(running, await asyncio.gather(*running.values()), strict=True))
         errors = {str(value): None for value in values.values() if isinstance(value, EnvError)}
         if errors:
@@ -485,7 +485,7 @@ async def call_function(
     Raises:
         EnvError: It raised, or timed out.
     """
-    # A task of its own: one that does not heed its cancellation is left behind, and holds nobody up.
+    # A separate task: one that ignores its cancellation is abandoned and delays nothing.
     task = asyncio.ensure_future(_settled(function, args, kwargs, env, inline))
     try:
         await asyncio.wait({task}, timeout=timeout)

@@ -146,7 +146,7 @@ class Verdicts:
         if task is None:
             task = self._asking[running] = asyncio.create_task(self._ask(question, key))
             task.add_done_callback(lambda done: self._ended(running, done))
-        # Shielded: who waits may be cancelled, others wait for the same verdict.
+        # Shielded: one waiter may be cancelled while others wait for the same verdict.
         return await asyncio.shield(task), shared
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class Verdicts:
 
     def _ended(self, running: tuple[int, str], task: asyncio.Task[Verdict]) -> None:
         self._asking.pop(running, None)
-        # Taken notice of: all who waited may have been cancelled.
+        # Retrieved here, as every waiter may have been cancelled.
         _ = task.cancelled() or task.exception()
 
     async def _ask(self, question: str, key: str) -> Verdict:

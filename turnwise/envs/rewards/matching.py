@@ -228,7 +228,7 @@ class JSONSchema(RewardFunction):
             raise ConfigError(f"json_schema: schema is not a JSON schema: {error.message}") from error
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Validate the JSON. The metric ``valid_json`` says whether there was any."""
+        """Validate the JSON. The metric ``valid_json`` is 1 if there was any."""
         validator = self._validator or self._own(data)
         found, value = find_json(text)
         if not found:
@@ -487,6 +487,6 @@ def _marked(text: str) -> Number | None:
     if len(found) != 1:
         return None
     start, end = found[0].span()
-    # The end of what stands before it: looked at whole, a text of blanks would take time in the square of its length.
+    # Only the end of the text before it: a search of all of it would be quadratic for a text of spaces.
     another = _FUNCTION_BEFORE.search(text[max(0, start - 20) : start]) or _FACTOR_AFTER.match(text, end)
     return None if another else _read(found[0])

@@ -27,7 +27,7 @@ class RewardModel(RewardFunction):
     Connections and a started server are shared by all episodes of an event loop.
     """
 
-    # Loading a model takes longer than what a function gets that says nothing.
+    # Loading a model takes longer than a function's default time-out.
     timeout: ClassVar[float | None] = 600.0
 
     def __init__(

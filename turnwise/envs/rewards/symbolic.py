@@ -94,7 +94,7 @@ class Symbolic(RewardFunction):
             return f"\\boxed{{{boxed[:_MOST_CHARACTERS]}}}"
         hashed = extract_answer(text, "hash")
         if hashed and "\\" in hashed and "$" not in hashed:
-            # LaTeX behind #### stands bare, and math-verify looks for it between signs only.
+            # LaTeX after #### is bare, and math-verify parses it between delimiters only.
             hashed = f"${hashed}$"
         return (hashed or text)[-_MOST_CHARACTERS:]
 

@@ -78,7 +78,7 @@ def _tools(fields: Fields) -> Iterator[ToolSchema]:
                 raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
             yield read_tool(tool.get("name"), tool.get("description"), schema, at)
         elif not _RUN_BY_THE_SERVER.match(kind):
-            # Those that a server would run are left out: the model is not told of what it cannot have.
+            # Server-side tools are left out: the model must not see tools that it cannot call.
             raise unsupported(
                 tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
             )

@@ -96,7 +96,7 @@ def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[st
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
 INVALID_CALL = "invalid_tool_call"
-"""The name under which a foreign agent is told of a call that must not be executed: it has no tool of this name."""
+"""The tool name that an external agent sees for a call that must not be executed; no tool has this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def echoed_call(call_id: Any, name: Any, arguments: Json) -> dict[str, Any]:
     if isinstance(arguments, Mapping):
         unread = arguments.get("__unparsedToolInput")
         if isinstance(unread, Mapping) and len(arguments) == 1:
-            # How Claude Code says that it could not read the arguments.
+            # Claude Code's form of arguments that it could not parse.
             arguments = str(unread.get("raw", ""))
     elif arguments is not None and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

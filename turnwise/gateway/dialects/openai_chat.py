@@ -169,7 +169,7 @@ class OpenAIChat:
         held = read_response_format(tools, choice, answer, abilities, single=single)
         sampling = read_sampling(fields, most=("max_completion_tokens", "max_tokens"), stop="stop")
         messages: list[Any] = [
-            # A text and who says it: nothing to check, and nothing to rewrite.
+            # Role and text only: nothing to check, and nothing to rewrite.
             entry
             if type(entry) is dict
             and len(entry) == 2
@@ -367,7 +367,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _finish_reason(answer: Answer) -> str:
-    # Calls of a turn that was cut behind them stand: clients run them only under this reason.
+    # Calls of a turn that was truncated after them are valid: clients run them only under this reason.
     return "tool_calls" if answer.calls else ("length" if answer.cut else "stop")
 
 

@@ -102,7 +102,7 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
             _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name)
         return
     else:
-        # What a server would run (web_search, file_search, ...): the model is not told of what it cannot have.
+        # Server-side tools (web_search, file_search, ...): the model must not see tools that it cannot call.
         return
     known = namespaced(namespace, schema.name)
     if namespace:
@@ -155,7 +155,7 @@ class Reader:
             self._reasoning(item)
         elif kind == "item_reference":
             raise unsupported(item.name("type"), "item references are not supported: send the item itself")
-        # Other items are what a server ran, or unknown: nothing that this model said or was told.
+        # Other items are server-side tool runs or unknown: not part of this model's conversation.
 
     def _message(self, item: Fields) -> None:
         role = item.text("role")

@@ -193,7 +193,7 @@ class HostedApp(SessionApp):
             _log.warning("session %s: the hosted endpoint broke off a response (%s)", entry.id, type(error).__name__)
             if turn is not None:
                 turn.fail(f"broke off an answer ({type(error).__name__})")
-            # What began stays without its end; what did not can be told.
+            # A response that has begun stays incomplete; one that has not can report the error.
             raise ApiError(502, "the hosted endpoint broke off its response", code="server_error") from None
 
     async def _whole(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:

@@ -21,7 +21,7 @@ _HOP_BY_HOP = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade",
 }  # fmt: skip
-# Answers are read along, so they come as they are; who asks is the endpoint's customer, not the agent.
+# Answers are parsed, so they must not be compressed; the account headers are the gateway's, not the agent's.
 _NOT_SENT = _HOP_BY_HOP | SECRET_HEADERS | {
     "host", "content-length", "accept-encoding", "expect", "forwarded", "via", "referer", "origin", "x-real-ip",
     "openai-organization", "openai-project",

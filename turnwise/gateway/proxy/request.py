@@ -215,7 +215,7 @@ def _tools(entries: Any, namespace: str = "") -> list[ToolSchema]:
         inner = next((entry[key] for key in ("function", "custom") if isinstance(entry.get(key), Mapping)), entry)
         schema = inner.get("parameters") or inner.get("input_schema")
         if not isinstance(schema, dict):
-            # A tool that the endpoint runs or knows: what stands beside its name is all that there is.
+            # A tool that the endpoint runs or knows: it has only the fields beside its name.
             schema = {key: value for key, value in inner.items() if key not in ("name", "description", "cache_control")}
         try:
             canonical_value(schema)

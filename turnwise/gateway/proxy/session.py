@@ -26,7 +26,7 @@ from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCa
 
 NO_IDS: TokenIds = np.zeros(0, np.int32)
 NO_IDS.flags.writeable = False
-# Nobody knows what a hosted endpoint can take: it says so itself, with a status of 400.
+# The limits of a hosted endpoint are unknown: it answers with status 400.
 UNKNOWN_CONTEXT = 2**53
 _BYTES_A_TOKEN = 4
 
@@ -297,7 +297,7 @@ class TextSession(Session):
         only = named.pop() if len(named) == 1 else None
         return {} if only is None else {"temperature": only}
 
-    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - nobody knows
+    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
         """Return None: the context length is unknown."""
         return None
 

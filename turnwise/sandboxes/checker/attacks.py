@@ -112,7 +112,7 @@ async def download_twice(scene: Fixtures) -> list[str]:
         await _inside(scene, command)
         with contextlib.suppress(SandboxError):
             await sandbox.download(name, target)
-    # What stands on the host already may be such a link, too: it is replaced or refused, never followed.
+    # An existing path on the host may be such a link, too: it is replaced or refused, never followed.
     for link, to in (("planted", ".."), ("plant", "../bystander")):
         (target / link).unlink(missing_ok=True)
         (target / link).symlink_to(to)
@@ -149,7 +149,7 @@ async def download_race(scene: Fixtures) -> list[str]:
     finally:
         await process.kill()
     if not scene.exam.capabilities.filesystem:
-        # Where the inside reaches the host's files anyway, a link that changes need not be told apart.
+        # Where the inside reaches the host's files anyway, a link that changes need not be distinguished.
         got = [each for each in got if "gave a file" not in each]
         scene.files["open"].write_text("untouched")
     return got + _touched(scene, b"untouched") + _bystander(outer, {"bystander", *(f"target{n}" for n in range(6))})
@@ -242,7 +242,7 @@ async def host(scene: Fixtures) -> list[str]:
         "turnwise.sandboxes.checker.killed_host",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # A backend of one's own is found there as it is found here.
+        # A custom backend is found there as it is found here.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     assert process.stdin is not None
@@ -384,7 +384,7 @@ async def _forge(scene: Fixtures) -> list[str]:
             result = await scene.start(sandbox, "forge", {"inside": inside})
             after = await sandbox.exec("echo after; exit 3", timeout=20)
         except SandboxDied:
-            scene.note = "it ended its sandbox"  # and nobody believed what it said
+            scene.note = "it ended its sandbox"  # and its output was not believed
             return []
         except SandboxError as error:
             raise CheckFailed(f"the sandbox does not respond, but has not ended: {error}") from error

@@ -60,7 +60,7 @@ async def places(exam: CheckContext) -> None:
 
 
 async def owner(exam: CheckContext) -> None:
-    """Written files belong to the user of commands, who may change and remove them."""
+    """Written files belong to the user of commands, which may change and remove them."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}/file", b"a")
@@ -124,7 +124,7 @@ async def no_file(exam: CheckContext) -> None:
         raise CheckFailed(f"read_file({path!r}) returned data although it is not a regular file")
     with expect(SandboxFileError, what="write_file onto a folder"):
         await sandbox.write_file("/tmp", b"x")
-    with expect(SandboxFileError, what="write_file onto a pipe that nobody reads"):
+    with expect(SandboxFileError, what="write_file to a pipe without a reader"):
         await soon(sandbox.write_file(name, b"x"), 10, "write_file onto a pipe")
 
 

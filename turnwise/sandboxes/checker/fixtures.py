@@ -81,7 +81,7 @@ class Fixtures:
                 raise CheckSkipped(_NO_PYTHON)
             await sandbox.write_file(f"{_INSIDE}/{_PROGRAMS.name}", _PROGRAMS.read_bytes())
             self._taught.add(sandbox.id)
-        # What the attack is told is not part of its command line, for which it may look in /proc.
+        # The attack's input is not in its command line, which it may search for in /proc.
         command = ["python3", "-B", "-E", "-S", f"{_INSIDE}/{_PROGRAMS.name}", name]
         return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(given).encode())
 

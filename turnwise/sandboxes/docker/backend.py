@@ -158,7 +158,7 @@ class DockerBackend(SandboxBackend):
             except SandboxError:
                 if not mounts:
                     raise
-                # An engine behind a socket of this machine may still have files of its own.
+                # An engine behind a socket of this machine may still have other files.
                 keeper.local = False
                 probing = DockerSandbox(SandboxSpec(), keeper)
                 await probing.start()

@@ -126,7 +126,7 @@ class Running:
 
 
 class CommandKiller:
-    """Starts and kills commands of one container; ``gone`` says why that is impossible by now, or is None."""
+    """Starts and kills commands of one container; ``gone`` is the reason why that is impossible by now, or None."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class CommandKiller:
 
 
 _LAST_WORDS_S: Final = 1.0
-"""Seconds for what a command said before it ended, or was ended."""
+"""Seconds to read the last output of a command that ended or was killed."""
 _SETTLE_S: Final = 10.0
 _LOOK_S: Final = 2.0
 """Seconds without a word of a command, after which the engine is asked whether it still runs; doubled each time."""
@@ -412,9 +412,9 @@ class Commands:
                     raise
                 if ended:
                     return
-                # Whoever would have said the end may have been ended, while others hold its streams.
+                # The shell that reports the end may have been killed, while other processes hold its streams.
                 ended = await self.exit_code(running) is not None
-                # What ended just now may have said so, and that is still under way.
+                # A command that ended just now may have reported it, and the report is still in transit.
                 pause = _LAST_WORDS_S if ended else min(2 * pause, _MOST_LOOK_S)
                 continue
             if not pieces:

@@ -56,7 +56,7 @@ _PIECE: Final = 196_608
 _GRACE: Final = 15.0
 """Seconds that the program inside has to end a command, before it is ended itself."""
 _READ_AHEAD: Final = 64
-"""Pieces of a spawned command's output that are kept until somebody reads them; then the command has to wait."""
+"""Pieces of a spawned command's output that are kept until they are read; beyond them the command has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Running:
         for future in (self._started, self._ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # perhaps nobody waits for it
+                future.exception()  # perhaps it is not awaited
         if self.pieces is not None:
             with contextlib.suppress(asyncio.QueueFull):
                 self.pieces.put_nowait(None)
@@ -199,7 +199,7 @@ class Running:
         """Wait for the guest's end; one without an end record is a failure."""
         error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
         try:
-            # The SDK's own errors end up here as well: whatever it is, nobody may wait for a word that never comes.
+            # The SDK's own errors end up here as well: no caller may wait for a message that never comes.
             with mapped(self._name):
                 await self._handle.wait()
         except SandboxError as failed:

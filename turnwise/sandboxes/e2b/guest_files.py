@@ -63,7 +63,7 @@ def unpack(path: str) -> None:
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         for member in archive:
             to = os.path.join(path, member.name)
-            # A link or a file gives way to what comes; a folder is merged.
+            # A link or a file is replaced; a folder is merged.
             if os.path.islink(to) or (os.path.isfile(to) and not member.isdir()):
                 os.unlink(to)
             extract(archive, member, path)

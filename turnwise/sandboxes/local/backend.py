@@ -106,7 +106,7 @@ def started(pid: int) -> str | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        # Nothing else says that it is dead: with no file descriptor left, say, nothing can be read of anybody.
+        # No other error means that it is dead: without a free file descriptor, say, no process can be read.
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 

@@ -314,7 +314,7 @@ class LocalSandbox(Sandbox):
         request = await self._alive().request({"op": "listen", "port": port})
         try:
             await self._served(request, f"port {port}", 0)
-        except BaseException as error:  # also a cancellation: what was handed over is closed
+        except BaseException as error:  # also a cancellation: the passed descriptors are closed
             if request.handed >= 0:
                 os.close(request.handed)
             if isinstance(error, SandboxFileError):

@@ -20,7 +20,7 @@ from turnwise.types import ToolSchema
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P")
 _NOTES: Final = 400
-"""Characters that are kept for what is said behind the output."""
+"""Characters reserved for the notes after the output."""
 
 
 class SandboxTool(BaseTool, Generic[P]):
@@ -211,7 +211,7 @@ class Dialogue:
         try:
             await self._process.write(question)
         except BrokenPipeError:
-            # It has ended, or does not listen any more; what it said last is read.
+            # It has ended, or no longer reads; its last output is read.
             timeout = _AFTERMATH_S if timeout is None else min(timeout, _AFTERMATH_S)
         return await self.wait(timeout)
 

@@ -73,7 +73,7 @@ def inserted(text: str, line: int, new: str) -> str:
     if ending == "\r\n" and "\r" not in new:
         new = new.replace("\n", ending)
     if line and not lines[line - 1].endswith("\n"):
-        # Behind a last line without an end: the new text is a line of its own, and the file ends as it did.
+        # After a last line without a line feed: the new text is a separate line, and the file ends as before.
         return text + ending + new.removesuffix(ending)
     if not new.endswith("\n"):
         new += ending
@@ -160,7 +160,7 @@ class EditorConfig(BaseModel):
 
 @dataclass(slots=True)
 class Desk:
-    """The undo history of an episode, latest last; None stands for an absent file."""
+    """The undo history of an episode, latest last; None is an absent file."""
 
     sandbox: Sandbox
     before: dict[str, list[bytes | None]] = field(default_factory=dict)

@@ -187,7 +187,7 @@ def _unified(lines: list[str]) -> list[FileChange]:
             moved_from, named = None, _SAME_NAMES.match(line)
         elif named is not None and line.startswith(("new file mode ", "deleted file mode ")):
             if not _has_lines(lines, at):
-                # Of an empty file git says no more than that it is new, or gone.
+                # For an empty file git writes only that it is new or deleted.
                 changes.append(FileChange("add" if line.startswith("new") else "delete", named[1]))
         elif line.startswith("rename from "):
             moved_from = line.removeprefix("rename from ")

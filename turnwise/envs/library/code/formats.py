@@ -137,7 +137,7 @@ def _apps(data: _Row) -> Problem:
     name, starter = given.get("fn_name"), str(data.get("starter_code") or "")
     reference = _first_solution(data)
     if name:
-        # Results stand in a list of one there.
+        # A result is in a list of one there.
         pairs = [
             (each, out[0] if isinstance(out, list) and len(out) == 1 else out)
             for each, out in zip(inputs, outputs, strict=True)

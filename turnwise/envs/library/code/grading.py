@@ -417,7 +417,7 @@ class Grader:
         began = time.monotonic()
         try:
             await solution.put(line)
-            # A test may call often, and a solution answer by calls of its own: together they have the test's time.
+            # A test may call often, and the solution may call back: together they have the test's time.
             reply = await solution.line(max(seconds - self._spent, 0.0))
         except Ended as error:
             return _error_line("ChildProcessError", str(error))

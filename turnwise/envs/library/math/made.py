@@ -102,7 +102,7 @@ def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _draw(rng: random.Random) -> tuple[str, str] | None:
-    """Draw a problem; None where a result is not a positive integer, or stands in the question."""
+    """Draw a problem; None where a result is not a positive integer, or occurs in the question."""
     template = rng.choice(_TEMPLATES)
     numbers = {key: rng.choice(values) for key, values in template.numbers.items()}
     said = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS)}

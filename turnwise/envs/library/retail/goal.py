@@ -17,10 +17,10 @@ from turnwise.errors import TaskError, ToolError, shown
 from turnwise.tasks import Task
 
 LONGEST_ANSWER: Final = 1_000
-"""Characters of an answer that may state facts: who reads the shop aloud states none."""
+"""Characters of an answer that may state facts: one that lists the whole shop states none."""
 FURTHER_AMOUNTS: Final = 1
-"""Different amounts of money in such an answer beyond those that were asked for: who reads all prices aloud has not
-found the lowest. The policy says so."""
+"""Different amounts of money in such an answer beyond those that were asked for: listing all prices is not
+finding the lowest. The policy says so."""
 
 _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(?:dollars|USD)\b")
 

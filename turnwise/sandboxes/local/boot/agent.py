@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what annotations alone need is not imported: it would cost 
     from typing import Any
 
 REPORTED = 77
-"""How a shim exits that has told the host all there is to tell."""
+"""Exit code of a shim that has reported everything to the host."""
 RESERVE = 16
 """Processes that the agent may have on top of what commands may: a full sandbox can still be asked and emptied."""
 STEP = 0.004
@@ -327,7 +327,7 @@ class Agent:
                 self.say("exit", request["id"], os.waitstatus_to_exitcode(status))
 
     def reap(self) -> None:
-        """Take note of shims that ended. One that was killed from inside told nobody."""
+        """Take note of shims that ended. One that was killed from inside sent no message."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

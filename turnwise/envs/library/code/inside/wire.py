@@ -230,7 +230,7 @@ class Peer:
             after = [_state(each, self._plain) for each in args]
             changed = [new if new != before[number] else None for number, new in enumerate(after)]
             return {"ok": result, "args": changed if any(each is not None for each in changed) else None}
-        except BaseException as error:  # noqa: BLE001 - whatever is raised is told to the other side, which asked for it
+        except BaseException as error:  # noqa: BLE001 - whatever is raised is sent to the other side
             return {"err": [type(error).__name__, _said(error)]}
 
     def _do(self, op: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
