@@ -24,7 +24,7 @@ from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 HERE = Path(__file__).parent
 CONTEXT = 400_000
 Says = Callable[[int, str], Message]
-"""(how many turns the prompt holds, the prompt) -> what the model says."""
+"""(number of turns in the prompt, the prompt) -> the model's message."""
 
 
 def renderer_in(folder: Path) -> TemplateRenderer:
@@ -43,7 +43,7 @@ def renderer_in(folder: Path) -> TemplateRenderer:
 
 
 def evaluate_or_smoke(config: Path, recipe: str, program: str, says: Says) -> int:
-    """Evaluate a program on the tasks of ``repair.py`` as the command line says, or play two with a scripted model."""
+    """Evaluate a program on the tasks of ``repair.py``, or play two of them with a scripted model (``--smoke``)."""
     if "--smoke" not in sys.argv:
         run_eval(load_config(EvalConfig, config, sys.argv[1:]))
         return 0
@@ -87,5 +87,5 @@ def installed(program: str) -> str | None:
     """Return where a program is, or None after saying what plays its part."""
     found = shutil.which(program)
     if found is None:
-        print(f"{program} is not on PATH: stand_in.py plays its part, with the same recipe around it")
+        print(f"{program} is not on PATH: stand_in.py replaces it, with the same recipe")
     return found

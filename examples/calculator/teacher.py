@@ -7,7 +7,7 @@ it, because copying digits has to be learned before rewards can teach when to do
 | share | what it shows                                                             |
 | ----- | ------------------------------------------------------------------------- |
 | 18 %  | one call per operation, then the result                                   |
-| 38 %  | one call per operation, then the result in a sentence, which is no number |
+| 38 %  | one call per operation, then the result in a sentence, which is not a number |
 | 34 %  | all calls but the last, then the result so far                            |
 | 10 %  | at once, the number that the problem begins with                          |
 """
@@ -43,7 +43,7 @@ def plan(env: CalculatorEnv, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     return [
         await conversation(CalculatorEnv(), task, rng.getrandbits(62), lambda env: plan(env, rng))

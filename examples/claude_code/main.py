@@ -4,7 +4,7 @@
     python examples/claude_code/main.py model=... url=http://host:8000    # or ask a server
 
 ``--smoke`` plays two tasks with a scripted model. Where Claude Code is not installed, a minimal stand-in runs in its
-place and says so.
+place and prints a note.
 """
 
 from __future__ import annotations

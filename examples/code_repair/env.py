@@ -24,7 +24,7 @@ from turnwise.tools import ToolResponse, function_tool
 
 WORKER = Path(__file__).with_name("worker.py").read_text()
 SPEC = SandboxSpec(limits=SandboxLimits(memory=256 * 2**20, pids=16, disk=4 * 2**20, file_size=2**20))
-# The worker gives a program two seconds; who does not answer after these has lost its worker.
+# The worker gives a program two seconds; without an answer after these the worker is lost.
 SECONDS = 10.0
 
 ARITHMETIC, COMPARISON = ("+", "-", "*"), ("<", ">")
@@ -145,7 +145,7 @@ class CodeRepair(ToolEnv):
         return {"solved": float(solved), "errors": -self.penalty * min(3, self.errors)}
 
     async def tested(self) -> str:
-        """Run the visible tests and say what came of it, as ``shows`` says."""
+        """Run the visible tests and describe the result as ``shows`` asks."""
         failing = await self.failing(self.row["inputs"][: self.row["visible"]])
         if self.shows == "failure":
             return failing or "all passed"
@@ -250,7 +250,7 @@ def drawn(seed: int, split: str) -> dict[str, Any]:
         expected = [function.value(right, *each) for each in inputs]
         got = [function.value(wrong, *each) for each in inputs]
         failing = [at for at in range(len(inputs)) if expected[at] != got[at]]
-        # Each operator stands once in the file: then it alone says where an edit goes.
+        # Each operator occurs once in the file, so it alone identifies the place of an edit.
         if len(failing) < 2 or any(file.count(each) != 1 for each in wrong) or max(map(abs, expected)) > LARGEST // 10:
             continue
         if max(map(abs, got)) > LARGEST:
@@ -270,7 +270,7 @@ def drawn(seed: int, split: str) -> dict[str, Any]:
 
 
 def alike(operator: str) -> tuple[str, ...]:
-    """Return the operators that may stand in the place of one, itself included."""
+    """Return the operators that may replace one, itself included."""
     return ARITHMETIC if operator in ARITHMETIC else COMPARISON
 
 

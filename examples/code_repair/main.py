@@ -2,7 +2,7 @@
 
 The steps are those of every job on a small model (``../small_model/job.py``): demonstrations of a teacher that mostly
 does not heed what the tests say (``teacher.py``), a warm start on them (``sft.yaml``), and reinforcement learning
-(``train.yaml``), in which every episode has a sandbox of its own and hidden tests decide the reward (``env.py``).
+(``train.yaml``), in which every episode has its own sandbox and hidden tests decide the reward (``env.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# An operator is the same token in the file and in a call, and so is a name. What ends or begins a message is no part of
+# Operators and names are the same tokens in the file and in a call. What ends or begins a message is not part of
 # any other token: in a conversation it never is.
 WORDS = (
     r"<\|im_(?:start|end)\|>|</?tool_(?:call|response)>|(?:system|user|assistant)\n"

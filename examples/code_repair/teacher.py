@@ -69,7 +69,7 @@ def plan(env: CodeRepair, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     manager = SandboxManager()
     try:

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: it waits for a program and the inputs of its tests, runs them, and says what came out.
+"""The worker inside the sandbox: it reads a program and the inputs of its tests, runs them, and writes the outputs.
 
 A line of JSON comes in, ``{"file": text, "inputs": [[1, 2], ...]}``, and one goes out: a list with what ``f`` returned
 for each of them, as text, or the name of what it raised. Expected values never come in here: whatever a program does to

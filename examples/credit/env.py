@@ -52,7 +52,7 @@ class Mailroom(Env):
         return StepResult(self.shown(), reward, False, False, {"state": self.state()})
 
     def shown(self) -> str:
-        """What is said of the letter on top."""
+        """The description of the letter on top."""
         return f"From the {self.pile[0]}."
 
     def state(self) -> str:

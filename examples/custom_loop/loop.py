@@ -1,4 +1,4 @@
-"""A loop of one's own: it builds the prompt out of ids, samples, runs the calls, and says what it did.
+"""A custom agent loop: it builds the prompt out of ids, samples, runs the calls, and returns what it did.
 
 The class is an agent loop as verl has them. A function would do as well where messages are enough:
 

@@ -69,7 +69,7 @@ async def smoke() -> int:
 
 
 def answer(request: ScriptedRequest) -> Message | str:
-    """Say what one who knows the tools would say next."""
+    """Return the next message of a player that knows the tools."""
     found = re.findall(r"<tool_response>\s*(\w+)\s*</tool_response>", request.text)
     if len(found) == 2:
         return found[1]

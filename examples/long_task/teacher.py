@@ -6,7 +6,7 @@ do, never in what they copy: every place of a call and of an answer stands in th
 | share | what it shows                                                         |
 | ----- | --------------------------------------------------------------------- |
 | 20 %  | one call per sign, then where the trail ends                          |
-| 45 %  | one call per sign, then the same in a sentence, which is no exact answer |
+| 45 %  | one call per sign, then the same in a sentence, which is not an exact answer |
 | 35 %  | all signs but the last, then where that one stands                    |
 """
 
@@ -37,7 +37,7 @@ def plan(env: TrailEnv, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     return [
         await conversation(TrailEnv(), task, rng.getrandbits(62), lambda env: plan(env, rng))

@@ -9,9 +9,9 @@ random team among the demonstrations, most of what a trained policy still did wr
 | share | what it shows                                                          |
 | ----- | ---------------------------------------------------------------------- |
 | 18 %  | both calls, then the right name                                        |
-| 38 %  | both calls, then the right name in a sentence, which is no exact answer |
+| 38 %  | both calls, then the right name in a sentence, which is not an exact answer |
 | 34 %  | the first call, then the team as the answer                            |
-| 10 %  | at once, the name of who was asked about                               |
+| 10 %  | at once, the name of the person in question                            |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan(env: LookupEnv, rng: random.Random) -> list[ToolCall | str]:
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play the teacher in the environment; return what was said as OpenAI conversations."""
+    """Play the teacher in the environment; return the conversations in OpenAI's form."""
     rng = random.Random(seed)
     return [
         await conversation(LookupEnv(), task, rng.getrandbits(62), lambda env: plan(env, rng))

@@ -1,6 +1,6 @@
 """An agent as it may already exist: a loop on the ``openai`` package that knows nothing of Turnwise.
 
-All that it is told is an address of a model, a task, and an address of tools. It is started once and plays one task
+Its only inputs are an address of a model, a task, and an address of tools. It is started once and plays one task
 after the other: a line of JSON on its standard input each, and a line with the answer on its standard output
 (``workers`` in ``train.yaml``). That spares most of the time, which goes into importing the package.
 """

@@ -1,7 +1,7 @@
 """Train a loop on the ``openai`` package that knows nothing of Turnwise: it learns as our own ReAct loop does.
 
 The model, the warm start and the tasks are those of ``../lookup``; only the agent is another one: the program
-``loop.py``, in processes of its own. ``--smoke`` plays four tasks with a model from a script and trains nothing.
+``loop.py``, in its own processes. ``--smoke`` plays four tasks with a model from a script and trains nothing.
 """
 
 from __future__ import annotations

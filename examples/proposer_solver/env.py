@@ -43,6 +43,6 @@ class ProposerSolver(MultiAgentEnv):
 
     def payoff(self):
         share = sum(self.right) / len(self.solvers)
-        # Most for a sum that half of the solvers get right; none for one that all or nobody does, or for no sum.
+        # Most for a sum that half of the solvers get right; none for one that all or none get right, or for no sum.
         paid = {solver: float(right) for solver, right in zip(self.solvers, self.right, strict=False)}
         return paid | {"proposer": {"difficulty": 1.0 - abs(2 * share - 1)}}

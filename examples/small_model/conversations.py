@@ -1,4 +1,4 @@
-"""Demonstrations: a plan is played in an environment, and what was said is written down in OpenAI's form."""
+"""Demonstrations: a plan is played in an environment, and the conversation is written in OpenAI's form."""
 
 from __future__ import annotations
 

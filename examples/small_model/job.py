@@ -73,7 +73,7 @@ class Job:
 
 
 def run(job: Job, description: str | None) -> int:
-    """Do the job as the command line says; return the exit code."""
+    """Run the job with the command line's settings; return the exit code."""
     return train(job, command_line(job, new_parser(description)).parse_intermixed_args())
 
 
@@ -172,7 +172,7 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
     env = job.env or job.name
     tasks = f"{env.rpartition(':')[0] or f'turnwise.envs.library.{job.name}'}:tasks?split=test"
-    print(f"\neverything is in {run_directory}. What to try next:")
+    print(f"\neverything is in {run_directory}. Next steps:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")
     print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")

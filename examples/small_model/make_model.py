@@ -1,4 +1,4 @@
-"""A model of about a million parameters with a tokenizer of its own, made in place: nothing is downloaded."""
+"""A model of about a million parameters with its own tokenizer, made in place: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
 def words_of(conversations: list[dict[str, Any]]) -> str:
     """Return an expression for the words that are data: arguments of calls and answers of tools.
 
-    Numbers are none: digits stand alone.
+    Numbers are not words: each digit is a token.
     """
     found = set()
     for conversation in conversations:

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 async def games(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play games of two players that know the rules and nothing else; each sees only what it was told."""
+    """Play games of two players that know the rules and nothing else; each sees only its own observations."""
     from turnwise.envs import invoke, make
 
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Blocks of a page that a program prints: how they stand in Markdown, how they are compared and written in place.
+"""Blocks of a page that a program prints: their Markdown form, their comparison and their update in place.
 
 A block is a fenced part behind a comment that names it::
 
@@ -38,11 +38,11 @@ class Block:
     approximate: bool = False
 
     def markdown(self) -> str:
-        """Return the block as it stands on the page."""
+        """Return the block in the page's Markdown."""
         return f"<!-- block: {self.name}{', approximate' if self.approximate else ''} -->\n```text\n{self.text}```"
 
     def same(self, other: Block) -> bool:
-        """Return whether the page says what the program says."""
+        """Return whether the page matches the program's output."""
         if self.approximate != other.approximate or self.name != other.name:
             return False
         if not self.approximate:

@@ -119,7 +119,7 @@ def prepare(directory: Path) -> Start:
 
 
 def script(start: Start) -> Callable[[ScriptedRequest], Completion]:
-    """Return a model that decides what it says by a script, and how likely that was by its weights.
+    """Return a model whose messages come from a script and whose log-probabilities come from its weights.
 
     Member 0 makes both calls and answers with the manager; member 1 stops after the first call and answers with the
     team. The log-probabilities are transformers' own.

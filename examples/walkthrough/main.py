@@ -28,7 +28,7 @@ def main() -> int:
         PAGE.write_text(written(PAGE.read_text(), made))
     if arguments.check or arguments.write:
         found = differences(PAGE.read_text(), made)
-        print("\n\n".join(found) or f"{PAGE.name} says what is printed: {len(made)} blocks", file=sys.stderr)
+        print("\n\n".join(found) or f"{PAGE.name} matches the output: {len(made)} blocks", file=sys.stderr)
         return int(bool(found))
     print("\n\n".join(block.markdown() for block in made))
     return 0

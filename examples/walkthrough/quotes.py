@@ -96,7 +96,7 @@ def task_and_group(page: Page, parts: Parts, walked: Walked) -> None:
 
 
 async def environment(page: Page, walked: Walked) -> None:
-    """Play the first member's messages in an environment of its own."""
+    """Play the first member's messages in a separate environment."""
     member = walked.group.trajectories[0]
     said = [own(each.messages[0]) for each in member.segments if each.sampled]
 

@@ -114,9 +114,9 @@ async def test_whatever_a_backend_raises_is_a_finding() -> None:
 async def test_what_cannot_be_examined_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="did you mean 'docker'"):
         await check_sandbox("dokker")
-    with pytest.raises(ConfigError, match="only='exce' is the beginning of no check's name"):
+    with pytest.raises(ConfigError, match="only='exce' is not the prefix of a check's name"):
         await check_sandbox("local", only=["exce"])
-    with pytest.raises(ConfigError, match="no check's name"):
+    with pytest.raises(ConfigError, match="not the prefix of a check's name"):
         await check_sandbox("local", only=["attack"], attacks=False)
 
 

@@ -149,7 +149,7 @@ async def test_a_key_that_is_missing_or_wrong_is_said(
     with pytest.raises(SandboxUnavailable, match="MY_E2B_KEY holds no E2B API key"):
         await backend.probe()
     monkeypatch.setenv("MY_E2B_KEY", "e2b_wrong")
-    with pytest.raises(SandboxUnavailable, match="does not take the API key"):
+    with pytest.raises(SandboxUnavailable, match="rejected the API key"):
         await backend.probe()
     monkeypatch.setenv("MY_E2B_KEY", KEY)
     assert (await backend.probe()).isolation == "e2b"

@@ -68,5 +68,5 @@ def test_calls_and_answers_that_do_not_fit_are_refused() -> None:
     for calls, answers in (([], []), ([call], []), ([call], ["a", "b"])):
         with pytest.raises(RenderError, match="give each call's, in the order"):
             tool_response_ids(ToyRenderer(), calls, answers)
-    with pytest.raises(RenderError, match="cannot go on behind calls of weather, weather"):
+    with pytest.raises(RenderError, match="cannot continue after calls of weather, weather"):
         tool_response_ids(renderer_for("gptoss"), [call, call], ["a", "b"], [TOOL])

@@ -84,13 +84,13 @@ async def test_files_are_in_memory_where_the_engine_bounds_no_layer(docker_engin
     found = await backend.probe()
     await backend.close()
     assert not found.disk
-    assert found.notes == ("this engine does not hold limits.disk",)
+    assert found.notes == ("this engine does not enforce limits.disk",)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image": "no/such:1"}, "image 'no/such:1' is not there, and sandbox.config.pull is 'never'"),
+        ({"image": "no/such:1"}, "image 'no/such:1' does not exist here, and sandbox.config.pull is 'never'"),
         ({"runtime": "none-such"}, "runtime is 'none-such', which the engine does not know .*runc"),
         ({"image": "./no-such-folder"}, "is a path, but neither a folder with a Dockerfile"),
     ],
@@ -137,7 +137,7 @@ async def test_an_image_is_built_once_from_a_folder_and_imported_once_from_files
     async with opened(docker_engine, replace(SPEC, image=str(exported))) as sandbox:
         assert (await sandbox.exec(["echo", "imported"])).stdout == b"imported\n"
     (folder / "Dockerfile").write_text(f"FROM {SMALL}\nRUN echo reason; false\n")
-    with pytest.raises(SandboxUnavailable, match=r"(?s)does not build: .*reason"):
+    with pytest.raises(SandboxUnavailable, match=r"(?s)failed to build: .*reason"):
         async with opened(docker_engine, replace(SPEC, image=str(folder))):
             pass
     client.close()

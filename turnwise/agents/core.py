@@ -74,7 +74,7 @@ def note_state(
 
 
 def _named(info: Mapping[str, Any]) -> str | None:
-    """Return ``info["state"]`` where it is a text or an integer."""
+    """Return ``info["state"]`` where it is a string or an integer."""
     state = info.get("state")
     return str(state) if isinstance(state, (str, int)) and not isinstance(state, bool) else None
 
@@ -164,8 +164,8 @@ def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
     if lost:
         held = ", ".join(sorted(sessions)) or "none"
         raise AgentError(
-            f"the reward {lost[0].name!r} ({lost[0].value:g}) is for {lost[0].agent!r}, which has no session; the "
-            f"episode's sessions: {held}. Name one of them (info['agent_rewards'], ScoreParts(agents=...), "
+            f"the reward {lost[0].name!r} ({lost[0].value:g}) is for {lost[0].agent!r}, which has no session (the "
+            f"episode's sessions: {held}). Name one of them (info['agent_rewards'], ScoreParts(agents=...), "
             "episode.note(agent=...)), or open a session for it with episode.session_for, also where it may never speak"
         )
 
@@ -250,7 +250,7 @@ class Episode:
 
     @property
     def env(self) -> Env:
-        """The environment, for methods of its own; all others go through the episode."""
+        """The environment, for its additional methods; all others go through the episode."""
         return self._env
 
     @property
@@ -316,7 +316,7 @@ class Episode:
             AgentError: The episode has ended already.
         """
         if self.ended:
-            raise AgentError("episode.step was called after the episode ended: stop when a step says so")
+            raise AgentError("episode.step was called after the episode ended: stop when a step ends it")
         try:
             result: StepResult = await self._invoke("step", message)
         except asyncio.CancelledError:
@@ -357,11 +357,11 @@ class Episode:
         """
         if not isinstance(self._env, ToolEnv):
             raise AgentError(
-                f"episode.call: {type(self._env).__qualname__} is no ToolEnv and answers whole messages only: hand "
+                f"episode.call: {type(self._env).__qualname__} is not a ToolEnv and answers whole messages only: hand "
                 "them to episode.step, or choose another agent"
             )
         if self.ended and self.stop_reason is not StopReason.INVALID_CALLS:
-            raise AgentError("episode.call was called after the episode ended: stop when a step says so")
+            raise AgentError("episode.call was called after the episode ended: stop when a step ends it")
         self._check_invalid(self._env)
         response: ToolResponse = await self._invoke("call", call)
         session = self.session_for(agent)
@@ -374,7 +374,7 @@ class Episode:
         self._check_threads()
         self._check_invalid(self._env)
         if response.text:
-            # Its siblings are answered by calls of their own: each gets an equal share.
+            # Its sibling calls are answered one by one: each gets an equal share.
             calls = session.calls_beside(call.id)
             [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
             response.text = str(answer["content"])
@@ -492,7 +492,7 @@ class Episode:
         if self._env.lost_thread:
             raise ToolThreadLost(
                 f"a sync tool or method of {type(self._env).__name__} outran its time-out: its thread cannot be "
-                "stopped, so the episode ends; make it async, or give what it waits for a time-out of its own"
+                "stopped, so the episode ends; make it async, or set a time-out on what it waits for"
             )
 
     def _check_invalid(self, env: ToolEnv) -> None:

@@ -119,6 +119,6 @@ def _number(value: object, what: str) -> float:
         with contextlib.suppress(TypeError, ValueError):
             return float(value)
     raise AgentError(
-        f"{what}: {shown(value)} of type {type(value).__name__} is no reward: return a number, named numbers, a list "
-        "with one number for each turn, or None"
+        f"{what}: {shown(value)} of type {type(value).__name__} is not a reward: return a number, named numbers, a "
+        "list with one number for each turn, or None"
     )

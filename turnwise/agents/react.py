@@ -80,12 +80,12 @@ class TurnsAgent(Agent):
             AgentError: Both are given, or a name is invalid.
         """
         if others is not None and policies:
-            raise AgentError("turns: policies and others are both given: name who plays whom, or who plays all but one")
+            raise AgentError("turns: policies and others are both given: keep one of them")
         if policies is not None and not isinstance(policies, Mapping):
             raise AgentError(f"turns: policies is {shown(policies)}: it must be a dict from roles to policies")
         for policy in [*(policies or {}).values(), *([] if others is None else [others])]:
             if not isinstance(policy, str) or not policy:
-                raise AgentError(f"turns: {shown(policy)} is no policy: name 'main' or one of rollout.frozen")
+                raise AgentError(f"turns: {shown(policy)} is not a policy: name 'main' or one of rollout.frozen")
         self._policies = {check_name(agent): policy for agent, policy in (policies or {}).items()}
         self._others = others
 
@@ -98,7 +98,7 @@ class TurnsAgent(Agent):
         """Run one episode."""
         agents: Sequence[str] = episode.info.get("agents") or (TRAINED,)
         turn: str = episode.info.get("turn") or agents[0]
-        # All at once: who never gets to speak has a trajectory, too, which holds its reward.
+        # All at once: an agent that never acts has a trajectory too, which holds its reward.
         policies = self._cast(agents, episode.seed)
         sessions = {name: episode.session_for(name, policies[name]) for name in agents}
         said: dict[str, list[Message]] = {name: [] for name in agents}

@@ -45,7 +45,7 @@ def register_agent(name: str) -> Callable[[R], R]:
     def register(agent: R) -> R:
         reference = _reference(agent)
         if not name or any(mark in name for mark in ":./"):
-            raise RegistryError(f"{name!r} cannot be the name of {reference}: ':', '.' and '/' stand in references")
+            raise RegistryError(f"{name!r} cannot be the name of {reference}: ':', '.' and '/' mark references")
         taken = _AGENTS.get(name)
         known = taken if taken is None or isinstance(taken, str) else _reference(taken)
         if known is not None and known != reference:
@@ -77,7 +77,7 @@ def make_agent(name: str, **config: Any) -> Agent:
     Raises:
         RegistryError: No agent has that name.
         ConfigError: The reference cannot be loaded.
-        AgentError: It is no agent, or refuses the configuration.
+        AgentError: It is not an agent, or refuses the configuration.
     """
     agent = find_agent(name)
     if not isinstance(agent, type) or not issubclass(agent, Agent):
@@ -85,7 +85,7 @@ def make_agent(name: str, **config: Any) -> Agent:
     try:
         return agent(**config)
     except TypeError as error:
-        raise AgentError(f"agent {name!r} refuses its configuration {config}: {error}") from error
+        raise AgentError(f"agent {name!r} rejects its configuration {config}: {error}") from error
     except TurnwiseError:
         raise
     except Exception as error:  # an agent's code: what it raises is named as its own
@@ -229,9 +229,7 @@ class RolloutFunction(Generic[P, T]):
         given = dict.fromkeys(self._given)
         name = self._function.__qualname__
         if clash := sorted(self._given & config.keys()):
-            raise AgentError(
-                f"agent function {name}: config sets {', '.join(clash)}, which every episode brings itself"
-            )
+            raise AgentError(f"agent function {name}: config sets {', '.join(clash)}, which each episode passes itself")
         try:
             inspect.signature(self._function).bind(**given, **config)
         except TypeError as error:
@@ -308,7 +306,7 @@ def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
             raise AgentError(f"{where}: parameter {name!r} is positional only: arguments are given by name")
     if "prompt_template" in parameters:
         raise AgentError(
-            f"{where}: it wants a prompt_template: prompts are not tuned here. Give the prompt as config of the agent "
+            f"{where} takes a prompt_template, but prompts are not tuned here: give the prompt as config of the agent "
             "under another name, and take 'llm' or 'episode'"
         )
     typed = [name for name, each in parameters.items() if _is_llm(each.annotation)]

@@ -30,7 +30,7 @@ def check_name(agent: str) -> str:
     if not isinstance(agent, str) or not _NAME.fullmatch(agent):
         raise AgentError(
             f"a session's name is {shown(agent)}: it must be letters, digits, '_', '-' and '.', such as 'solver', or "
-            "'solver/0' where an episode has several of one role"
+            "'solver/0' where an episode has several agents of one role"
         )
     return agent
 

@@ -47,7 +47,7 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
     """Read a model directory. Raises RenderError if it is broken, MissingExtraError if it needs transformers."""
     path = Path(model_dir)
     if not path.is_dir():
-        raise RenderError(f"model {str(model_dir)!r} is no folder on this machine; give the path of a local copy")
+        raise RenderError(f"model {str(model_dir)!r} is not a folder on this machine; give the path of a local copy")
     settings = _json(path / _TOKENIZER_CONFIG) or {}
     special_map = _json(path / "special_tokens_map.json") or {}
     special = {}
@@ -75,7 +75,7 @@ def _json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RenderError(f"{path} is no valid JSON: {error}") from error
+        raise RenderError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise RenderError(f"{path} holds no JSON object")
     return value
@@ -88,7 +88,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer: Any = FastTokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
-        raise RenderError(f"{file} is no tokenizer: {error}") from error
+        raise RenderError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ def write_templates(path: Path, template: str, tool_template: str | None) -> Non
     else:
         more.parent.mkdir(exist_ok=True)
         more.write_bytes(tool_template.encode())
-    # The older places of a template: what stands there would contradict the files.
+    # The older places of a template: their content would contradict the files.
     (path / _OLD_TEMPLATE_FILE).unlink(missing_ok=True)
     settings = _json(path / _TOKENIZER_CONFIG) or {}
     if settings.pop("chat_template", None) is not None:
@@ -175,14 +175,14 @@ def check_trained(path: Path, digest: str, given: str | Path | None = None) -> N
     if given is None:
         raise RenderError(
             f"the chat template in {path} (SHA-256 {digest[:12]}...) is not the one that this model was trained with "
-            f"({wanted}): put that one back as {_TEMPLATE_FILE}, or name it as renderer.chat_template; to use this one "
-            f"all the same, set {on_purpose}"
+            f"({wanted}): restore that one as {_TEMPLATE_FILE}, or set renderer.chat_template to it; to use this one "
+            f"anyway, set {on_purpose}"
         )
     shown = "a text" if isinstance(given, str) and "{" in given else given
     raise RenderError(
         f"renderer.chat_template is {shown} (SHA-256 {digest[:12]}...), but the model in {path} was trained with "
-        f"another chat template ({wanted}): leave renderer.chat_template out, and the template that was saved with the "
-        f"model is used; to use this one all the same, set {on_purpose}"
+        f"another chat template ({wanted}): remove renderer.chat_template to use the template that was saved with the "
+        f"model; to use this one anyway, set {on_purpose}"
     )
 
 
@@ -207,8 +207,8 @@ def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
     mine, theirs = _vocabulary(model), _vocabulary(directory)
     if mine is not None and theirs is not None and mine != theirs:
         raise ConfigError(
-            f"{key} is {directory}, whose tokenizer.json has another vocabulary than that of {model}: it would score "
-            "other words; name a model with the same tokenizer"
+            f"{key} is {directory}, whose tokenizer.json has another vocabulary than that of {model}: the same ids "
+            "would be other text; choose a model with the same tokenizer"
         )
 
 

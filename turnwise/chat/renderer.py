@@ -50,13 +50,15 @@ class FormatTags:
         keyword = None if guide.schema is None else unheld(guide.schema)
         if keyword is not None:
             raise StructuredOutputError(
-                f"no answer can be held to {keyword!r} of a JSON schema: leave it out, and check for it"
+                f"decoding cannot enforce {keyword!r} of a JSON schema: remove it, and check it afterwards"
             )
         tag = self._format.guide_tag(guide, self._prefix(tail), self._calls(guide, tools))
         try:
             return replace(guide, tag=orjson.dumps({"type": "structural_tag", "format": tag}).decode())
         except TypeError as error:
-            raise StructuredOutputError(f"a schema cannot be sent to the engine ({error}): write it flatter") from error
+            raise StructuredOutputError(
+                f"the schema cannot be sent to the engine ({error}): reduce its nesting"
+            ) from error
 
     def _calls(self, guide: Guide, tools: Sequence[ToolSchema]) -> Tag | None:
         if not guide.calls:
@@ -65,12 +67,12 @@ class FormatTags:
         missing = [name for name in guide.calls if name not in known]
         if missing:
             raise StructuredOutputError(
-                f"a call of {missing[0]!r} is asked for, which is none of the tools {sorted(known)}"
+                f"a call of {missing[0]!r} is required, which is not one of the tools {sorted(known)}"
             )
         calls = self._format.calls_tag([known[name] for name in guide.calls], guide.most)
         if calls is None:
             raise StructuredOutputError(
-                f"the chat format {self._format.name} has no grammar of calls that one could be held to"
+                f"the chat format {self._format.name} has no grammar that calls can be constrained to"
             )
         return calls
 
@@ -132,7 +134,7 @@ class TemplateRenderer:
         self.stop_ids = frozenset([*self._eos, *(tokens.added[token] for token in own)])
         if not self.stop_ids:
             raise RenderError(
-                "nothing ends a turn: the template closes turns with no token, and neither generation_config.json nor "
+                "no token ends a turn: the template closes turns with no token, and neither generation_config.json nor "
                 "tokenizer_config.json names an end-of-text token; set eos_token in tokenizer_config.json"
             )
         self.media: frozenset[str] = frozenset()
@@ -206,7 +208,7 @@ class TemplateRenderer:
         given = argument_values(arguments)
         for name, value in given.items():
             if not self.takes(name, value):
-                why = f"this chat template takes {', '.join(sorted(self.reads)) or 'no arguments of requests'}"
+                why = f"this chat template accepts {', '.join(sorted(self.reads)) or 'no arguments in requests'}"
                 raise RenderError(f"template argument {name}={shown_value(value)}: {why}")
         template = self._facts.template.given(self._form.uncounted(given), now)
         other = TemplateRenderer(
@@ -217,7 +219,7 @@ class TemplateRenderer:
             special_in_text="escape" if self._escape else "template",
         )
         if other.stop_ids != self.stop_ids:
-            raise RenderError(f"template arguments {given}: with them the chat template ends turns in another way")
+            raise RenderError(f"template arguments {given} change how the chat template ends turns")
         other._base, other.arguments = self, arguments
         return other
 
@@ -287,10 +289,10 @@ class TemplateRenderer:
         """
         canonical = Canonicalizer().reduce(0, message)
         if canonical.role != "assistant":
-            raise RenderError(f"a completion is an assistant's message, this one has the role {canonical.role!r}")
+            raise RenderError(f"a completion must be an assistant message, not one with the role {canonical.role!r}")
         said = self._facts.said(self._form.message(canonical), self._form.tools(tools)[0])
         if said is None:
-            raise RenderError(f"this chat template cannot say {shown(canonical)} behind its generation prompt")
+            raise RenderError(f"this chat template cannot render {shown(canonical)} after its generation prompt")
         called = bool(canonical.calls)
         stop = self._facts.stop_behind(called=called)
         stop_id = self._tokens.added[stop] if stop is not None else min(self.stop_ids)
@@ -299,7 +301,7 @@ class TemplateRenderer:
         wrong = round_trip_difference(canonical, self.parse(token_ids, prompt, tools), message, self._tokens.seen)
         if wrong:
             raise RenderError(
-                f"this chat template (format {self._format.name}) cannot say {shown(canonical)}: read back, its "
+                f"this chat template (format {self._format.name}) cannot render {shown(canonical)}: parsed back, its "
                 f"{wrong} differs; what it writes is {self._tokens.decode(token_ids.tolist())[:300]!r}"
             )
         return token_ids
@@ -458,7 +460,7 @@ def _template_text(given: str | Path, files: ModelFiles) -> str:
     if given not in names:
         close = difflib.get_close_matches(given, names, n=1)
         raise ConfigError(
-            f"renderer.chat_template is {given!r}, which is no template that ships"
+            f"renderer.chat_template is {given!r}, which is not a shipped template"
             f"{f' (did you mean {close[0]}?)' if close else ''}: name one of {', '.join(names)}, or a jinja file "
             f"(./{given})"
         )

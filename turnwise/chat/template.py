@@ -142,7 +142,7 @@ class ChatTemplate:
             trees = [environment.parse(text) for text in (source, tool_source) if text]
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(
-                f"the chat template is no valid jinja (line {error.lineno}: {error.message}); "
+                f"the chat template is not valid jinja (line {error.lineno}: {error.message}); "
                 "give a working one as chat_template"
             ) from error
         self.literals = frozenset(
@@ -150,7 +150,7 @@ class ChatTemplate:
         )
         names = frozenset[str]().union(*map(_arguments, trees))
         self.reads = frozenset(name for name in names - _ALWAYS - environment.globals.keys() if name[-6:] != "_token")
-        # Nearly all formats of dates are written out where they are used; others could stand anywhere.
+        # Nearly all formats of dates are written out where they are used; others could be anywhere.
         self._dates = tuple(sorted(text for text in self.literals if "%" in text)) if _NOW in names else None
 
     def given(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
@@ -378,7 +378,7 @@ class TemplateFacts:
         close = self.call_close if called else self.answer_close
         if close is None:
             return turn
-        # Behind the close come at most line breaks and an end-of-text token; text of the message stands before.
+        # Behind the close come at most line breaks and an end-of-text token; text of the message comes before.
         return turn[: turn.rindex(close)] if close in turn else turn
 
     def stop_tokens(self) -> list[str]:

@@ -205,7 +205,7 @@ class TemplateText:
             text = ""
         if text and all(raw in text for raw in raws):
             return text
-        # This template has no place for arguments that are no object: the call is said as text.
+        # This template has no place for arguments that are not an object: the call is rendered as text.
         wires = [self._form.message(spoken(message)) for message in messages]
         return self._template.render(wires, tools, generate=generate)
 
@@ -245,14 +245,14 @@ def tool_response_ids(
         for number, text in enumerate(answers)
     ]
     tail = renderer.render([Canonical("user", "?")], tools)
-    # How a turn with a call ends in this format; what it says of the call itself does not matter to what follows.
+    # How a turn with a call ends in this format; the call's content does not matter to what follows.
     ended = renderer.completion(
         {"role": "assistant", "content": "", "tool_calls": [ToolCall(ids[0], calls[0].name, {})]}, tools
     )
     following = renderer.extend(tail, ended, last, new, tools)
     if following is None:
         names = ", ".join(call.name for call in calls)
-        raise RenderError(f"this chat template cannot go on behind calls of {names}: {renderer.why}")
+        raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")
     return following
 
 

@@ -107,7 +107,7 @@ class Tokens:
         self._ids = frozenset(self.added.values())
         self.escaped = 0
         # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
-        # holds as added tokens are no markup: to split them would change ordinary text.
+        # holds as added tokens are not markup: to split them would change ordinary text.
         control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
         self._control = _first_characters(control)
         self._anchor = self._find_anchor()

@@ -73,8 +73,8 @@ class LitAgent(Agent, Generic[RowT]):
         name = self._methods["training" if episode.partition == "train" else "validation"]
         if name is None:
             raise AgentError(
-                f"{type(self).__qualname__} writes no rollout, training_rollout or validation_rollout, and none "
-                "of these with _async at its end"
+                f"{type(self).__qualname__} defines no rollout, training_rollout or validation_rollout, nor any "
+                "of these with the suffix _async"
             )
         method: Callable[..., Any] = getattr(self, name)
         rollout = rollout_of(episode)

@@ -90,7 +90,7 @@ class LoopServer:
 
     async def generate(
         self,
-        request_id: str | None = None,  # noqa: ARG002 - where a prompt goes on is told by its ids
+        request_id: str | None = None,  # noqa: ARG002 - the ids decide which branch a prompt continues
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any] | None = None,
@@ -129,7 +129,7 @@ def _params(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
                 raise AgentError(f"sampling_params: {name} is {shown(value)}: it must be {_TAKEN_AS_READ[name][0]}")
         elif name not in names:
             known = ", ".join(sorted({*names, *_TAKEN_AS_READ}))
-            raise AgentError(f"sampling_params: {name!r} is not known; there are {known}")
+            raise AgentError(f"sampling_params: {name!r} is unknown; known: {known}")
         elif value is not None:
             found["max_tokens" if name == "max_new_tokens" else name] = value
     if found.get("top_k", 0) == -1:
@@ -153,7 +153,7 @@ class TextRenderer(Protocol):
     """What :class:`LoopTokenizer` needs of a renderer besides its contract."""
 
     text: TemplateText
-    """Whole conversations, and text that is no message."""
+    """Whole conversations, and text that is not a message."""
 
 
 class LoopTokenizer:
@@ -162,7 +162,7 @@ class LoopTokenizer:
     def __init__(self, renderer: Renderer) -> None:
         if not isinstance(renderer, TextRenderer):
             kind = type(renderer).__qualname__
-            raise AgentError(f"an agent loop needs a renderer with 'text', which {kind} has not")
+            raise AgentError(f"an agent loop needs a renderer with 'text', which {kind} lacks")
         self.renderer = renderer
         self._text = renderer.text
 
@@ -231,7 +231,7 @@ def _schema(tool: ToolSchema | Mapping[str, Any]) -> ToolSchema:
         return tool
     function = tool.get("function", tool)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise AgentError(f"apply_chat_template: {tool!r} is no tool: give a ToolSchema, or OpenAI's form of one")
+        raise AgentError(f"apply_chat_template: {tool!r} is not a tool: give a ToolSchema, or OpenAI's form of one")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSchema(function["name"], function.get("description") or "", dict(parameters))
 
@@ -395,7 +395,7 @@ class LoopAgent(Agent):
     def __init__(self, cls: type[AgentLoopBase], config: dict[str, Any]) -> None:
         name = cls.__qualname__
         if inspect.isabstract(cls):
-            raise AgentError(f"agent loop {name} writes no run()")
+            raise AgentError(f"agent loop {name} defines no run()")
         for key in _LENGTHS:
             value = config.get(key)
             if value is not None and (type(value) is not int or value < 1):
@@ -415,8 +415,8 @@ class LoopAgent(Agent):
         session = episode.session
         if not isinstance(session, TokenSession):
             raise AgentError(
-                f"agent loop {self._cls.__qualname__} works with token ids, which a hosted endpoint does not tell: "
-                "choose a server of your own, or an agent that works with messages"
+                f"agent loop {self._cls.__qualname__} works with token ids, which a hosted endpoint does not return: "
+                "use a model server that you run, or an agent that works with messages"
             )
         server = LoopServer(episode, session, **self._lengths)
         given = _base_arguments(_config_of(episode, server), server, LoopTokenizer(session.renderer))

@@ -103,7 +103,7 @@ class RewardApp:
             await answer_json(send, 200, orjson.dumps(self._stats()))
         else:
             known = f"POST {CLASSIFY}, GET /health, GET /v1/models, GET /stats"
-            message = f"{' '.join(route)} is no route of this server; there are {known}"
+            message = f"{' '.join(route)} is not a route of this server; there are {known}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
 
     async def _classify(self, receive: Receive, send: Send) -> None:
@@ -191,7 +191,7 @@ class RewardApp:
         if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
             given = [given]
         if not isinstance(given, list) or not given:
-            raise BadRequest("input", f"input must be a text, a list of texts, ids or lists of ids, not {shown(given)}")
+            raise BadRequest("input", f"input must be a string, strings, ids or lists of ids, not {shown(given)}")
         return [self._one(each, special) for each in given]
 
     def _one(self, given: Any, special: bool) -> list[int]:
@@ -199,14 +199,14 @@ class RewardApp:
             return self._encode.text(given, special=special)
         most = self._served.vocabulary
         if not isinstance(given, list) or not all(type(each) is int and 0 <= each < most for each in given):
-            raise BadRequest("input", f"input holds {shown(given)}: it must be a text, or ids of 0 to {most - 1}")
+            raise BadRequest("input", f"input holds {shown(given)}: it must be a string, or ids of 0 to {most - 1}")
         return given
 
 
 def _check_message(message: dict[str, Any], where: str) -> None:
     """Reject messages that a template would silently drop, or fail on."""
     if not isinstance(message.get("role"), str):
-        raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a text")
+        raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a string")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return
@@ -215,7 +215,7 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(
                 "messages",
-                f"{where}.content holds {shown(part)}: it must be a text, or text parts; media are not supported",
+                f"{where}.content holds {shown(part)}: it must be a string, or text parts; media are not supported",
             )
 
 

@@ -107,7 +107,7 @@ class App:
         handler = self._routes.get((method, path))
         if handler is None:
             known = ", ".join(f"{verb} {route}" for verb, route in self._routes)
-            message = f"{method} {path} is no route of this server; there are POST {wire.GENERATE}, {known}"
+            message = f"{method} {path} is not a route of this server; there are POST {wire.GENERATE}, {known}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
             return
         try:
@@ -251,7 +251,7 @@ class App:
     async def _abort(self, raw: bytes, _: Scope) -> Any:
         ids = wire.decode_json(raw or b"{}").get("request_ids") or None
         if ids is not None and not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
-            raise BadRequest("request_ids", "request_ids must be a list of texts; leave it out to abort all")
+            raise BadRequest("request_ids", "request_ids must be a list of strings; leave it out to abort all")
         aborted = await asyncio.wrap_future(self._engine.call(lambda: self._engine.abort(ids)))
         return {"status": "aborted", "aborted": aborted}
 

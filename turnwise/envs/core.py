@@ -50,7 +50,7 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
     by_name: dict[str, FunctionTool] = {}
     for attribute, tool in found.items():
         if tool.name in by_name:
-            raise ToolSchemaError(f"{cls.__qualname__}.{attribute}: another tool of it is called {tool.name!r} too")
+            raise ToolSchemaError(f"{cls.__qualname__}.{attribute}: another of its tools is called {tool.name!r} too")
         by_name[tool.name] = tool
     return by_name
 
@@ -234,7 +234,7 @@ class Env(Sandboxed):
         """Return the tools by name: the environment's methods, then ``tools``.
 
         Raises:
-            ToolSchemaError: An entry of ``tools`` is no tool, or two tools have one name.
+            ToolSchemaError: An entry of ``tools`` is not a tool, or two tools have one name.
         """
         found: dict[str, Tool] = dict(self.tool_methods)
         for item in self.tools:
@@ -255,7 +255,7 @@ class Env(Sandboxed):
         """
         raise ConfigError(
             f"{type(self).__qualname__} answers no tool calls, so it cannot offer "
-            f"{', '.join(repr(tool.name) for tool in tools)}: make it a ToolEnv, or leave the tools out"
+            f"{', '.join(repr(tool.name) for tool in tools)}: make it a ToolEnv, or remove the tools"
         )
 
     async def extra_rewards(self) -> dict[str, float]:
@@ -337,7 +337,7 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if env.pending_score is None:
         env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
     scoring = env.pending_score
-    # Not awaited itself: cancelling who waits would cancel what is to run exactly once.
+    # Not awaited directly: cancelling the caller would cancel what has to run exactly once.
     await asyncio.wait([scoring])
     env.pending_score = None
     return scoring.result()
@@ -354,7 +354,7 @@ def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:
     if scoring is None:
         return None
     if scoring.done():
-        # Taken notice of: an error that nobody asked for would be reported when it is collected.
+        # Retrieved here: an exception that is never retrieved is reported at garbage collection.
         _ = scoring.cancelled() or scoring.exception()
         return None
     scoring.cancel()

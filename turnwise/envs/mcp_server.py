@@ -66,7 +66,7 @@ class ServedEpisode:
         self._calls = 0
         self._error: str | None = None
         self._lock = asyncio.Lock()
-        # One message ends these; in others the conversation goes on.
+        # One message ends these; in others the conversation continues.
         self._ends = isinstance(env, (ToolEnv, SingleTurnEnv))
 
     @property
@@ -80,8 +80,8 @@ class ServedEpisode:
         taken = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
         if taken:
             raise ConfigError(
-                f"{type(self._env).__qualname__} has a tool called {taken[0]!r}, by which a player sees the task or "
-                "answers: rename it with @function_tool('other_name')"
+                f"{type(self._env).__qualname__} has a tool called {taken[0]!r}, which the MCP server itself "
+                "defines: rename it with @function_tool('other_name')"
             )
 
     def tools(self) -> list[ToolSchema]:
@@ -147,7 +147,7 @@ class ServedEpisode:
         if name == self.finish:
             value = next(iter(arguments.values()), None)
             if len(arguments) != 1 or not isinstance(value, str):
-                return Reply(f"{name} takes one text", True)
+                return Reply(f"{name} takes one string", True)
             message: Message = {"role": "assistant", "content": value}
             call = None
         else:
@@ -157,7 +157,7 @@ class ServedEpisode:
         named = result.info.get("rewards") or ({"step": result.reward} if result.reward else {})
         self._add(named)
         if self._env.lost_thread:
-            raise EnvError("a call outran its time-out and cannot be stopped, so the episode ends")
+            raise EnvError("a call exceeded its time-out and cannot be stopped, so the episode ends")
         if result.truncated and not result.terminated:
             parts: ScoreParts = await invoke(self._env, "score", None)
             self._add(parts)
@@ -367,24 +367,24 @@ class EnvServer:
 
     async def _list_resources(self, ctx: Any, _: Any) -> types.ListResourcesResult:
         await self._episode(ctx)
-        about = "The beginning of the conversation: what is to be done."
+        about = "The beginning of the conversation, which states the task."
         return types.ListResourcesResult(
             resources=[types.Resource(uri=_URI, name="task", description=about, mime_type="text/plain")]
         )
 
     async def _read_resource(self, ctx: Any, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
         if params.uri != _URI:
-            raise MCPError(types.INVALID_PARAMS, f"there is no resource {params.uri!r}; there is {_URI}")
+            raise MCPError(types.INVALID_PARAMS, f"there is no resource {params.uri!r}; known: {_URI}")
         episode = await self._episode(ctx)
         text = types.TextResourceContents(uri=_URI, mime_type="text/plain", text=episode.text())
         return types.ReadResourceResult(contents=[text])
 
     async def _list_prompts(self, _ctx: Any, _: Any) -> types.ListPromptsResult:
-        return types.ListPromptsResult(prompts=[types.Prompt(name="task", description="What is to be done.")])
+        return types.ListPromptsResult(prompts=[types.Prompt(name="task", description="The task.")])
 
     async def _get_prompt(self, ctx: Any, params: types.GetPromptRequestParams) -> types.GetPromptResult:
         if params.name != "task":
-            raise MCPError(types.INVALID_PARAMS, f"there is no prompt {params.name!r}; there is 'task'")
+            raise MCPError(types.INVALID_PARAMS, f"there is no prompt {params.name!r}; known: 'task'")
         episode = await self._episode(ctx)
         messages = []
         for message in episode.messages:
@@ -442,7 +442,7 @@ async def _refuse(send: Any, version: str) -> None:
 def _result(reply: Reply) -> types.CallToolResult:
     blocks = _blocks(reply.content)
     if reply.result is not None:
-        # The reward is for who reads results, and stands in the text for who reads nothing else.
+        # The reward is in the result, and in the text for clients that read text alone.
         blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(reply.result)}"))
     return types.CallToolResult(content=blocks, structured_content=reply.result, is_error=reply.error)
 

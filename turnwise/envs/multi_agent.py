@@ -78,7 +78,9 @@ class MultiAgentEnv(ToolEnv):
         self.turn = None
         first = await invoke(self, "begin", task, seed)
         if first is None:
-            raise EnvError(f"{type(self).__qualname__}.begin returned None: it must return who acts first")
+            raise EnvError(
+                f"{type(self).__qualname__}.begin returned None: it must return the name of the agent that acts first"
+            )
         self._next(first, "begin")
         tools = {agent: self.tools_of(agent) for agent in self.agents}
         limited = {agent: sorted(names) for agent, names in tools.items() if names is not None}
@@ -146,13 +148,15 @@ class MultiAgentEnv(ToolEnv):
         agent = self._acting()
         heard = self._inbox.pop(agent, [])
         if not heard:
-            raise EnvError(f"{type(self).__qualname__}: {agent!r} acts next, but was told nothing: use tell()")
+            raise EnvError(f"{type(self).__qualname__}: {agent!r} acts next, but has no observation: use tell()")
         return heard
 
     def _known(self, agent: Any, method: str) -> None:
         if agent not in self.agents:
             known = ", ".join(self.agents) or "none: set `agents`"
-            raise EnvError(f"{type(self).__qualname__}.{method} names {shown(agent)}, no agent; they are {known}")
+            raise EnvError(
+                f"{type(self).__qualname__}.{method} names {shown(agent)}, which is not one of the agents: {known}"
+            )
 
     def _allowed(self, agent: str, call: ToolCall) -> ToolCall:
         """Return a call as executed: another agent's tool is answered by an error."""

@@ -83,7 +83,7 @@ class EnvSpec:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise RegistryError(
-                    f"environment {self.id!r}: {key} is {value!r}, which cannot travel between processes "
+                    f"environment {self.id!r}: {key} is {value!r}, which cannot be sent between processes "
                     "(it is not JSON): give a name or reference instead"
                 ) from error
 
@@ -126,7 +126,7 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
         RegistryError: The name is taken by another environment.
     """
     if not name or ":" in name or name.endswith(".py"):
-        raise RegistryError(f"{name!r} is no name for an environment: references hold a ':', names do not")
+        raise RegistryError(f"{name!r} is not a name for an environment: references hold a ':', names do not")
 
     def enter(cls: Any) -> Any:
         if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, Env)):
@@ -135,7 +135,7 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
         known = _ENVS.get(name)
         if known is not None and known.reference != entry.reference:
             raise RegistryError(
-                f"the environment name {name!r} is taken by {known.reference}; {entry.reference} needs another one"
+                f"the environment name {name!r} is taken by {known.reference}; {entry.reference} needs another name"
             )
         _ENVS[name] = entry
         announce(name)

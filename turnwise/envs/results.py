@@ -122,7 +122,7 @@ def as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, Mapping):
         observation = [observation]
     if not isinstance(observation, (list, tuple)):
-        raise EnvError(f"an observation is a text or a list of messages, not {shown(observation)}")
+        raise EnvError(f"an observation is a string or a list of messages, not {shown(observation)}")
     for index, message in enumerate(observation):
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise EnvError(
@@ -131,7 +131,9 @@ def as_messages(observation: Any) -> list[Message]:
             )
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
-            raise EnvError(f"observation[{index}]['content'] is {shown(content)}: it must be a text or a list of parts")
+            raise EnvError(
+                f"observation[{index}]['content'] is {shown(content)}: it must be a string or a list of parts"
+            )
     return cast("list[Message]", list(observation))
 
 
@@ -155,10 +157,10 @@ def check_turn(info: Mapping[str, Any], where: str) -> None:
     if agents is None:
         return
     if not isinstance(agents, (list, tuple)) or not agents or len({*map(str, agents)}) < len(agents):
-        raise EnvError(f"{where}: info['agents'] is {shown(agents)}: it must be a list of different names")
+        raise EnvError(f"{where}: info['agents'] is {shown(agents)}: it must be a list of unique names")
     if turn is not None and turn not in agents:
         raise EnvError(
-            f"{where}: info['turn'] is {turn!r}, which is none of info['agents']: {', '.join(map(str, agents))}"
+            f"{where}: info['turn'] is {turn!r}, which is not in info['agents']: {', '.join(map(str, agents))}"
         )
 
 

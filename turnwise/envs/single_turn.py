@@ -36,7 +36,7 @@ class SingleTurnEnv(Env):
         self._rubric = None if scorer is None else as_rubric(scorer)
         if self._rubric is None and type(self).score is SingleTurnEnv.score:
             raise EnvError(
-                f"{type(self).__qualname__} does not know what an answer is worth: give scorer=function (in "
+                f"{type(self).__qualname__} has no scorer: give scorer=function (in "
                 "configurations 'pkg.module:function'), or write score() in a subclass"
             )
 

@@ -133,7 +133,7 @@ class ToolEnv(Env):
         """Return the tools by name; in an episode, those that its task selects.
 
         Raises:
-            ToolSchemaError: An entry of ``tools`` is no tool, or two tools have one name.
+            ToolSchemaError: An entry of ``tools`` is not a tool, or two tools have one name.
             TaskError: The task selects an unknown tool, or gives arguments that no tool takes.
         """
         if self._runner is not None:

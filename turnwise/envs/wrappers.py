@@ -44,7 +44,7 @@ class _Forwarded:
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         if not self._writable:
-            raise AttributeError(f"{type(wrapper).__qualname__}.{self._name} is set in the wrapped environment")
+            raise AttributeError(f"{type(wrapper).__qualname__}.{self._name} must be set on the wrapped environment")
         setattr(wrapper.env, self._name, value)
 
 
@@ -104,7 +104,7 @@ class Wrapper(Env):
 
     @pending_score.setter
     def pending_score(self, value: asyncio.Future[ScoreParts] | None) -> None:
-        # One that began here goes on inside by itself; set inside as well, it would wait for itself.
+        # A call that began here continues inside; with the executor set inside as well, it would deadlock.
         self._pending = value
 
     @property
@@ -192,7 +192,7 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
     own = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
     if method not in own:
         close = difflib.get_close_matches(method, own, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(own) or 'none of its own'}"
+        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(own) or 'no methods'}"
         raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
     return await invoke(inner, method, *args, executor=executor)
 
@@ -210,7 +210,7 @@ Shape: TypeAlias = Callable[[float, dict[str, Any], "Message | None"], Any]
 
 
 class TurnLimit(Wrapper):
-    """Truncates the episode with ``max_turns`` after so many messages. Single calls do not count."""
+    """Truncates the episode with ``max_turns`` after ``max_turns`` messages. Single calls do not count."""
 
     def __init__(self, env: Env, max_turns: int) -> None:
         """Set the limit, a positive integer."""
@@ -234,7 +234,7 @@ class TurnLimit(Wrapper):
 
 
 class TimeLimit(Wrapper):
-    """Truncates the episode with ``timeout`` after so many seconds since reset, also within a step.
+    """Truncates the episode with ``timeout`` after ``seconds`` since reset, also within a step.
 
     Scoring takes no time: an answer given in time is scored. Unanswered calls of a step, and late single calls, are
     answered by errors; the latter do not end the episode. A plain function on the event loop cannot be interrupted.
@@ -287,7 +287,7 @@ class TimeLimit(Wrapper):
             return self._too_late(call)
 
     def _too_late(self, call: ToolCall) -> ToolResponse:
-        return ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are over", tool=call.name)
+        return ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are used up", tool=call.name)
 
     def _unanswered(self, call: ToolCall) -> Message:
         response = self._too_late(call)
@@ -295,7 +295,7 @@ class TimeLimit(Wrapper):
 
 
 class TruncateObservations(Wrapper):
-    """Cuts each answer to so many characters or tokens, with a marker."""
+    """Truncates each answer to a number of characters or tokens, with a marker."""
 
     def __init__(self, env: Env, amount: int, unit: Unit = "characters", keep: Keep = "ends") -> None:
         """Set the fields of an OutputLimit."""
@@ -512,8 +512,8 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
     if cls is None:
         if ":" not in name:
             raise ConfigError(
-                f"there is no wrapper {name!r}{nearest(name, _WRAPPERS)}; there are {', '.join(sorted(_WRAPPERS))}, "
-                "and pkg.module:Class"
+                f"there is no wrapper {name!r}{nearest(name, _WRAPPERS)}; known: {', '.join(sorted(_WRAPPERS))}, "
+                "or pkg.module:Class"
             )
         cls = load_object(name, "wrapper")
     if not (isinstance(cls, type) and issubclass(cls, Wrapper)):

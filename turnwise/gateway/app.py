@@ -99,14 +99,14 @@ class SessionApp(ABC):
         except TurnwiseError as error:
             await exchange.refuse(dialect, api_error(error))
         except TimeoutError:
-            # Who takes nothing of an answer is told nothing more; the server closes the connection.
-            _log.info("a client took nothing of its answer")
+            # A client that does not read gets nothing more; the server closes the connection.
+            _log.info("a client stopped reading its response")
 
     # -- agents
 
     async def _agent(self, exchange: Exchange, parts: list[str]) -> None:
         route = "/".join(parts[2:])
-        # A route says which API is spoken; where it does not, a header of the client's may.
+        # The route determines the API; where it does not, a header of the client's may.
         anthropic = exchange.speaks_anthropic and not route.endswith("chat/completions")
         dialect: Dialect = _MESSAGES if route.removeprefix("v1/").startswith("messages") or anthropic else _CHAT
         try:
@@ -129,7 +129,7 @@ class SessionApp(ABC):
     async def _post(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
         """Admit a request that only a model answers."""
         if exchange.method != "POST" or route not in _POSTED:
-            raise not_found(f"{exchange.method} /{route} is no route of a session")
+            raise not_found(f"{exchange.method} /{route} is not a route of a session")
         await self._admit(exchange, entry, dialect, route)
 
     async def _admit(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -177,7 +177,7 @@ class SessionApp(ABC):
                 if not hmac.compare_digest(self._admin_key.encode(), exchange.key().encode("utf-8", "replace")):
                     raise ApiError(401, "this route needs the admin key", code="invalid_key")
                 return await self._administer(exchange, parts)
-        raise not_found(f"{method} /{'/'.join(parts)} is no route of this gateway")
+        raise not_found(f"{method} /{'/'.join(parts)} is not a route of this gateway")
 
     async def _administer(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
         match (exchange.method, parts):
@@ -186,7 +186,7 @@ class SessionApp(ABC):
                 check_known(fields, _MAY_CREATE)
                 name = fields.text("id", "")
                 if "/" in name or name in (".", ".."):
-                    raise invalid("id", f"is {shown(name)}, which no path can hold: leave out '/', '.' and '..'")
+                    raise invalid("id", f"is {shown(name)}, which a path cannot contain: remove '/', '.' and '..'")
                 about = {key: fields.text(key) for key in _ABOUT if fields.get(key) is not None}
                 seconds = fields.number("seconds", 0.001, 10 * 365 * 86400)
                 settings = read_settings(fields, self._context_length)
@@ -210,7 +210,7 @@ class SessionApp(ABC):
             case ("POST", ["sessions", session_id, "abort"]):
                 await self.sessions.end(session_id, StopReason.CANCELLED)
                 return {"id": session_id, "status": "aborted"}
-        raise not_found(f"{exchange.method} /{'/'.join(parts)} is no route of this gateway")
+        raise not_found(f"{exchange.method} /{'/'.join(parts)} is not a route of this gateway")
 
 
 class GatewayApp(SessionApp):
@@ -296,7 +296,7 @@ class GatewayApp(SessionApp):
             return listed
         wanted = route.removeprefix("models/")
         if wanted != self._model:
-            raise not_found(f"model {shown(wanted)} does not exist; there is {self._model!r}")
+            raise not_found(f"model {shown(wanted)} does not exist; the model here is {self._model!r}")
         return card
 
 

@@ -31,7 +31,7 @@ def _no_secrets(headers: dict[str, str]) -> dict[str, str]:
         if not name.isascii() or not name.replace("-", "").isalnum() or not value.isprintable():
             raise ValueError(f"headers of letters, digits and hyphens with a printable value, not {name!r}")
         if name.lower() in SECRET_HEADERS:
-            raise ValueError(f"no {name} here, where everybody can read it: name an environment variable in key_env")
+            raise ValueError(f"no {name} here, where it is not secret: name an environment variable in key_env")
     return headers
 
 
@@ -58,7 +58,7 @@ class HostedConfig(BaseModel):
             return ""
         key = os.environ.get(self.key_env, "").strip()
         if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            state = "is not set" if not key else "holds no key (a printable text without blanks)"
+            state = "is not set" if not key else "holds no key (printable characters without spaces)"
             raise ConfigError(f"hosted.key_env is {self.key_env!r}, but that environment variable {state}")
         return key
 
@@ -83,7 +83,7 @@ def without_model(data: Any) -> Any:
 def base_url(url: str | None) -> str:
     """Return the URL before ``/chat/completions``, ``/responses`` and ``/messages``; the default path is ``/v1``.
 
-    Raises ValueError if it is no URL of one endpoint, or holds a secret.
+    Raises ValueError if it is not a URL of one endpoint, or holds a secret.
     """
     wanted = "url of one endpoint for hosted, such as https://api.openai.com/v1 or https://api.anthropic.com"
     try:
@@ -221,7 +221,7 @@ class GatewayConfig(BaseModel):
         said = [name for name in _NOT_HOSTED if getattr(self, name) != GatewayConfig.model_fields[name].get_default()]
         said += ["model"] if self.model is not None else []
         if said:
-            raise ValueError(f"no {', '.join(said)} together with hosted: requests are passed on as they came")
+            raise ValueError(f"no {', '.join(said)} together with hosted: requests are passed on unchanged")
         return self
 
     @property
@@ -266,7 +266,7 @@ class FrozenConfig(BaseModel):
             if self.model is not None or self.start:
                 raise ValueError("no model and no start together with hosted: the endpoint's tokens are not known")
             if self.hosted.model is None:
-                raise ValueError("hosted.model, the name of the model that is asked for")
+                raise ValueError("hosted.model, the name of the model to request")
         elif self.start and (self.model is not None or self.url is not None):
             raise ValueError("start alone: it is the model that the run begins with, served here")
         elif not self.start and self.model is None:
@@ -286,9 +286,9 @@ class FrozenConfig(BaseModel):
         found = start if self.start else self.model
         where = f"rollout.frozen.{name}"
         if found is None:
-            raise ConfigError(f"{where}.start: the run begins with no model of its own (its endpoint is hosted)")
+            raise ConfigError(f"{where}.start: the run has no start model (its endpoint is hosted)")
         if not (found / "config.json").is_file():
-            what = "no config.json is in it" if found.is_dir() else "there is no such folder"
+            what = "it has no config.json" if found.is_dir() else "there is no such folder"
             raise ConfigError(f"{where}.model is {found}: {what}: name the directory of a Hugging Face model")
         return found
 

@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.inference.process import Application, Receive, Scope, Send
 
 DEFAULT_FORM = "{base}/s/{token}"
-"""What an address is where nobody asks for another form."""
+"""The default form of an address."""
 FIELDS = ("base", "host", "port", "rollout_id", "attempt_id", "session", "token")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _OWN_ROUTES = frozenset(("s", "v1", "health", "sessions"))
@@ -48,7 +48,7 @@ class EndpointTemplate:
         for base in self.bases:
             check_base(base)
         if self.bases and "{base}" not in self.template:
-            raise ConfigError(f"an address {self.template!r} has no {{base}}, so that base URLs for it are never used")
+            raise ConfigError(f"an address {self.template!r} has no {{base}}, so base URLs would never be used")
 
     def take(self) -> str | None:
         """Assign a base URL to an episode; None for the gateway's own."""
@@ -100,17 +100,14 @@ def check_template(template: str) -> None:
     """Validate a URL template. Raises ConfigError for unknown fields, a missing token or an invalid URL."""
     for name in _FIELD.findall(template):
         if name not in FIELDS:
-            raise ConfigError(f"{{{name}}} in {template!r} is no field of an address; there are {', '.join(FIELDS)}")
+            raise ConfigError(f"{{{name}}} in {template!r} is not a field of an address; fields: {', '.join(FIELDS)}")
     rest = _FIELD.sub("x", template)
     if "{" in rest or "}" in rest or "?" in rest or "#" in rest or re.search(r"\s", rest):
-        raise ConfigError(f"{template!r} holds a brace, '?', '#' or a blank that no base URL of a program can hold")
+        raise ConfigError(f"{template!r} holds a brace, '?', '#' or a space, which a base URL cannot contain")
     if not template.startswith(("{base}", "http://", "https://")):
-        raise ConfigError(f"{template!r} is no URL: begin it with {{base}}, http:// or https://")
+        raise ConfigError(f"{template!r} is not a URL: begin it with {{base}}, http:// or https://")
     if template.split("/").count("{token}") != 1 or template.count("{token}") != 1:
-        raise ConfigError(
-            f"{template!r} must hold /{{token}} once, as a part of its path of its own: it is what authorises, and "
-            "cannot be guessed"
-        )
+        raise ConfigError(f"{template!r} must contain /{{token}} once, as a path segment: it authorises requests")
 
 
 def check_base(base: str) -> None:
@@ -121,7 +118,9 @@ def check_base(base: str) -> None:
     except ValueError:
         known = False
     if not known or parts.query or parts.fragment or re.search(r"\s", base):
-        raise ConfigError(f"{base!r} is no base URL: write http://host:port or https://host/path, without '?' and '#'")
+        raise ConfigError(
+            f"{base!r} is not a base URL: write http://host:port or https://host/path, without '?' or '#'"
+        )
 
 
 class EndpointRouter:

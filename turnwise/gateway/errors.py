@@ -62,7 +62,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def too_deep() -> ApiError:
     """Return the error of a body that is nested too deep."""
-    return ApiError(400, "the body is nested too deep: write it flatter", code="invalid_json")
+    return ApiError(400, "the body is nested too deeply: reduce its nesting", code="invalid_json")
 
 
 def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:

@@ -242,7 +242,7 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(499, "the client went away before the end of its body")
+                raise ApiError(499, "the client disconnected before the end of its body")
             part = message.get("body", b"")
             size += len(part)
             if size > most:
@@ -417,7 +417,7 @@ async def _produce(
         queue.put_nowait((index, api_error(error, request.guide_field)))
     except RecursionError:
         queue.put_nowait((index, too_deep()))
-    except Exception as error:  # noqa: BLE001 - the boundary of a request: who waits for the stream must see its end
+    except Exception as error:  # noqa: BLE001 - the boundary of a request: the reader of the stream must see its end
         _log.exception("a request of session %s failed", entry.id)
         queue.put_nowait((index, ApiError(500, f"{type(error).__name__}: {error}", code="server_error")))
 
@@ -438,7 +438,7 @@ class _Departure:
         self.seen = False
         self._exchange = exchange
         self._watch: asyncio.Task[None] | None = None
-        # Most answers that cost nothing are there before anybody could go away.
+        # Most cheap answers are ready before a client could disconnect.
         self._timer = exchange.task.get_loop().call_later(_WATCH_AFTER, self._begin)
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             self.silent.pop(self, None)
         self.idle.pop(self, None)
         if len(self.pipeline) >= _MOST_WAITING:
-            # What is written now would stand in the middle of another answer.
+            # Bytes written now would end up in the middle of another response.
             self.leave()
             raise _Refused
         super().on_headers_complete()

@@ -103,7 +103,7 @@ def _only(app: Application, token: str) -> Application:
     async def one(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             parts = [part for part in scope["path"].split("/") if part]
-            # Who asks for anything else is told what an address is told that has ended.
+            # A request for anything else gets the response of an ended address.
             below = [token, *parts[parts.index(token) + 1 :]] if token in parts else ["-"]
             scope = {**scope, "path": "/".join(("", "s", *below))}
         await app(scope, receive, send)
@@ -139,7 +139,7 @@ class SessionEndpoint:
         """
         if self.gateway is None:
             listener.close()
-            raise InferenceError("a session that another process records can be reached at its own address only")
+            raise InferenceError("a session that another process records can be reached only at its address")
         return await self.gateway.serve_at(self, listener)
 
     async def wait_settled(self) -> None:
@@ -184,7 +184,7 @@ class LocalGateway:
         self._wanted = port
         self.form = form or EndpointTemplate()
         self._sessions = Sessions(_opens_none, limits or GatewayLimits())
-        # Nobody is told it: sessions are made and ended here.
+        # Never given out: sessions are made and ended in this process.
         key = secrets.token_urlsafe(32)
         app = (
             HostedApp(self._sessions, admin_key=key, endpoint=endpoint)
@@ -195,7 +195,7 @@ class LocalGateway:
                 model=model,
                 context_length=context_length,
                 abilities=abilities_of(renderer, guides=guides),
-                # Who opened a session has said how it is sampled.
+                # The session's own settings determine its sampling.
                 fixed=FIXED_SAMPLING,
             )
         )
@@ -236,7 +236,7 @@ class LocalGateway:
         """
         if not isinstance(self._renderer, Reader):
             kind = type(self._renderer).__qualname__
-            raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} has not")
+            raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} lacks")
         await self.start()
         try:
             entry = self._sessions.adopt(session, self._renderer)

@@ -81,7 +81,7 @@ class GarbageCollector:
             return
         found = gc.collect()
         self._left = len(gc.get_objects())
-        _log.debug("%d objects were garbage, %d are left", found, self._left)
+        _log.debug("collected %d objects, %d remain", found, self._left)
 
 
 _LEAST_KEY = 16
@@ -121,7 +121,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         app, report = await (_served if config.hosted is None else _hosted)(config, stack)
         sweeper = asyncio.create_task(_sweep(app.sessions))
         stack.callback(sweeper.cancel)
-        _log.info("controllers need the admin key, which stands in %s", config.out / "admin.key")
+        _log.info("controllers need the admin key, which is in %s", config.out / "admin.key")
         what = f"the gateway of {config.url or config.model}"
         collector = GarbageCollector(lambda: app.answering > 0)
         app.when_idle = collector.look
@@ -214,10 +214,10 @@ def admin_key(file: Path) -> str:
         with open(handle, "w", encoding="ascii") as fresh:
             fresh.write(secrets.token_urlsafe(32) + "\n")
     if file.stat().st_mode & 0o077:
-        raise ConfigError(f"{file} can be read by others than its owner: chmod 600 it")
+        raise ConfigError(f"{file} is readable by other users: chmod 600 it")
     key = file.read_text(encoding="utf-8").strip()
     if len(key) < _LEAST_KEY:
-        raise ConfigError(f"{file} holds fewer than {_LEAST_KEY} characters: delete it, and a new key is made")
+        raise ConfigError(f"{file} holds fewer than {_LEAST_KEY} characters: delete it to have a new key made")
     return key
 
 
@@ -249,7 +249,7 @@ async def _sweep(sessions: Sessions) -> None:
     while True:
         await asyncio.sleep(sessions.limits.sweep_seconds)
         if ended := await sessions.sweep():
-            _log.info("%d forgotten sessions ended", ended)
+            _log.info("%d idle sessions ended", ended)
 
 
 def run_gateway(spec: GatewaySpec) -> int:

@@ -41,7 +41,7 @@ def read_settings(body: Fields, context_length: int) -> SessionSettings:
     """
     top_p = body.number("top_p", 0, 1)
     if top_p == 0:
-        raise invalid("top_p", "must be above 0; a temperature of 0 is greedy")
+        raise invalid("top_p", "must be above 0; for greedy sampling use temperature 0")
     fixed = None if body.get("fixed_sampling") is None else body.flag("fixed_sampling")
     return SessionSettings(
         seed=body.whole("seed", -(2**63), 2**63 - 1),
@@ -63,7 +63,7 @@ def check_known(body: Fields, known: Set[str]) -> None:
     """Raise ApiError if a body has unknown fields, so that misspellings do not go unnoticed."""
     unknown = sorted(key for key in body if key not in known)
     if unknown:
-        raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; there are {', '.join(sorted(known))}")
+        raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; known: {', '.join(sorted(known))}")
 
 
 def _one_of(body: Fields, key: str, allowed: tuple[str, ...]) -> str | None:
@@ -139,11 +139,11 @@ class GatewaySession:
     def note_reward(self, turn_id: str | None, name: str, value: float) -> None:
         """Add a reward. Raises ApiError if it is not finite, names an unknown turn, or exceeds the maximum number."""
         if turn_id is not None and turn_id not in self._turn_ids():
-            raise invalid("turn_id", f"is {shown(turn_id)}, which is no turn of session {self.id}")
+            raise invalid("turn_id", f"is {shown(turn_id)}, which is not a turn of session {self.id}")
         if not math.isfinite(value):
             raise invalid("value", f"must be a finite number, not {value}")
         if len(self.rewards) >= _MOST_REWARDS:
-            raise ApiError(429, f"session {self.id} has {_MOST_REWARDS} rewards, more than it needs")
+            raise ApiError(429, f"session {self.id} has {_MOST_REWARDS} rewards, the maximum")
         self.rewards.append((turn_id, name, value))
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
@@ -268,7 +268,7 @@ class Sessions:
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
-        # A dictionary's look-up says nothing of a token of 256 random bits.
+        # A dictionary look-up leaks nothing about a token of 256 random bits.
         entry = self._by_token.get(token)
         if entry is None or entry.closed or entry.expires < time.monotonic():
             raise not_found("no open session has this address; it may have ended")
@@ -290,9 +290,9 @@ class Sessions:
         entry = self._by_id.get(session_id)
         wanted = entry.reward_key if entry is not None else secrets.token_urlsafe(32)
         if not hmac.compare_digest(wanted.encode(), key.encode("utf-8", "replace")) or entry is None:
-            raise ApiError(401, "this key notes no rewards of this session", code="invalid_key")
+            raise ApiError(401, "this key may not add rewards to this session", code="invalid_key")
         if entry.closed:
-            raise ApiError(409, f"session {session_id!r} is being ended: its rewards are read", retry_after=1)
+            raise ApiError(409, f"session {session_id!r} is being ended: its rewards are final", retry_after=1)
         return entry
 
     async def end(
@@ -303,7 +303,7 @@ class Sessions:
         if entry.closed:
             raise ApiError(409, f"session {session_id!r} is being ended", retry_after=1)
         entry.closed = True
-        # Its own task: a server that stops cancels who asked for the end, and the end is not to stay half done.
+        # Its own task: a server that stops cancels the request, and the end must not stay half done.
         ending = self._ending[session_id] = asyncio.ensure_future(self._end(entry, stop_reason, error))
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
         return await asyncio.shield(ending)

@@ -256,7 +256,7 @@ class Connections:
                     await connection.more()
                 return connection
             except ConnectionFailed:
-                # The server may have closed an idle connection before it saw the request: this is no failure of the
+                # The server may have closed an idle connection before it saw the request: this is not a failure of the
                 # server.
                 if fresh or not connection.silent:
                     raise

@@ -435,7 +435,7 @@ def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingPa
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(
-            "sampling_params.stop", f"sampling_params.stop must be texts that are not empty, not {short(stop)}"
+            "sampling_params.stop", f"sampling_params.stop must be strings that are not empty, not {short(stop)}"
         )
     if stop and not stop_strings:
         raise BadRequest(

@@ -25,7 +25,7 @@ def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid:
     except (FileNotFoundError, BrokenPipeError):
         raise
     except OSError as error:
-        raise SandboxFileError(f"{str(source)!r} is not uploaded: {error.strerror or error}") from error
+        raise SandboxFileError(f"{str(source)!r} cannot be uploaded: {error.strerror or error}") from error
 
 
 def opened(source: Path) -> int:
@@ -33,7 +33,7 @@ def opened(source: Path) -> int:
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise SandboxFileError(f"{str(source)!r} is neither a file nor a folder, so it is not uploaded")
+        raise SandboxFileError(f"{str(source)!r} cannot be uploaded: it is neither a file nor a folder")
     return fd
 
 
@@ -81,12 +81,12 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
                 with _opened(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)) as folder:
                     _file(_content(archive, first), first, folder, target.name, _Room(max_bytes))
             else:
-                raise SandboxFileError("what the sandbox sent is no archive of a file or a folder")
+                raise SandboxFileError("the sandbox did not send an archive of a file or a folder")
         # Whoever packed it is still at its end: it would not know whether that arrived.
         while bounded.read(_CHUNK):
             pass
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise SandboxFileError(f"what the sandbox sent is no archive: {error}") from error
+        raise SandboxFileError(f"the sandbox sent an invalid archive: {error}") from error
 
 
 class _Room:
@@ -96,7 +96,7 @@ class _Room:
     def take(self, size: int, name: str) -> None:
         self.left -= size
         if self.left < 0:
-            raise SandboxFileTooLarge(f"{name!r} and what came before it hold more than max_bytes={self._most}")
+            raise SandboxFileTooLarge(f"{name!r} and the entries before it exceed max_bytes={self._most}")
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _folder(archive: tarfile.TarFile, target: Path, room: _Room) -> None:
                 with contextlib.suppress(OSError), _opened(_open_folder(root, parts)):
                     modes.append((parts, stat.S_IMODE(member.mode)))
             elif member.isfile() or member.islnk():
-                # What stands in the way (a file where a folder should be, an older link) keeps its place.
+                # An obstacle (a file where a folder should be, an older link) is left in place.
                 with (
                     contextlib.suppress(NotADirectoryError, IsADirectoryError, FileExistsError),
                     _opened(_open_folder(root, parts[:-1])) as folder,

@@ -32,7 +32,7 @@ def _size(value: Any) -> Any:
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
     if found is None:
-        raise ValueError(f"{value!r} is no size: write bytes, or a number with k, m, g or t, such as 512m")
+        raise ValueError(f"{value!r} is not a size: write bytes, or a number with k, m, g or t, such as 512m")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -131,12 +131,10 @@ def open_backend(config: SandboxConfig) -> SandboxBackend:
             close = difflib.get_close_matches(found, BACKENDS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             known = ", ".join(sorted(BACKENDS))
-            raise ConfigError(
-                f"sandbox.name is {found!r}{hint} Known: {known}, or a class of your own as pkg.mod:Class"
-            )
+            raise ConfigError(f"sandbox.name is {found!r}{hint} Known: {known}, or your own class as pkg.mod:Class")
         found = load_object(found, "sandbox backend")
     if not (isinstance(found, type) and issubclass(found, SandboxBackend)):
-        raise ConfigError(f"sandbox.name is {config.name!r}, which is no SandboxBackend but {found!r}")
+        raise ConfigError(f"sandbox.name is {config.name!r}, which is {found!r}, not a SandboxBackend")
     try:
         return found(**config.config)
     except (TypeError, ValueError, AttributeError) as error:

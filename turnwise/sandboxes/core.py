@@ -16,7 +16,7 @@ MAX_OUTPUT: Final = 65_536
 MAX_FILE: Final = 64 * 2**20
 """Bytes of a file that is read, or of all files of a download together, unless the caller takes more."""
 WORKDIR: Final = "/work"
-"""Where commands run inside a sandbox, and what relative paths are relative to, unless its spec says otherwise."""
+"""Where commands run inside a sandbox, and what relative paths are relative to, unless its spec sets ``workdir``."""
 
 Command: TypeAlias = str | Sequence[str]
 """A text is run by ``bash -c`` (``sh -c`` where there is no bash), a sequence is a program and its arguments."""

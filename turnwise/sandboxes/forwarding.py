@@ -40,7 +40,7 @@ class Reaching:
         """
         del port
         raise SandboxUnavailable(
-            f"a sandbox of {self.backend!r} cannot be let reach anything of this machine: choose another backend "
+            f"a sandbox of {self.backend!r} cannot be given access to this machine: choose another backend "
             "(rollout.sandbox.name: local or docker)"
         )
 
@@ -199,5 +199,5 @@ async def listen_in(pid: int, port: int = 0) -> socket.socket:
             return socket.socket(fileno=descriptors[0])
     why = said.decode(errors="replace").strip() or f"exit status {process.returncode}"
     if process.returncode == _REFUSED:
-        raise SandboxUnavailable(f"the network of process {pid} cannot be entered: {why}; run as root")
+        raise SandboxUnavailable(f"cannot enter the network namespace of process {pid}: {why}; run as root")
     raise SandboxError(f"port {port} of the sandbox cannot be listened on: {why}")

@@ -161,10 +161,10 @@ class SandboxManager:
     def _closed_one(self, task: asyncio.Task[None]) -> None:
         self._dropping.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits for it; what is dropped is waited for by nobody
+            task.exception()  # the awaiting caller gets it; a dropped sandbox has none
 
     async def _ahead(self, spec: SandboxSpec) -> None:
-        # A start ahead that fails is nobody's failure: whoever asks starts one, and is told what is wrong.
+        # A failed start ahead of need is not reported: the next request starts one itself and gets the error.
         with contextlib.suppress(SandboxError):
             self._warm.append(await self._start(spec))
             self._warm_up()

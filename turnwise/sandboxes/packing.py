@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BLOCK = 512
 _CHUNK = 1 << 20
 _GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
-"""What is said of a name that was removed, or became something else, since it was seen."""
+"""The errors of a name that was removed, or became something else, since it was listed."""
 
 
 def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0, gid: int = 0) -> None:
@@ -49,7 +49,7 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> N
     top = os.path.realpath(folder)
     place = os.path.realpath(os.path.join(top, member.name))
     if os.path.commonpath((place, top)) != top:  # a folder of that name is a link that leads elsewhere
-        raise OSError(errno.EINVAL, f"{member.name!r} leads out of the folder that it is unpacked into")
+        raise OSError(errno.EINVAL, f"{member.name!r} points outside the folder that it is unpacked into")
     member.mode &= 0o755
     if hasattr(tarfile, "fully_trusted_filter"):
         archive.extract(member, folder, numeric_owner=True, filter="fully_trusted")

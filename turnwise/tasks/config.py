@@ -176,10 +176,10 @@ class CurriculumConfig(BaseModel):
     def _fits_together(self) -> Self:
         bounds = self.buckets
         if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0.0, 1.0) or list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"buckets is {list(bounds)}; bounds rise from 0.0 to 1.0, such as [0.0, 0.2, 0.8, 1.0]")
+            raise ValueError(f"buckets is {list(bounds)}: bounds must rise from 0 to 1, such as [0.0, 0.2, 0.8, 1.0]")
         if len(self.weights) != len(bounds) - 1 or not any(self.weights):
             raise ValueError(
-                f"weights is {list(self.weights)}; there are {len(bounds) - 1} pools: one number for each, not all 0"
+                f"weights is {list(self.weights)}: give one number for each of {len(bounds) - 1} pools, not all 0"
             )
         if self.floor * len(self.weights) > 1:
             raise ValueError(f"floor is {self.floor:g}, and {len(self.weights)} pools have more than 1 then: lower it")

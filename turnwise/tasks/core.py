@@ -97,10 +97,10 @@ def _message_record(message: Message) -> dict[str, Any]:
 def _id(value: Any, default: str | None, where: str) -> str:
     if value is None or value == "":
         if default is None:
-            raise TaskError(f"{where}: field 'id' is missing: give every task a text that names it")
+            raise TaskError(f"{where}: field 'id' is missing: give every task a unique string")
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise TaskError(f"{where}: field 'id' is {shown(value)}: it must be a text or an integer")
+        raise TaskError(f"{where}: field 'id' is {shown(value)}: it must be a string or an integer")
     return str(value)
 
 
@@ -111,7 +111,7 @@ def _data(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     data = dict(value or {})
     for key, column in record.items():
         if not isinstance(key, str):
-            raise TaskError(f"{where}: column {key!r} has a name that is no text")
+            raise TaskError(f"{where}: column {key!r} has a name that is not text")
         if key in _FIELDS:
             continue
         if key in data:
@@ -146,7 +146,7 @@ def _prompt(record: Mapping[str, Any], where: str) -> str | list[Message]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a text or a list of messages")
+        raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a string or a list of messages")
     return [_message(each, f"{where}: field 'prompt[{index}]'") for index, each in enumerate(prompt)]
 
 
@@ -157,8 +157,8 @@ def _message(value: Any, where: str) -> Message:
         raise TaskError(f"{where}.role is {shown(value.get('role'))}: allowed are {', '.join(sorted(_ROLES))}")
     content = value.get("content")
     if content is not None and not isinstance(content, (str, list)):
-        raise TaskError(f"{where}.content is {shown(content)}: it must be a text or a list of parts")
-    # Columnar files write every field that any row has: a null says no more than its absence.
+        raise TaskError(f"{where}.content is {shown(content)}: it must be a string or a list of parts")
+    # Columnar files write every field that any row has: a null is the same as its absence.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):

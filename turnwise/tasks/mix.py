@@ -18,12 +18,12 @@ from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
 HELD_AT_MOST = 100_000
-# More tasks than this are not loaded to take each once, unless a limit says so: a source may have no end.
+# More tasks than this are not loaded to take each once, unless a limit asks for it: a source may have no end.
 EVALUATED_AT_MOST = 1_000_000
 
 
 class Shares:
-    """Schedule of a mix: at any time each source was taken as often as its share says, to within one task.
+    """Schedule of a mix: at any time each source was taken in proportion to its share, to within one task.
 
     With k sources, of which i has the share p_i and was taken x_i times before turn n, those with n p_i - x_i >= 1 /
     (2k - 2) are eligible, and the one whose share is used up first is taken: the least (1 - 1 / (2k - 2) - (n p_i -
@@ -138,7 +138,7 @@ def open_order(
     """
     sources = _opened(tasks, keep)
     if limit is not None and len(sources) > 1:
-        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: give each a limit of its own")
+        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: set a limit for each source")
     if len(sources) == 1:
         [source] = sources
         if state is not None and "sources" in state:
@@ -150,7 +150,7 @@ def open_order(
     places: dict[str, str] = {}
     for source in sources:
         own = None if state is None else state["sources"][source.name]
-        # A seed of its own: sources of equal length would else be shuffled alike.
+        # One seed for each source: sources of equal length would else be shuffled alike.
         own_seed = stable_hash("source", seed, source.name)
         order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places, curriculum)
         orders[source.name] = order
@@ -178,7 +178,7 @@ def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = No
         if most is None and len(collected.tasks) > EVALUATED_AT_MOST:
             raise TaskError(
                 f"{source.label} holds more than {EVALUATED_AT_MOST:,} tasks, or has no end, and each would be taken "
-                "once: say by limit how many are meant"
+                "once: set limit to the number of tasks to evaluate"
             )
         if not collected.tasks:
             raise TaskError(f"{source.label} holds no task{left_out(collected.dropped)}")
@@ -212,7 +212,7 @@ def _opened(tasks: Sources, keep: Keep | None) -> list[_Source]:
     sources = [_Source(each, TaskReader(each, keep=keep, named=len(configs) > 1)) for each in configs]
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            raise TaskError(f"{count} sources are called {name!r}: give each a 'name' of its own")
+            raise TaskError(f"{count} sources are called {name!r}: give each a unique 'name'")
     return sources
 
 
@@ -230,7 +230,7 @@ def _order(
     most = None if config.stream is False else held_at_most
     if not config.stream:
         collected = Collected()
-        # One more than may be held says that there are more.
+        # One more than may be held shows that there are more.
         collected.take(reader.read(), _least(limit, None if most is None else most + 1))
         if most is None or len(collected.tasks) <= most:
             _check_apart(collected.places, places)
@@ -256,8 +256,8 @@ def _check_apart(own: Mapping[str, str], places: dict[str, str]) -> None:
     both = next((task_id for task_id in own if task_id in places), None)
     if both is not None:
         raise TaskError(
-            f"{own[both]}: the id {both!r} is that of a task of another source ({places[both]}): give one of the two "
-            "sources an id_prefix"
+            f"{own[both]}: the id {both!r} is also the id of a task of another source ({places[both]}): set id_prefix "
+            "of one of the sources"
         )
     places.update(own)
 

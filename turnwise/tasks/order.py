@@ -16,7 +16,7 @@ from turnwise.tasks.config import CurriculumConfig, pools_of
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import Read, TaskReader, check_new
 
-# How many tasks are read ahead where none are shuffled: what is wrong with them is said before training starts.
+# How many tasks are read ahead where none are shuffled: errors in them are reported before training starts.
 _AHEAD = 100
 REMEDY = "resume with the same tasks, or start a new run"
 
@@ -76,7 +76,7 @@ class HeldOrder(TaskOrder):
         self.position = int(state.get("position", 0))
         if self.position > len(tasks):
             raise TaskError(
-                f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {REMEDY}"
+                f"the checkpoint is at task {self.position} of its epoch, but {name} holds {len(tasks)}: {REMEDY}"
             )
         self._digest = _digest(tasks)
         _check_digest(state, self._digest, name)
@@ -235,7 +235,7 @@ class LazyOrder(TaskOrder):
                 missing.remove(read.number)
         if missing:
             raise TaskError(
-                f"the checkpoint held row {min(missing)} of {name}, which has no such task any more: {REMEDY}"
+                f"the checkpoint held row {min(missing)} of {name}, which no longer has such a task: {REMEDY}"
             )
         self._buffer, self._ids = [], {}
         for number in wanted:
@@ -248,7 +248,7 @@ def _digest(tasks: Iterable[Task]) -> int:
 
 
 def _check_digest(state: Mapping[str, Any], digest: int, name: str) -> None:
-    # A checkpoint of an earlier version says nothing of ids.
+    # A checkpoint of an earlier version has no ids.
     if state.get("ids", digest) != digest:
         raise TaskError(f"the checkpoint was made when {name} held tasks of other ids, or in another order: {REMEDY}")
 

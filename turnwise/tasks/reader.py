@@ -15,7 +15,7 @@ from turnwise.tasks.core import Task, kind
 from turnwise.tasks.sources import Row, TaskSource, open_rows
 
 RowMap: TypeAlias = Callable[[Any, str], Any]
-"""From a row, and where it stands, to a task or its columns; None leaves the row out."""
+"""From a row and its position to a task or its columns; None leaves the row out."""
 
 _FIELDS = ("id", "prompt", "env", "agent")
 # What verl calls its agent loops.
@@ -50,7 +50,7 @@ class _Columns:
         for target, column in self._columns.items():
             value = _at(row, column, where)
             if target == "data" and not isinstance(value, Mapping):
-                raise TaskError(f"{where}: column {column!r} is {shown(value)}: 'data' is made of an object")
+                raise TaskError(f"{where}: column {column!r} is {shown(value)}: 'data' takes an object")
             if target == "data":
                 data.update(value)
             elif target.startswith("data."):
@@ -70,7 +70,7 @@ def _at(row: Mapping[str, Any], column: str, where: str) -> Any:
     for part in column.split("."):
         if not isinstance(value, Mapping) or part not in value:
             there = ", ".join(repr(key) for key in value) if isinstance(value, Mapping) else kind(value)
-            raise TaskError(f"{where}: there is no column {column!r}; where {part!r} is looked for there is: {there}")
+            raise TaskError(f"{where}: there is no column {column!r}; names where {part!r} is looked up: {there}")
         value = value[part]
     return value
 
@@ -79,7 +79,7 @@ def _put(data: dict[str, Any], path: list[str], value: Any, where: str) -> None:
     for part in path[:-1]:
         data = data.setdefault(part, {})
         if not isinstance(data, dict):
-            raise TaskError(f"{where}: columns put an entry into data.{part}, which is {shown(data)}: it is no object")
+            raise TaskError(f"{where}: columns put an entry into data.{part}, which is {shown(data)}, not an object")
     data[path[-1]] = value
 
 
@@ -101,7 +101,7 @@ def _function(reference: str) -> RowMap:
         except Exception as error:  # a function of the user's: what it raises is named as its own
             raise TaskError(f"{where}: map {reference} raised {type(error).__name__}: {error}") from error
         if found is not None and not isinstance(found, (Task, Mapping)):
-            raise TaskError(f"{where}: map {reference} returned {kind(found)}: write a task, its columns or None")
+            raise TaskError(f"{where}: map {reference} returned {kind(found)}: return a task, its columns or None")
         return found
 
     return mapped
@@ -114,7 +114,7 @@ def _verl(row: Any, where: str) -> Any:
     ``extra_info.tools_kwargs`` and ``extra_info.tool_selection`` move to ``data``; other columns stay.
     """
     if not isinstance(row, Mapping):
-        raise TaskError(f"{where}: a row of verl's format has columns, it is not {kind(row)}")
+        raise TaskError(f"{where}: a row in verl's format has columns, but this is {kind(row)}")
     data = {key: value for key, value in row.items() if key not in (*_FIELDS, "agent_name")}
     reward_model = _section(row, "reward_model", where)
     if "ground_truth" in reward_model:
@@ -122,7 +122,7 @@ def _verl(row: Any, where: str) -> Any:
     extra = _section(row, "extra_info", where)
     if extra:
         data["extra_info"] = {key: value for key, value in extra.items() if key not in _TOOLS}
-    # A columnar file gives each row the columns of all: a null says no more than its absence.
+    # A columnar file gives each row the columns of all: a null is the same as its absence.
     said = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
     data |= {key: value for key, value in said.items() if value or key == "tool_selection"}
     agent = row.get("agent_name")
@@ -197,7 +197,7 @@ class TaskReader:
             left_out = left_out + 1 if read.task is None else 0
             if left_out > _DROPPED_IN_A_ROW and self._rows.may_be_endless:
                 raise TaskError(
-                    f"{self.name}: {left_out:,} rows in a row were left out up to {read.where} "
+                    f"{self.name}: {left_out:,} consecutive rows were left out up to {read.where} "
                     f"(the last one: {read.dropped or 'not in this split'}), and it may have no end: leave them out in "
                     "the function itself"
                 )
@@ -268,7 +268,7 @@ class Collected:
 def check_new(task_id: str, where: str, before: str | None) -> None:
     """Raise TaskError for a duplicate id."""
     if before is not None:
-        raise TaskError(f"{where}: the id {task_id!r} was given before ({before}): ids must be unique in a dataset")
+        raise TaskError(f"{where}: the id {task_id!r} is already used ({before}): ids must be unique in a dataset")
 
 
 def load_tasks(source: TaskSource | SourceConfig, *, limit: int | None = None, **arguments: Any) -> list[Task]:

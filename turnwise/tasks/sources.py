@@ -178,7 +178,7 @@ def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     is_file_like = not is_hub and (path.suffix in (*_LINES, ".parquet") or path.exists())
     in_folder = bool(head) and not is_hub and not is_file_like and Path(head).expanduser().is_dir()
     if head and Path(head).suffix in (*_LINES, ".parquet") and Path(head).expanduser().is_file():
-        raise TaskError(f"{text}: {head} is a file, which has no splits: leave ':{split}' out, or name its folder")
+        raise TaskError(f"{text}: {head} is a file, which has no splits: remove ':{split}', or name its folder")
     if head and not (is_hub or is_file_like or in_folder):
         return _referred(text, arguments)
     if arguments:
@@ -200,7 +200,7 @@ def _rows_of(path: Path, name: str | None = None) -> Rows:
     if path.suffix == ".parquet":
         return ParquetRows(path, name=name)
     raise TaskError(
-        f"{path}: files of type {path.suffix!r} are not read: use .jsonl, .parquet, a directory of a Hugging Face "
+        f"{path}: files of type {path.suffix!r} are not supported: use .jsonl, .parquet, a directory of a Hugging Face "
         "dataset, or pkg.module:function"
     )
 
@@ -211,7 +211,7 @@ def _folder(path: Path, split: str | None) -> Rows:
     for file in sorted(path.iterdir()):
         if file.suffix in (*_LINES, ".parquet"):
             splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
-    # With a card, or as datasets saved it, the folder says itself which files belong to which split.
+    # With a card, or as datasets saved it, the folder itself maps files to splits.
     if not splits or (path / "README.md").exists():
         return FolderRows(path, split)
     chosen = choose_split(str(path), list(splits), split)
@@ -226,7 +226,7 @@ def choose_split(place: str, known: list[str], split: str | None) -> str:
     if split is None and len(known) > 1:
         raise TaskError(f"{place}: this dataset has several splits ({names}): write {place}:{sorted(known)[0]}")
     if split is not None and split not in known:
-        raise TaskError(f"{place}: there is no split {split!r}: it has {names}")
+        raise TaskError(f"{place}: there is no split {split!r}: the splits are {names}")
     return known[0] if split is None else split
 
 
@@ -299,7 +299,7 @@ class ParquetRows(Rows):
                         yield Row(at, f"{self._path}: row {at}", f"{self.name}-{at}", value)
                     number += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise TaskError(f"{self._path}: not a parquet file that can be read: {error}") from error
+            raise TaskError(f"{self._path}: cannot be read as a parquet file: {error}") from error
 
 
 def _length(file: Any, group: int) -> int:
@@ -336,13 +336,13 @@ class _DatasetRows(Rows):
                 yield Row(number, f"{self._place}: row {number}", f"{self.name}-{number}", value)
         except failures as error:
             after = "" if number is None else f" after row {number}"
-            raise TaskError(f"{self._place}: not a Hugging Face dataset that can be read{after}: {error}") from error
+            raise TaskError(f"{self._place}: cannot be read as a Hugging Face dataset{after}: {error}") from error
 
     def _chosen(self, found: Any) -> Any:
         if isinstance(found, dict):
             return found[choose_split(self._place, list(found), self._split)]
         if self._split is not None:
-            raise TaskError(f"{self._place}: this dataset has no splits: leave ':{self._split}' out")
+            raise TaskError(f"{self._place}: this dataset has no splits: remove ':{self._split}'")
         return found
 
     @abstractmethod
@@ -371,7 +371,7 @@ class HubRows(_DatasetRows):
         address, _, query = source.removeprefix(HUB).partition("?")
         repository, _, split = address.partition(":")
         if not repository:
-            raise TaskError(f"{source}: no dataset is named: write {HUB}owner/name:split")
+            raise TaskError(f"{source}: the dataset's name is missing: write {HUB}owner/name:split")
         super().__init__(f"{HUB}{repository}", repository.rpartition("/")[2], split or None)
         self._repository = repository
         self._arguments: Mapping[str, Any] = query_arguments(query)

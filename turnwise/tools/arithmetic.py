@@ -171,7 +171,7 @@ def _number(token: str) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction, text: str) -> Fraction:
     if exponent.denominator != 1:
-        raise ToolError(f"the exponent {write_number(exponent)} is no whole number in {shown(text)}")
+        raise ToolError(f"the exponent {write_number(exponent)} is not a whole number in {shown(text)}")
     if base == 0 and exponent < 0:
         raise ToolError(f"division by zero in {shown(text)}")
     # The size is known before the power is computed: 9**9**9 must not be tried.

@@ -53,7 +53,7 @@ class MCPServerConfig(BaseModel):
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"a url that begins with http:// or https://, not {self.url!r}")
         if self.url is not None and (self.env or self.cwd is not None):
-            raise ValueError("env and cwd only with command; a server at a url was started by somebody else")
+            raise ValueError("env and cwd only with command: a server with a url is not started here")
         if self.command is not None and self.headers:
             raise ValueError("headers only with url")
         return self

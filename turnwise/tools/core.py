@@ -106,7 +106,7 @@ def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_MAX_OUTPUT: Final = 32_768
-"""Characters of a tool's text that the model gets to see, unless the tool says otherwise."""
+"""Characters of a tool's text that the model sees, unless the tool sets ``max_output``."""
 
 
 class FunctionTool:
@@ -244,7 +244,7 @@ def function_tool(
     """
     if isinstance(fn, str):
         if name is not None:
-            raise ToolSchemaError(f"function_tool has two names, {fn!r} and {name!r}: keep one")
+            raise ToolSchemaError(f"function_tool was given two names, {fn!r} and {name!r}: keep one")
         name, fn = fn, None
     frame = sys._getframe(1)
 
@@ -282,7 +282,7 @@ def _check_function(fn: Any) -> None:
     if isinstance(fn, staticmethod):
         raise ToolSchemaError("write @staticmethod above @function_tool, not below it")
     if isinstance(fn, classmethod):
-        raise ToolSchemaError("a class method is no tool: write a method, with self, or a static one")
+        raise ToolSchemaError("a class method cannot be a tool: write a method or a static one")
     if not (inspect.isfunction(fn) or inspect.ismethod(fn)):
         raise ToolSchemaError(
             f"@function_tool takes a function, not {shown(fn)}: write a def (for a class, see BaseTool)"
@@ -439,7 +439,7 @@ def as_tool(item: Any) -> Tool:
         # It has the state of whatever it is bound to, so its calls keep their order.
         return FunctionTool(item, concurrent=False)
     raise ToolSchemaError(
-        f"{shown(item)} is no tool: list functions, @function_tool functions, BaseTools or registered names "
+        f"{shown(item)} is not a tool: list functions, @function_tool functions, BaseTools or registered names "
         "(methods of the environment are found by their decorator)"
     )
 
@@ -491,8 +491,8 @@ class AgentData:
         why = (
             "tools never see tokens; only the session does"
             if name in _TOKENS
-            else "it has request_id, tools_kwargs, messages, tool_rewards, sandbox, assistant_turns and extra_fields, "
-            "which is free for what tools share"
+            else "it has request_id, tools_kwargs, messages, tool_rewards, sandbox, assistant_turns and extra_fields "
+            "(free for what tools share)"
         )
         raise AttributeError(f"agent_data has no {name!r}: {why}")
 
@@ -504,8 +504,8 @@ def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> 
         if refused:
             placed = ", ".join(["text", *sorted(takes)])
             raise ConfigError(
-                f"environment {env!r}: its tool {name!r} answers with {', '.join(refused)}, but the renderer of this "
-                f"model places {placed} only: leave the tool out, let it say in text what there is to see or hear, or "
+                f"environment {env!r}: its tool {name!r} returns {', '.join(refused)}, but the renderer of this "
+                f"model accepts {placed} only: leave the tool out, describe the media as text, or "
                 "choose a model whose renderer takes it"
             )
 
@@ -518,7 +518,7 @@ def undeclared(tool: Tool, response: ToolResponse) -> EnvError | None:
         return None
     listed = ", ".join(map(repr, found))
     return EnvError(
-        f"tool {tool.name!r} answered with {', '.join(found)}, which it does not declare: write media=({listed},) in "
+        f"tool {tool.name!r} returned {', '.join(found)}, which it does not declare: write media=({listed},) in "
         "@function_tool, or as an attribute of the BaseTool, so that a model that cannot take it is refused before "
         "the rollout starts"
     )

@@ -75,8 +75,8 @@ class ToolThreads(Executor):
                 raise RuntimeError("these tool threads were shut down")
             if len(self._lost) >= self.max_lost:
                 raise EnvError(
-                    f"{len(self._lost)} tool threads never came back from calls that timed out (the most that may be "
-                    "lost): make the tools async, or give what they wait for a time-out of its own"
+                    f"{len(self._lost)} tool threads are stuck in calls that timed out, which is the "
+                    "maximum: make the tools async, or set a time-out on what they wait for"
                 )
             future: Future[T] = Future()
             self._pending.add(future)
@@ -129,12 +129,12 @@ class ToolThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for the future
+                except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the future's waiter
                     future.set_exception(error)
             with self._lock:
                 self._pending.discard(future)
                 if future in self._lost:
-                    # Its place was given to another thread when the call was given up.
+                    # Its place went to another thread when the call was abandoned.
                     self._lost.discard(future)
                     return
                 if self._waiting:
@@ -332,7 +332,7 @@ class ToolRunner:
             if task is None or task.cancelling():
                 raise
             response = crash(call, "CancelledError: the tool cancelled itself")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads it and may go on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads the error and may continue
             message = f"{type(error).__name__}: {error}".removesuffix(": ")
             response = crash(call, self._told(tool, message))
         else:
@@ -395,7 +395,7 @@ class ToolRunner:
         if not task.done():
             self.lost += 1
         elif not task.cancelled():
-            task.exception()  # read, so that nobody reports it as never retrieved
+            task.exception()  # retrieved, so that it is not reported as never retrieved
 
     async def _in_thread(
         self, fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any], timeout: float | None
@@ -404,7 +404,7 @@ class ToolRunner:
         try:
             future = executor.submit(contextvars.copy_context().run, guarded, fn, positional, arguments)
         except RuntimeError as error:
-            raise EnvError(f"the executor of tools takes no calls: {error}") from error
+            raise EnvError(f"the tool executor rejected the call: {error}") from error
         wrapped = asyncio.wrap_future(future)
         try:
             await asyncio.wait({wrapped}, timeout=timeout)

@@ -105,7 +105,7 @@ class Connection:
         if self._client is not None and not self._lost():
             return self._client
         if self._used and not self._reconnects:
-            raise self._endpoint.error("ended in the middle of the episode, and what it kept for it is gone")
+            raise self._endpoint.error("ended in the middle of the episode, and the episode's state in it is lost")
         await self._end()
         client = self._client = await self._begin()
         self._used = True
@@ -142,7 +142,7 @@ class Connection:
         try:
             return await self._send(client, tool, arguments)
         except _NotDelivered as error:
-            raise self._endpoint.error(f"takes no calls of {tool!r}", error) from None
+            raise self._endpoint.error(f"does not accept calls of {tool!r}", error) from None
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -168,7 +168,7 @@ class Connection:
                 raise _NotDelivered(str(error)) from None
             raise ToolError(error.message) from None
         except (RuntimeError, ValidationError) as error:
-            raise self._endpoint.error(f"answered a call of {tool!r} with what breaks the protocol", error) from None
+            raise self._endpoint.error(f"answered a call of {tool!r} with an invalid message", error) from None
 
     async def _refused(self) -> bool:
         """Record the connection's end; return whether the server was not listening, so nothing was delivered."""
@@ -189,7 +189,7 @@ class Connection:
         return self._gone.is_set() or self._keeper is None or self._keeper.done()
 
     async def _answers(self, client: Client) -> bool:
-        # A call was given up here. Does anybody still answer?
+        # A call was abandoned. Does the server still answer?
         config = self._endpoint.config
         try:
             async with asyncio.timeout(min(config.connect_timeout, config.timeout)):
@@ -239,7 +239,7 @@ class Connection:
             keeper.cancel()
             await asyncio.wait({keeper}, timeout=_CLOSE_S)
         if keeper.done() and not keeper.cancelled():
-            keeper.exception()  # read: what it was lost by has been said where it mattered
+            keeper.exception()  # retrieved: the cause was already reported by the call that failed
         self._keeper = None
         self._log.close()
 
@@ -399,7 +399,7 @@ class MCPTool(BaseTool):
         config = server.config
         schema = ToolSchema(f"{config.prefix}{tool.name}", tool.description or "", tool.input_schema)
         try:
-            # Its secrets stand in the configuration, so that no answer of the server shows them in an error.
+            # Its secrets are in the configuration, so that no answer of the server shows them in an error.
             super().__init__({"env": config.env, "headers": config.headers}, schema)
         except ToolSchemaError as error:
             raise ConfigError(f"MCP server {server.name!r}: {error}; or leave it out with include") from error
@@ -427,7 +427,7 @@ class MCPTool(BaseTool):
         result = await self._server.call(self._episodes[instance_id], self._tool, parameters)
         response = response_of(result)
         if result.is_error:
-            raise ToolError(response.text or "the tool failed and did not say why")
+            raise ToolError(response.text or "the tool failed without a message")
         return response, None, {}
 
     async def release(self, instance_id: str, **_: Any) -> None:

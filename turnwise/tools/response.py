@@ -172,7 +172,7 @@ class ToolResponse:
         audio: Audio clips.
         error: None, or an error word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no
             tool ran), ``tool_error``, ``timeout``, or a tool's own.
-        reward: A reward for this call; None is no reward event, unlike 0.
+        reward: A reward for this call; None is not a reward event, unlike 0.
         metrics: Numbers to log.
         ends: Whether the episode ends with the message that made this call, after all its calls are answered.
 
@@ -257,7 +257,7 @@ def cleaned(text: str | None, limit: OutputLimit | None, count_tokens: CountToke
     if text is None:
         return None
     if not text.isascii():
-        # Half a surrogate pair is no text: neither tokenizers nor files take it.
+        # Half a surrogate pair is not text: neither tokenizers nor files take it.
         text = text.encode("utf-8", "replace").decode()
     return text if limit is None else limit.cut(text, count_tokens)
 
@@ -268,7 +268,7 @@ def as_response(name: str, value: Any) -> ToolResponse:
     if type(value) is tuple:
         if not 1 <= len(value) <= 3:
             raise EnvError(
-                f"tool {name!r} returned a tuple of {len(value)}: return the result alone, (result, reward), or "
+                f"tool {name!r} returned a tuple of {len(value)}: return result, (result, reward), or "
                 "(result, reward, metrics); a tuple that is the result itself must be a list"
             )
         value, reward, metrics = (*value, None, None)[:3]

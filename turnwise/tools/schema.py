@@ -36,7 +36,7 @@ def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
 
 def validator_of(schema: Mapping[str, Any]) -> Validator:
     """Return a validator of a schema."""
-    # With a registry of its own it fetches nothing.
+    # With its own registry it fetches nothing.
     return dialect_of(schema)(schema, registry=Registry())
 
 
@@ -126,7 +126,7 @@ def _of_types(kind: Any) -> Test | None:
     names = kind if isinstance(kind, list) else [kind]
     if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
         return None
-    # By type: 0 and 1 are no booleans of a schema, although they equal them.
+    # By type: 0 and 1 are not booleans of a schema, although they equal them.
     types = frozenset(each for name in names for each in _TYPES[name])
     return lambda value: type(value) in types
 
@@ -296,8 +296,8 @@ def as_schema(
         body = source.get("function", source) if isinstance(source, Mapping) else source
     if not isinstance(body, Mapping):
         raise ToolSchemaError(
-            f"{shown(source)} is no tool schema: write a ToolSchema, OpenAI's form, or a dict with name, description "
-            "and parameters"
+            f"{shown(source)} is not a tool schema: write a ToolSchema, OpenAI's form, or a dict with name, "
+            "description and parameters"
         )
     label = name or body.get("name")
     if not isinstance(label, str) or not label:
@@ -310,7 +310,7 @@ def as_schema(
         )
     text = body.get("description") if description is None else description
     if not isinstance(text, str | None):
-        raise ToolSchemaError(f"tool {label!r}: its description is {shown(text)}: write a text")
+        raise ToolSchemaError(f"tool {label!r}: its description is {shown(text)}: write a string")
     return ToolSchema(label, text or "", _checked_parameters(label, body.get("parameters")))
 
 
@@ -330,12 +330,12 @@ def _checked_parameters(label: str, given: Any) -> dict[str, Any]:
         dialect_of(parameters).check_schema(parameters)
     except SchemaError as error:
         raise ToolSchemaError(
-            f"tool {label!r}: its parameters are no JSON schema: {error.message} at {error.json_path}"
+            f"tool {label!r}: its parameters are not a JSON schema: {error.message} at {error.json_path}"
         ) from error
     nowhere = unresolved(parameters)
     if nowhere is not None:
         raise ToolSchemaError(
-            f"tool {label!r}: its parameters refer to {nowhere!r}, which is not in them: put the definition under $defs"
+            f"tool {label!r}: its parameters refer to {nowhere!r}, which they do not define: add it under $defs"
         )
     return parameters
 
@@ -418,7 +418,7 @@ def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Names
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ToolSchemaError(
-            f"{name!r} is no name for a tool: use letters, digits and _ . / - (at most 128); write "
+            f"{name!r} is not a name for a tool: use letters, digits and _ . / - (at most 128); write "
             '@function_tool("name")'
         )
 
@@ -435,11 +435,11 @@ def _without_self(parameters: list[inspect.Parameter]) -> list[inspect.Parameter
 def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
     parameters = _without_self(list(inspect.signature(fn).parameters.values()))
     if parameters and parameters[0].name == "cls" and parameters[0].annotation is inspect.Parameter.empty:
-        raise ToolSchemaError(f"tool {label!r}: a class method is no tool: write a method, with self, or a static one")
+        raise ToolSchemaError(f"tool {label!r}: a class method cannot be a tool: write a method or a static one")
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ToolSchemaError(
-                f"tool {label!r}: a model cannot be told of {parameter}: name the parameters, take one of type "
+                f"tool {label!r}: {parameter} cannot be described to a model: name the parameters, take one of type "
                 "dict[str, str], or give the schema with @function_tool(schema={...})"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -480,7 +480,7 @@ def _adapter(
         culprit = next((key for key, hint in fields.items() if not _expressible(hint)), None)
         named = f"parameter {culprit!r}: {_type_name(fields[culprit])}" if culprit is not None else "its signature"
         raise ToolSchemaError(
-            f"tool {label!r}: {named} cannot be told to a model ({str(error).splitlines()[0]}): use {_EXPRESSIBLE}"
+            f"tool {label!r}: {named} cannot be described to a model ({str(error).splitlines()[0]}): use {_EXPRESSIBLE}"
         ) from error
 
 
@@ -502,7 +502,7 @@ def _default(label: str, parameter: inspect.Parameter) -> Any:
     except PydanticSerializationError as error:
         raise ToolSchemaError(
             f"tool {label!r}: the default of {parameter.name!r} is {parameter.default!r}, which JSON cannot express: "
-            "use None and put it in place inside the function"
+            "use None and set it inside the function"
         ) from error
 
 
@@ -510,7 +510,7 @@ class _Open(dict[str, Any]):
     """A dict whose keys are also attributes, at any depth."""
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling look for methods by name: those are no keys.
+        # Copying and pickling look for methods by name: those are not keys.
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self:
@@ -519,7 +519,7 @@ class _Open(dict[str, Any]):
             raise AttributeError(f"{type(self).__name__} has no {name!r}: it has {', '.join(self) or 'nothing'}")
         value = self[name]
         if type(value) is dict:
-            # Put in its place, so that what is written into the part stands in the whole.
+            # Written back, so that changes of the part are in the whole.
             value = self[name] = _PARTS.get(name, _Open)(value)
         return value
 

@@ -65,7 +65,7 @@ class Instances:
             return given
         named, takes_any = taken_by(tool, which)
         if which == "create_kwargs" and ("create_kwargs" in named or takes_any):
-            # As one dict too. Where it is the only way in, the names in it are no arguments.
+            # As one dict too. Where it is the only way in, the names in it are not arguments.
             whole = dict(given)
             given = given if takes_any else {key: value for key, value in given.items() if key in named}
             given.setdefault("create_kwargs", whole)
@@ -197,7 +197,7 @@ def _said(task: Task | None, key: str) -> tuple[str, Any] | None:
         places[f"data['extra_info'][{key!r}]"] = info.get(key)
     said = [(f"task {task.id!r}: {place}", value) for place, value in places.items() if value is not None]
     if len(said) > 1:
-        raise TaskError(f"task {task.id!r} says {' and '.join(places)}: keep one of them")
+        raise TaskError(f"task {task.id!r} sets {' and '.join(places)}: keep one of them")
     return said[0] if said else None
 
 
@@ -329,7 +329,7 @@ def _made(entry: ToolEntry, where: str) -> BaseTool:
     kind = entry.config.get("type", "native")
     if kind != "native":
         remedy = "list the server under tools.mcp of the run's configuration" if kind == "mcp" else "write 'native'"
-        raise ConfigError(f"{where}.config.type is {shown(kind)}: only 'native' is known here; {remedy}")
+        raise ConfigError(f"{where}.config.type is {shown(kind)}: only 'native' is supported; {remedy}")
     try:
         found = load_object(entry.class_name, "class_name")
     except ConfigError as error:
@@ -360,7 +360,7 @@ def named_tool(item: str | NamedToolConfig) -> Tool:
         if name not in SHIPPED:
             known = ", ".join(SHIPPED)
             raise ConfigError(
-                f"tools.named: {name!r} takes no config{nearest(name, SHIPPED)}: those that do are {known}"
+                f"tools.named: {name!r} takes no config{nearest(name, SHIPPED)}; tools with a config: {known}"
             )
         made = load_object(SHIPPED[name], "tool")(with_secrets(config, f"tools.named: {name!r}.config"))
     except RegistryError as error:

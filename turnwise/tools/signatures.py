@@ -38,7 +38,7 @@ def hints_of(fn: Callable[..., Any], label: str, namespace: Namespace | None) ->
                 f"tool {label!r}: {error} in a type hint: define or import it at the top of {fn.__module__}"
             ) from error
     except TypeError as error:
-        raise ToolSchemaError(f"tool {label!r}: a type hint is no type: {error}") from error
+        raise ToolSchemaError(f"tool {label!r}: a type hint is not a type: {error}") from error
 
 
 def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
@@ -72,7 +72,7 @@ def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
 def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     if annotation in above:
         raise ToolSchemaError(
-            f"tool {label!r}: the TypedDict {annotation.__name__} holds itself: write a pydantic model or a dataclass"
+            f"tool {label!r}: the TypedDict {annotation.__name__} contains itself: use a pydantic model or a dataclass"
         )
     hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     fields: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     try:
         hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     except NameError:
-        return annotation  # pydantic may know the names, or says which one is missing
+        return annotation  # pydantic may resolve the names, or names the missing one
     given = [each for each in dataclasses.fields(annotation) if each.init]
     inner = {each.name: plain_hint(hints[each.name], label, (*above, annotation)) for each in given}
     if all(inner[each.name] is hints[each.name] for each in given):
@@ -132,8 +132,8 @@ class _Injected:
 _MARK: Final = _Injected()
 
 Injected = Annotated[T, _MARK]
-"""A parameter that is no part of a tool's schema: ``table: Injected[str]``. Its value comes from
-``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, as it stands there."""
+"""A parameter that is not part of a tool's schema: ``table: Injected[str]``. Its value comes from
+``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, unchanged."""
 
 
 def injected_parameters(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, bool]:

@@ -28,7 +28,7 @@ TABLE = table(SEED)
 
 
 class Broken(LookupEnv):
-    """Its first tool fails, which is no answer to the model."""
+    """Its first tool fails, which is not an answer to the model."""
 
     @function_tool(inline=True)
     def team_of(self, person: str) -> str:

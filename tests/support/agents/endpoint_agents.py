@@ -34,7 +34,7 @@ class Wire:
 
 
 def told(call_id: str, name: str, arguments: str) -> ToolCall:
-    """Return a call as an agent reads it; arguments that are no JSON object are none."""
+    """Return a call as an agent reads it; arguments that are not a JSON object are none."""
     try:
         value = json.loads(arguments)
     except ValueError:

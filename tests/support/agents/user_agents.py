@@ -46,7 +46,7 @@ async def per_turn_by_address(task, llm):
 
 
 class Malformed(Agent):
-    """Sends what is no message."""
+    """Sends what is not a message."""
 
     async def run(self, episode: Episode) -> None:
         await episode.session.chat([{"content": "whose?"}])

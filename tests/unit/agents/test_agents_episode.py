@@ -131,7 +131,7 @@ async def test_an_environment_that_answers_whole_messages_only_is_named() -> Non
     trajectory, outcome = await run(GOOD, env="test-agents-whole")
     assert isinstance(outcome.error, AgentError)
     assert not outcome.error.retryable
-    assert "Whole is no ToolEnv" in (trajectory.error or "")
+    assert "Whole is not a ToolEnv" in (trajectory.error or "")
 
 
 class StepsThenCalls(Agent):

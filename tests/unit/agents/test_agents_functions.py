@@ -136,7 +136,7 @@ def test_functions_by_name() -> None:
     assert type(make_agent("test-functions-named")).__name__ == "FunctionAgent"
     with pytest.raises(RegistryError, match="is taken by"):
         register_agent("test-functions-named")(native)
-    with pytest.raises(RegistryError, match="stand in references"):
+    with pytest.raises(RegistryError, match="mark references"):
         rollout("a.b")(lambda task, llm: None)
     with pytest.raises(RegistryError, match=r"did you mean 'react'\?.*named by a reference"):
         make_agent("reactt")
@@ -180,9 +180,9 @@ async def test_rewards_that_are_returned(what, rewards) -> None:
     ("what", "message"),
     [
         ("short", "returned 1 rewards ([1.0]), but took 2 turns"),
-        ("text", "'1.0' of type str is no reward"),
+        ("text", "'1.0' of type str is not a reward"),
         ("nan", "is nan: it must be a finite number"),
-        ("vector", "of type ndarray is no reward"),
+        ("vector", "of type ndarray is not a reward"),
     ],
 )
 async def test_what_is_no_reward_is_an_error(what, message) -> None:
@@ -336,4 +336,4 @@ async def test_the_older_form_and_a_configuration() -> None:
 
 async def test_a_class_without_methods_says_so() -> None:
     trajectory = await play(Empty, [])
-    assert "Empty writes no rollout, training_rollout or validation_rollout" in trajectory.error
+    assert "Empty defines no rollout, training_rollout or validation_rollout" in trajectory.error

@@ -258,7 +258,7 @@ async def test_sampling_parameters_are_read_or_refused() -> None:
     assert trajectory.stop_reason is StopReason.MAX_TURNS
     assert "repetition_penalty is 1.2: it must be 1.0" in SEEN[0]
     assert "n is 2: it must be 1" in SEEN[1]
-    assert "'beams' is not known; there are" in SEEN[2]
+    assert "'beams' is unknown; known:" in SEEN[2]
     assert "params.temperature is 0.1, but this trajectory is trained at 1.0" in SEEN[3]
     assert "image_data: this model's renderer places text only" in SEEN[4]
     assert SEEN[5:] == [([8, 9], "length", -1, 0), "spent"]
@@ -277,7 +277,7 @@ class Tokenizes(AgentLoopBase):
         assert tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"] == closed
         tool = {"type": "function", "function": {"name": "look", "description": "Looks."}}
         assert "look" in tokenizer.decode(tokenizer.apply_chat_template(messages, tools=[tool]))
-        with pytest.raises(AgentError, match="is no tool"):
+        with pytest.raises(AgentError, match="is not a tool"):
             tokenizer.apply_chat_template(messages, tools=[{"nome": "x"}])
         end = tokenizer.eos_token_id
         assert tokenizer.pad_token_id == end
@@ -315,7 +315,7 @@ class Picky(AgentLoopBase):
 @pytest.mark.parametrize(
     ("loop", "config", "message"),
     [
-        (Abstract, {}, "writes no run()"),
+        (Abstract, {}, "defines no run()"),
         (Asks, {"size": 1}, "has no constructor that takes 'size'"),
         (Picky, {}, "does not take its configuration"),
         (Picky, {"size": 1, "response_length": 0}, "response_length is 0: it must be an integer above 0"),

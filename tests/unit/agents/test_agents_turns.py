@@ -162,9 +162,9 @@ async def test_a_failure_of_one_is_an_error_of_all_and_nothing_is_scored() -> No
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("begin", "Riddle.begin names 'nobody', no agent; they are asker, solver/0, solver/1"),
-        ("tell", "'solver/0' acts next, but was told nothing"),
-        ("payoff", "Riddle.payoff names 'solver', no agent"),
+        ("begin", "Riddle.begin names 'nobody', which is not one of the agents: asker, solver/0, solver/1"),
+        ("tell", "'solver/0' acts next, but has no observation"),
+        ("payoff", "Riddle.payoff names 'solver', which is not one of the agents"),
     ],
 )
 async def test_what_an_environment_gets_wrong_is_named(broken: str, words: str) -> None:
@@ -184,9 +184,9 @@ async def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
     [
         ({"policies": {"a": "x"}, "others": "y"}, "both given"),
         ({"policies": ["x"]}, "must be a dict"),
-        ({"policies": {"a": ""}}, "is no policy"),
+        ({"policies": {"a": ""}}, "is not a policy"),
         ({"policies": {"a b": "main"}}, "must be letters"),
-        ({"others": 7}, "is no policy"),
+        ({"others": 7}, "is not a policy"),
     ],
 )
 def test_its_configuration_is_checked(config: dict, words: str) -> None:

@@ -85,7 +85,7 @@ def test_renamed_markers_are_read_or_refused(family: str, as_tokens: bool, tmp_p
     family_renamed = Family(known.format, source=template, special=special, plain=plain, bos=known.bos, eos=ends)
     path = write_model_dir(tmp_path, family_renamed)
     if not as_tokens and family in UNDECIDABLE_AS_TEXT:
-        with pytest.raises(RenderError, match=r"cannot tell.*Set `format:`"):
+        with pytest.raises(RenderError, match=r"cannot detect.*Set `format:`"):
             load_renderer(path)
         return
     renderer = load_renderer(path)
@@ -111,7 +111,7 @@ def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) 
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     path = write_model_dir(tmp_path, Family("x"), template=template)
-    with pytest.raises(RenderError, match=r"cannot tell.*qzfirst <- qzvalue/73019.*Set `format:` to one of hermes"):
+    with pytest.raises(RenderError, match=r"cannot detect.*qzfirst <- qzvalue/73019.*Set `format:` to one of hermes"):
         load_renderer(path)
     renderer = load_renderer(path, format="hermes")
     assert renderer.describe()["source"] == "config"
@@ -119,7 +119,7 @@ def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) 
     ids = renderer._tokens.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>')
     found = renderer.parse(as_ids(ids), as_ids([]), ())
     assert found["tool_calls"] == [ToolCall("", "f", {}, "{}")]
-    with pytest.raises(RenderError, match="cannot say a call of 'lookup'"):
+    with pytest.raises(RenderError, match="cannot render a call of 'lookup'"):
         renderer.completion({"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOLS)
 
 
@@ -128,7 +128,7 @@ def test_two_formats_that_read_the_same_are_no_decision(monkeypatch: pytest.Monk
         name = "twin"
 
     monkeypatch.setitem(FORMATS, "twin", Twin)
-    with pytest.raises(RenderError, match=r"cannot tell.*hermes, twin all read back"):
+    with pytest.raises(RenderError, match=r"cannot detect.*hermes, twin all parse"):
         load_renderer(model_dir("own"))
 
 

@@ -72,14 +72,14 @@ def test_hermes_reads_reasoning_content_and_calls() -> None:
     ("inner", "name", "error"),
     [
         ('{"name": "lookup", "arguments": {"key": }}', "lookup", "not valid JSON"),
-        ('{"name": "lookup", "arguments": {"n": NaN}}', "lookup", "NaN is no JSON"),
+        ('{"name": "lookup", "arguments": {"n": NaN}}', "lookup", "NaN is not JSON"),
         ('{"arguments": {"key": "a"}}', "", 'has no "name"'),
         ('{"name": 7, "arguments": {}}', "", 'has no "name"'),
         ('{"name": "", "arguments": {}}', "", 'has no "name"'),
         ('{"name": "lookup", "parameters": {}}', "lookup", 'has no "arguments"'),
         ('{"name": "lookup", "arguments": [1]}', "lookup", "array, not an object"),
         ('{"name": "lookup", "arguments": "oops"}', "lookup", "Expecting value"),
-        ('{"name": "lookup", "arguments": {}} and more', "lookup", "more text behind"),
+        ('{"name": "lookup", "arguments": {}} and more', "lookup", "more text after"),
         ('["lookup"]', "", "array, not an object"),
         ("", "", "not valid JSON"),
         ('{"name": "lookup", "arguments": {"key": "\\ud800"}}', "lookup", "surrogate"),
@@ -283,7 +283,7 @@ def test_pythonic_reads_the_calls_before_a_mistake() -> None:
     found = parse("lfm2", text + "<|tool_call_end|><|im_end|>")["tool_calls"]
     assert found[0].arguments == {"key": "a'b", "n": -3, "flag": True, "rows": [1, None, {"x": 1.5}]}
     assert (found[1].name, found[1].arguments, found[1].error) == ("now", {}, None)
-    assert found[2].error == "the call cannot be read: arguments are written as name=value"
+    assert found[2].error == "the call cannot be parsed: arguments are written as name=value"
     assert found[2].name == "lookup"
     cut = parse("lfm2", "<|tool_call_start|>[lookup(key='a'), now(")["tool_calls"]
     assert [call.name for call in cut] == ["lookup"]

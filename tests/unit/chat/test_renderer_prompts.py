@@ -182,17 +182,17 @@ def test_dropped_reasoning_is_seen() -> None:
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RenderError, match="is no folder on this machine"):
+    with pytest.raises(RenderError, match="is not a folder on this machine"):
         load_renderer(tmp_path / "nothing")
     path = write_model_dir(tmp_path / "model", FAMILIES["own"])
     (path / "chat_template.jinja").write_text("{% for m in messages %}")
-    with pytest.raises(RenderError, match="no valid jinja"):
+    with pytest.raises(RenderError, match="not valid jinja"):
         load_renderer(path)
     (path / "chat_template.jinja").unlink()
     with pytest.raises(RenderError, match="has no chat template"):
         load_renderer(path)
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(RenderError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(RenderError, match=r"tokenizer\.json is not a tokenizer"):
         load_renderer(path, chat_template="{{ x }}")
     with pytest.raises(RenderError, match="special_in_text: 'raw' is unknown; allowed: escape, template"):
         load_renderer(model_dir("own"), special_in_text="raw")  # type: ignore[arg-type]

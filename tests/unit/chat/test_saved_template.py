@@ -120,8 +120,8 @@ def test_another_template_than_the_trained_one_is_refused_with_both_remedies(tmp
     renderer = trained(saved, model_dir("qwen2_5"), RendererConfig(chat_template="hermes-short"))
     with pytest.raises(
         RenderError,
-        match=r"renderer\.chat_template is .*terse\.jinja .* was trained with another .*: leave "
-        r"renderer\.chat_template out, .*; to use this one all the same, set renderer\.check_template: false",
+        match=r"renderer\.chat_template is .*terse\.jinja .* was trained with another .*: remove "
+        r"renderer\.chat_template to use the template .*; to use this one anyway, set renderer\.check_template: false",
     ):
         RendererConfig(chat_template=str(own)).load(saved)
     with pytest.raises(RenderError, match=r"renderer\.chat_template is hermes \("):
@@ -132,8 +132,8 @@ def test_another_template_than_the_trained_one_is_refused_with_both_remedies(tmp
     shutil.copyfile(own, saved / "chat_template.jinja")
     with pytest.raises(
         RenderError,
-        match=r"the chat template in .*saved .* is not the one that this model was trained with .*: put that one "
-        r"back as chat_template\.jinja, or name it as renderer\.chat_template; .* renderer\.check_template: false",
+        match=r"the chat template in .*saved .* is not the one that this model was trained with .*: restore that "
+        r"one as chat_template\.jinja, or set renderer\.chat_template to it; .* renderer\.check_template: false",
     ):
         RendererConfig().load(saved)
     assert prompt(RendererConfig(chat_template="hermes-short").load(saved)) == prompt(renderer)  # type: ignore[arg-type]
@@ -199,9 +199,9 @@ def test_the_short_template_is_short() -> None:
     [
         (
             "hermse",
-            r"'hermse', which is no template that ships \(did you mean hermes\?\): name one of hermes, hermes-short",
+            r"'hermse', which is not a shipped template \(did you mean hermes\?\): name one of hermes, hermes-short",
         ),
-        ("chatml", r"'chatml', which is no template that ships: name one of .*, or a jinja file \(\./chatml\)"),
+        ("chatml", r"'chatml', which is not a shipped template: name one of .*, or a jinja file \(\./chatml\)"),
         ("none.jinja", r"none\.jinja: .*No such file"),
         ("./hermes", r"renderer\.chat_template is .*hermes: .*No such file"),
     ],

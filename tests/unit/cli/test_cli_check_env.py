@@ -92,7 +92,7 @@ def test_a_model_counts_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "and the context 20" in finding["message"]
     assert report["notes"] == []
     assert run("check-env", "lookup", "--model", str(tmp_path / "none")) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_model_whose_prompts_show_no_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_model_whose_prompts_show_no_tools(tmp_path: Path, capsys: pytest.Capt
     assert run("check-env", "lookup", "--model", model, "--json") == 1
     [finding] = json.loads(capsys.readouterr().out)["findings"]
     assert finding["check"] == "tools shown"
-    assert finding["message"].startswith("the chat template shows no tools: with and without team_of, manager_of")
+    assert finding["message"].startswith("the chat template does not show tools: with and without team_of, manager_of")
     assert "--chat-template here, renderer.chat_template in a run" in finding["remedy"]
     assert run("check-env", "lookup", "--model", model, "--chat-template", "hermes-short", "--json") == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []

@@ -67,7 +67,7 @@ async def test_the_routes_that_it_names_are_there() -> None:
             url = path.replace("ID", "a" if method == "GET" or path.endswith("rewards") else "none")
             async with served.http.request(method, url, json={"value": 1.0}, headers=headers) as answer:
                 told = await answer.text()
-            assert "is no route" not in told, (method, path)
+            assert "is not a route" not in told, (method, path)
         for path in re.findall(r"`(?:/s/TOKEN)?(/v1/[\w/]+)`", TEXT):
             body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Go."}], "input": "Go."}
             method = "GET" if path.endswith("models") else "POST"

@@ -196,7 +196,7 @@ async def test_a_session_sends_the_tag_of_its_prompt() -> None:
     assert sent.params.guide.tag == renderer.guides.tagged(Guide(schema=SCHEMA), sent.prompt, ()).tag
     with pytest.raises(StructuredOutputError):
         await session.chat(asked, params=SamplingParams(guide=Guide(schema={"not": {}, "if": {"const": 1}})))
-    # What is refused has used no turn, and is no failure.
+    # What is refused has used no turn, and is not a failure.
     assert (session.turns, session.failure, len(client.requests)) == (1, None, 1)
 
 

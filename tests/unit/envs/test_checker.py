@@ -467,10 +467,10 @@ async def test_one_that_needs_a_task():
         (LosesItsConnection, "close after errors", "after a tool raised"),
         (LeaksThreads, "leaks", "6 more threads"),
         (LeaksFiles, "leaks", "6 more files"),
-        (NoSchema, "tools", "tool 'odd': its parameters are no JSON schema"),
+        (NoSchema, "tools", "tool 'odd': its parameters are not a JSON schema"),
         (LongPrompt, "lengths", "and the context 2000"),
         (LongAnswers, "lengths", "an answer of 'look'"),
-        (AnswerInPrompt, "answers", "stands in the prompt"),
+        (AnswerInPrompt, "answers", "occurs in the prompt"),
         (AnswerInTool, "answers", "description of the tool 'look'"),
         (Generous, "null policy", "empty messages scores 0.5: the floor is 0"),
         (PaysSilence, "null policy", "without an answer, score(None), scores 1: the floor is 0"),
@@ -650,7 +650,7 @@ async def test_every_task_is_looked_at_where_the_environment_can_say_what_is_wro
     report = await check_env(Rows, tasks=rows[:1], looked_at=rows, seeds=(0,))
     assert [(each.check, each.message) for each in report.errors] == [
         ("tasks", "task '3': it is solved before anything is done"),
-        ("tasks", "task 'odd': it cannot be looked at: its repository is gone"),
+        ("tasks", "task 'odd': it cannot be checked: its repository is gone"),
     ]
     assert (report.figures["tasks looked at"], report.figures["broken tasks"]) == (7, 2)
     assert "tasks looked at" not in (await check_env(Good, tasks=rows[:1], looked_at=rows, seeds=(0,))).figures

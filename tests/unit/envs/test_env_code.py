@@ -58,7 +58,7 @@ def test_what_is_no_plain_value_becomes_one_or_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot leave"):
         encode(object())
     for form in ({"o": 0}, {"p": 0}, {"x": 1}, {"t": [], "s": []}, {}):
-        with pytest.raises(ValueError, match=r"value|stands"):
+        with pytest.raises(ValueError, match=r"value|remote object"):
             decode(form)
     assert decode(encode(decimal.Decimal("1.10"))).as_tuple().exponent == -2
     assert decode(encode(fractions.Fraction(2, 6))) == fractions.Fraction(1, 3)
@@ -112,13 +112,13 @@ def test_further_formats() -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"question": "q"}, "no format of code tasks that is known: it has 'question'"),
+        ({"question": "q"}, "no known format of code tasks: its columns are 'question'"),
         ({"test_list": []}, "'test_list' is empty"),
-        ({"test_list": ["assert ("]}, "'test_list' has a test that is no Python"),
+        ({"test_list": ["assert ("]}, "'test_list' has a test that is not Python"),
         ({"test_list": "assert f()"}, "'test_list' is 'assert f\\(\\)': it must be a list"),
         ({"prompt": "def (", "test": "x = 1", "entry_point": "f"}, "column 'prompt'"),
-        ({"input_output": "{"}, "which is no JSON"),
-        ({"input_output": {"inputs": [1], "outputs": []}}, "lists of one length"),
+        ({"input_output": "{"}, "which is not JSON"),
+        ({"input_output": {"inputs": [1], "outputs": []}}, "non-empty lists of the same length"),
         ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "no 'func_name'"),
     ],
 )

@@ -248,7 +248,7 @@ class TestToolMethods:
         assert Child.tool_methods == {}
 
     def test_two_tools_of_one_name(self):
-        with pytest.raises(ToolSchemaError, match="another tool of it is called 'same'"):
+        with pytest.raises(ToolSchemaError, match="another of its tools is called 'same'"):
 
             class Owner(Env):
                 @function_tool("same")

@@ -59,10 +59,10 @@ def test_rows_become_tasks(tmp_path):
     [
         ({"question": "What?"}, "column 'answer' is missing (here: 'question')"),
         ({"answer": "#### 2"}, "column 'question' is missing (here: 'answer')"),
-        ({"question": "What?", "answer": 2}, "column 'answer' is 2: it must be a text"),
+        ({"question": "What?", "answer": 2}, "column 'answer' is 2: it must be a non-empty string"),
         ({"question": " ", "answer": "2"}, "column 'question' is ' '"),
-        ({"question": "What?", "answer": "one line\nand no result"}, "says no result: end it with a line '#### 42'"),
-        ({"question": "What?", "answer": "nothing behind it\n####"}, "says no result"),
+        ({"question": "What?", "answer": "one line\nand no result"}, "has no result: end it with a line '#### 42'"),
+        ({"question": "What?", "answer": "nothing behind it\n####"}, "has no result"),
         ('{"question": "Wha', "not JSON"),
         ("[1]", "column 'question' is missing (here: [1])"),
     ],
@@ -85,7 +85,7 @@ def test_what_is_no_file_is_named(tmp_path):
     file = lines(tmp_path / "rows.jsonl", GOOD)
     with pytest.raises(TaskError, match="split='test' is for directories"):
         next(math.tasks(path=file, split="test"))
-    with pytest.raises(TaskError, match="makes no split 'dev'"):
+    with pytest.raises(TaskError, match="has no split 'dev'"):
         next(math.tasks(split="dev"))
 
 

@@ -76,7 +76,7 @@ class TestOneClient:
             assert (result.is_error, "there is no person" in texts(result)[0]) == (True, True)
             assert (await client.call_tool("nothing", {})).is_error
             assert (await client.call_tool("finish", {"answer": 3})).is_error
-            with pytest.raises(MCPError, match="there is no prompt 'other'; there is 'task'"):
+            with pytest.raises(MCPError, match="there is no prompt 'other'; known: 'task'"):
                 await client.get_prompt("other")
             with pytest.raises(MCPError, match="there is no resource"):
                 await client.read_resource("turnwise://other")
@@ -304,7 +304,7 @@ class TestProcesses:
 
 class TestToolEnvironment:
     def test_without_a_scorer(self) -> None:
-        with pytest.raises(EnvError, match=r"'tool' does not know what an answer is worth.*only_tools"):
+        with pytest.raises(EnvError, match=r"'tool' has no scorer.*only_tools"):
             make("tool")
 
     async def test_prompt_system_and_scorer(self) -> None:

@@ -76,7 +76,7 @@ def test_a_taken_name_names_both():
 
 
 def test_bad_registrations():
-    with pytest.raises(RegistryError, match="is no name"):
+    with pytest.raises(RegistryError, match="is not a name"):
         register("a:b", Unregistered)
     with pytest.raises(RegistryError, match="must be a subclass"):
         register("not_an_env")(NoEnv)
@@ -92,5 +92,5 @@ def test_specs_travel():
     for other in (EnvSpec(**json.loads(json.dumps(spec.to_record()))), pickle.loads(pickle.dumps(spec))):
         assert other == spec
         assert other.make().size == 7
-    with pytest.raises(RegistryError, match=r"config\['fn'\].*cannot travel"):
+    with pytest.raises(RegistryError, match=r"config\['fn'\].*cannot be sent"):
         EnvSpec("registration_test", {"fn": print})

@@ -296,7 +296,7 @@ async def test_questions_from_a_file_over_ones_own_passages(own):
     [
         ([{"text": "x"}, "{"], r"c.jsonl:2: this line is not JSON"),
         (["[]"], r"c.jsonl:1: a passage is an object"),
-        ([{"id": "a", "text": "x"}, {"id": "a", "text": "y"}], r"c.jsonl:2: the id 'a' stands in line 1"),
+        ([{"id": "a", "text": "x"}, {"id": "a", "text": "y"}], r"c.jsonl:2: the id 'a' is used in line 1"),
         ([{"body": "x"}], r"c.jsonl:1: field 'text' is None \(fields here: 'body'\)"),
         ([{"text": "  "}], r"field 'text'"),
         ([{"text": "x", "title": 3}], r"field 'title' is 3"),

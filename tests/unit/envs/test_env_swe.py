@@ -60,7 +60,7 @@ def test_what_a_verdict_says():
     assert (one.resolved, one.partial, one.kept) == (False, 0.5, 1.0)
     broken = decide(found, good | {found.pass_to_pass[0]: TestStatus.SKIPPED})
     assert (broken.resolved, broken.fixed, broken.partial) == (False, 1.0, 0.0)
-    assert "tests that passed do not any more" in broken.reason
+    assert "tests that passed fail now" in broken.reason
     missing = decide(found, {})
     assert set(missing.fail_to_pass.values()) == {TestStatus.ERROR}
     assert not decide(found, good, reason="the report was forged").resolved
@@ -71,7 +71,7 @@ def test_what_a_verdict_says():
     [
         ({"reward": "half"}, "reward is 'half'"),
         ({"channel": "x"}, "channel is 'x'"),
-        ({"tools": ["bash"]}, "'bash' is none of shell"),
+        ({"tools": ["bash"]}, "'bash' is not one of shell"),
         ({"eval_timeout": 0}, "eval_timeout is 0"),
         ({"max_patch": 1.5}, "max_patch is 1.5"),
         ({"image": "x"}, "image is 'x'"),

@@ -204,7 +204,7 @@ def test_what_is_wrong_is_told():
         to_gymnasium("lookup", render_mode="human")
     with pytest.raises(RegistryError, match="does not take"):
         to_gymnasium("lookup", nonsense=1)
-    with pytest.raises(EnvError, match="goes with the name"):
+    with pytest.raises(EnvError, match="applies to an environment's name"):
         to_gymnasium(LookupEnv, size=3)
     with pytest.raises(TaskError, match="it contains no tasks"):
         to_gymnasium("lookup", tasks=list)

@@ -136,20 +136,20 @@ async def test_nonsense_is_asked_about_again_and_then_an_error(server):
     assert (await ask(judge(server)))[0] == 0.6
     again = server.asked[1]["messages"]
     assert [message["role"] for message in again] == ["user", "assistant", "user"]
-    assert "it holds no number as score" in again[2]["content"]
+    assert "its score is not a number" in again[2]["content"]
     assert "its score is 11, not from 0 to 10" in server.asked[2]["messages"][2]["content"]
 
     server.answer = lambda body: "splendid"
     env = SingleTurnEnv(Rubric({"judge": judge(server, attempts=2)}))
     await invoke(env, "reset", TASK)
-    with pytest.raises(EnvError, match=r"'judge' .*\(grader\) gave no verdict in 2 tries: .*'splendid'"):
+    with pytest.raises(EnvError, match=r"'judge' .*\(grader\) returned no verdict in 2 tries: .*'splendid'"):
         await invoke(env, "step", FINAL)
 
 
 @pytest.mark.parametrize("score", [True, None, "NaN", [], {}, -1, 10.5])
 async def test_scores_that_are_none_are_never_numbers(server, score):
     server.answer = lambda body: orjson.dumps({"reasoning": "", "score": score}).decode()
-    with pytest.raises(EnvError, match="gave no verdict in 1 try"):
+    with pytest.raises(EnvError, match="returned no verdict in 1 try"):
         await ask(judge(server, attempts=1))
 
 
@@ -166,14 +166,14 @@ async def test_scores_that_are_none_are_never_numbers(server, score):
 async def test_what_is_weighed_or_cut_off_is_no_verdict(server, text, reason):
     said = {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
     server.answer = lambda body: web.json_response(said)
-    with pytest.raises(EnvError, match="gave no verdict in 2 tries"):
+    with pytest.raises(EnvError, match="returned no verdict in 2 tries"):
         await ask(judge(server, attempts=2))
     assert len(server.asked) == 2
 
 
 async def test_a_cache_that_cannot_be_written_is_refused_before_anybody_is_asked(server, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written: name a file in a folder"):
+    with pytest.raises(ConfigError, match="cannot be written: choose a writable folder"):
         judge(server, cache_file=str(tmp_path / "file" / "verdicts.jsonl"))
     made = judge(server, cache_file=str(tmp_path / "new" / "verdicts.jsonl"))
     assert not (tmp_path / "new").exists()
@@ -201,13 +201,13 @@ async def test_what_passes_is_tried_again(server):
     assert (await ask(judge(server)))[0] == 0.5
     assert len(server.asked) == 4
     server.answer = lambda body: failing(502, "still starting")
-    with pytest.raises(EndpointError, match=r"failed after 3 tries: it answered 502: 'still starting'"):
+    with pytest.raises(EndpointError, match=r"failed after 3 tries: it returned 502: 'still starting'"):
         await ask(judge(server, retries=2), "other")
 
 
 async def test_a_refusal_is_final(server):
     server.answer = lambda body: failing(401, "bad key")
-    with pytest.raises(EndpointError, match=r"failed after 1 try: it answered 401: 'bad key'"):
+    with pytest.raises(EndpointError, match=r"failed after 1 try: it returned 401: 'bad key'"):
         await ask(judge(server))
 
 
@@ -283,7 +283,7 @@ async def test_equal_questions_are_asked_once(server, tmp_path):
     assert (await ask(judge(server, cache_file=str(file), high=20)))[1] == {"cached": 0.0}
     assert KEY.encode() not in file.read_bytes()
     file.write_text('{"key": 1}\n{"no": "verdict"}\n')
-    with pytest.raises(ConfigError, match=r"verdicts\.jsonl:1 holds no verdict"):
+    with pytest.raises(ConfigError, match=r"verdicts\.jsonl:1 is not a verdict"):
         judge(server, cache_file=str(file))
 
 
@@ -356,7 +356,7 @@ def test_a_password_in_the_url_is_not_shown():
         ({"requests_per_minute": 0}, "requests_per_minute is 0"),
         ({"structured": "yes"}, "structured is 'yes'"),
         ({"model": ""}, "model is ''"),
-        ({"template": "{{ x"}, r"is no template \(line 1"),
+        ({"template": "{{ x"}, r"is not a template \(line 1"),
         ({"template_file": "/nowhere.jinja"}, "template_file /nowhere.jinja cannot be read"),
         ({"template": "x", "template_file": "y"}, "both given"),
         ({"tmeperature": 1}, "does not take"),

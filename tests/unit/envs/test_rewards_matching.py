@@ -288,9 +288,9 @@ def test_json_schema():
     assert own("[1]", {"schema": {"type": "array"}})[0] == 1.0
     with pytest.raises(EnvError, match="must be a JSON schema"):
         own("[1]", {})
-    with pytest.raises(EnvError, match="is no JSON schema"):
+    with pytest.raises(EnvError, match="is not a JSON schema"):
         own("[1]", {"schema": {"type": "arr"}})
-    with pytest.raises(ConfigError, match="schema is no JSON schema"):
+    with pytest.raises(ConfigError, match="schema is not a JSON schema"):
         JSONSchema({"type": "objekt"})
 
 

@@ -175,7 +175,7 @@ async def test_the_wire_is_vllms(http, replica):
     [
         ({}, 400, "input", "either input"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, 400, "input", "either input"),
-        ({"input": []}, 400, "input", "input must be a text"),
+        ({"input": []}, 400, "input", "input must be a string"),
         ({"input": ""}, 400, "input", "has no token"),
         ({"input": [[1, "x"]]}, 400, "input", "ids of 0 to 999"),
         ({"input": [1000]}, 400, "input", "ids of 0 to 999"),
@@ -265,12 +265,12 @@ async def test_a_model_that_is_no_classifier_is_refused(tmp_path, scalar):
 
 async def test_a_label_and_no_answer(triple, replica):
     reward = RewardModel(replica.url, label=1, retries=0)
-    with pytest.raises(EnvError, match="answered 1 outputs; label is 1"):
+    with pytest.raises(EnvError, match="returned 1 outputs; label is 1"):
         await reward({"role": "assistant", "content": "a"}, "a", talk(1))
     assert await RewardModel(replica.url, without_answer=-2.0)(None, "", talk(1)) == -2.0
     empty = {"role": "assistant", "content": ""}
     assert await RewardModel(replica.url, without_answer=-2.0, last_message_only=True)(empty, "", talk(1)) == -2.0
-    with pytest.raises(EndpointError, match=r"it answered 404: .*'tiny' is served here"):
+    with pytest.raises(EndpointError, match=r"it returned 404: .*'tiny' is served here"):
         await RewardModel(replica.url, model="other")(talk(1)[-1], "", talk(1))
     await reward.close()
 
@@ -282,7 +282,7 @@ async def test_a_label_and_no_answer(triple, replica):
         ({"url": "http://x", "model_dir": "y"}, "give either url"),
         ({"url": "x"}, "the URL is 'x'"),
         ({"url": "http://x", "label": -1}, "label is -1"),
-        ({"model_dir": "/nowhere"}, "/nowhere, which holds no config.json"),
+        ({"model_dir": "/nowhere"}, "/nowhere, which has no config.json"),
         ({"url": "http://x", "concurrency": 0}, "concurrency is 0"),
     ],
 )

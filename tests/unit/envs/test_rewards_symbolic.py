@@ -90,7 +90,7 @@ async def test_a_process_that_somebody_killed_is_replaced():
 
 
 async def test_a_right_answer_that_says_nothing_is_an_error():
-    with pytest.raises(EnvError, match=r"task.data\['answer'\] holds '': math-verify reads nothing in it"):
+    with pytest.raises(EnvError, match=r"task.data\['answer'\] holds '': math-verify cannot parse it"):
         await Symbolic()(r"\boxed{3}", {"answer": ""})
     with pytest.raises(EnvError, match=r"task\.data has no 'answer'"):
         await Symbolic()(r"\boxed{3}", {})

@@ -151,5 +151,5 @@ def test_what_a_test_prints_is_no_result():
 
 
 def test_an_unknown_framework():
-    with pytest.raises(ConfigError, match="framework is 'nonesuch': logs are read of pytest, "):
+    with pytest.raises(ConfigError, match="framework is 'nonesuch': supported are pytest, "):
         parser_of("nonesuch")

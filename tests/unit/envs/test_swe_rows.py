@@ -125,8 +125,8 @@ def test_r2e():
         ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
         ({"FAIL_TO_PASS": "one test"}, "FAIL_TO_PASS is 'one test': it must be a list of test names"),
         ({"repo": "nobody/knows"}, "give the row image_name"),
-        ({"patch": 3}, "patch is 3: it must be a text"),
-        ({"framework": "tap"}, "framework is 'tap': logs are read of"),
+        ({"patch": 3}, "patch is 3: it must be a string"),
+        ({"framework": "tap"}, "framework is 'tap': supported are"),
         ({"sandbox_env": "x"}, "sandbox_env is 'x'"),
     ],
 )
@@ -144,7 +144,7 @@ def test_shipped_rows(tmp_path):
     assert len({task.data["kind"] for task in rows}) >= 8
     for task in rows:
         found = instance_of(task)
-        # The solution is the bug taken back, and tests are no part of it.
+        # The solution is the bug taken back, and tests are not part of it.
         assert touched(found.patch) == touched(found.setup_patch)
         assert not any(is_protected(path) for path in touched(found.patch))
         assert all(is_protected(path) for path in touched(found.test_patch))
@@ -172,7 +172,7 @@ def test_a_snapshot_is_the_same_everywhere(tmp_path):
 
 @pytest.mark.parametrize("path", ["../a", "/a", ".git/config"])
 def test_archives_stay_inside(path):
-    with pytest.raises(TaskError, match="no path inside"):
+    with pytest.raises(TaskError, match="not a path inside"):
         read_archive(f"-- {path} --\nx\n")
 
 

@@ -175,7 +175,7 @@ async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls(
     result = await invoke(env, "step", says("", "wait", "look"))
     assert (result.terminated, result.truncated, result.info["stop_reason"]) == (False, True, "timeout")
     assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1"]
-    assert "the episode's 0.05 s are over" in result.observation[0]["content"]
+    assert "the episode's 0.05 s are used up" in result.observation[0]["content"]
     assert inner.cancelled
     await invoke(env, "close")
 
@@ -188,7 +188,7 @@ async def test_a_time_limit_holds_for_single_calls():
         # The first one is interrupted, the second one is not begun.
         response = await invoke(env, "call", ToolCall("c", "wait", {}))
         assert response.error == "timeout"
-        assert "the episode's 0.05 s are over" in response.text
+        assert "the episode's 0.05 s are used up" in response.text
     assert inner.cancelled
     await invoke(env, "close")
 

@@ -94,7 +94,7 @@ def test_a_schema_beside_tools_leaves_the_calls(dialect: str) -> None:
     asked = body(dialect, "json", stream=False)
     asked["tools"] = body(dialect, "required", stream=False)["tools"]
     assert READ[dialect](asked, ALL).guide == Guide(schema=SCHEMA, calls=NAMES)
-    with pytest.raises(ApiError, match="held to JSON beside calls") as raised:
+    with pytest.raises(ApiError, match="constrained to JSON beside calls") as raised:
         READ[dialect](asked, Abilities(guided=True, chat_format="pythonic"))
     assert raised.value.param == FIELDS["json"][dialect]
 
@@ -166,7 +166,7 @@ async def test_a_schema_that_the_engine_refuses_names_the_field_and_fails_nothin
         for schema, said in (
             (SCHEMA, "the model server answered 400: too deep at the model server"),
             ({"not": {"type": "null"}}, "'not'"),
-            (nested, "write it flatter"),
+            (nested, "reduce its nesting"),
         ):
             asked = body(dialect, "json", stream=stream, schema=schema)
             async with served.http.post(opened["base"] + PATHS[dialect], json=asked) as answer:

@@ -127,7 +127,7 @@ class TestSpecs:
                 "task 'a': its environment .*OSError: no such database",
             ),
             (Task("a", "p", agent="raect"), "task 'a': its agent .*react"),
-            (Task("a", "p", agent_config={"x": 1}), "task 'a': its agent .*refuses its configuration"),
+            (Task("a", "p", agent_config={"x": 1}), "task 'a': its agent .*rejects its configuration"),
         ],
     )
     async def test_what_cannot_be_made_is_named(self, task: Task, message: str) -> None:

@@ -155,12 +155,12 @@ def test_all_fields_of_an_address() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{base}/rollout/{rollout_id}", "must hold /{token} once"),
-        ("{base}/{token}/{token}", "must hold /{token} once"),
-        ("{base}/s-{token}", "must hold /{token} once"),
+        ("{base}/rollout/{rollout_id}", "must contain /{token} once"),
+        ("{base}/{token}/{token}", "must contain /{token} once"),
+        ("{base}/s-{token}", "must contain /{token} once"),
         (
             "{base}/{rollout}/{token}",
-            "{rollout} in '{base}/{rollout}/{token}' is no field of an address; there are",
+            "{rollout} in '{base}/{rollout}/{token}' is not a field of an address; fields:",
         ),
         ("{host}/{token}", "begin it with {base}, http:// or https://"),
         ("{base}/x?key=1/{token}", "'?'"),
@@ -178,9 +178,9 @@ def test_what_is_no_address_is_refused_by_name(template: str, said: str) -> None
 @pytest.mark.parametrize(
     ("gateway", "said"),
     [
-        ({"public_urls": ["proxy:80"]}, "'proxy:80' is no base URL"),
-        ({"public_urls": ["http://proxy:port"]}, "'http://proxy:port' is no base URL"),
-        ({"public_urls": ["http://proxy/?a=1"]}, "is no base URL"),
+        ({"public_urls": ["proxy:80"]}, "'proxy:80' is not a base URL"),
+        ({"public_urls": ["http://proxy:port"]}, "'http://proxy:port' is not a base URL"),
+        ({"public_urls": ["http://proxy/?a=1"]}, "is not a base URL"),
         ({"port": 70000}, "at most 65535"),
         ({"ports": 1}, "did you mean"),
     ],

@@ -104,7 +104,7 @@ async def test_unknown_names_and_configurations(tmp_path) -> None:
     agents = table(tmp_path, f"- {{name: mine, target: '{HERE}'}}")
     with pytest.raises(RegistryError, match=r"no agent is called 'mein'; did you mean 'mine'\?"):
         agents.of(Task("t", "go", agent="mein"))
-    with pytest.raises(ConfigError, match=r"agent 'mine': .*refuses its configuration"):
+    with pytest.raises(ConfigError, match=r"agent 'mine': .*rejects its configuration"):
         agents.of(Task("t", "go", agent="mine", agent_config={"colour": 1}))
     config = RolloutConfig(env={"name": "lookup"}, agent={"name": HERE, "config": {"colour": 1}})
     with pytest.raises(AgentError, match="colour"):

@@ -197,7 +197,7 @@ def test_a_file_that_becomes_shorter_is_an_error_that_names_it(tmp_path: Path) -
         changed(tmp_path, lambda: os.truncate(tmp_path / "in/b", 1))
     source = tmp_path / "in"
     (source / "b").write_bytes(b"1234")
-    with pytest.raises(SandboxFileError, match=r"is not uploaded: '\./b' became shorter"):
+    with pytest.raises(SandboxFileError, match=r"cannot be uploaded: '\./b' became shorter"):
         pack(source, Watched("./b", lambda: os.truncate(source / "b", 1)))
 
 

@@ -153,7 +153,7 @@ async def test_a_backend_that_cannot_says_so() -> None:
 async def test_a_process_that_is_gone_has_no_network_to_listen_in() -> None:
     process = await asyncio.create_subprocess_exec("true")
     await process.wait()
-    with pytest.raises(SandboxUnavailable, match="cannot be entered"):
+    with pytest.raises(SandboxUnavailable, match="cannot enter"):
         await listen_in(process.pid)
 
 

@@ -184,7 +184,7 @@ def test_configurations_are_refused_by_name() -> None:
 def test_specs_are_refused_by_name(tmp_path: Path) -> None:
     for spec, words in (
         (SandboxSpec(workdir="work"), "workdir is 'work'"),
-        (SandboxSpec(workspace=tmp_path / "none"), "none' is no folder"),
+        (SandboxSpec(workspace=tmp_path / "none"), "none' is not a folder"),
         (SandboxSpec(mounts=(Mount(tmp_path, "inside"),)), "not absolute"),
         (SandboxSpec(mounts=(Mount(tmp_path / "none", "/inside"),)), "is not there"),
     ):

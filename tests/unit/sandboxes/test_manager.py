@@ -134,14 +134,14 @@ async def test_configured_limits_go_before_those_of_the_environment() -> None:
     asked = SandboxSpec(limits=SandboxLimits(memory=1, pids=7))
     assert (await held.open(asked)).spec.limits == replace(asked.limits, memory=3 * 2**29, network=True)
     await held.close()
-    with pytest.raises(ConfigError, match="'lots' is no size"):
+    with pytest.raises(ConfigError, match="'lots' is not a size"):
         load_config(SandboxConfig, overrides=["limits.memory=lots"])
 
 
 def test_an_unknown_backend_is_told_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'doker'; did you mean 'docker'"):
         open_backend(SandboxConfig(name="doker"))
-    with pytest.raises(ConfigError, match="no SandboxBackend"):
+    with pytest.raises(ConfigError, match="not a SandboxBackend"):
         open_backend(SandboxConfig(name="turnwise.tasks:Task"))
     with pytest.raises(ConfigError, match=r"sandbox\.config of 'local'"):
         open_backend(SandboxConfig(config={"images": ["a"]}))

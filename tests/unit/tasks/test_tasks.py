@@ -126,7 +126,7 @@ class TestJsonl:
             load_tasks(tmp_path / "none.jsonl")
         other = tmp_path / "rows.csv"
         other.write_text("a,b")
-        with pytest.raises(TaskError, match=r"'\.csv' are not read: use \.jsonl"):
+        with pytest.raises(TaskError, match=r"'\.csv' are not supported: use \.jsonl"):
             load_tasks(other)
 
     def test_negative_limit(self):
@@ -166,7 +166,7 @@ class TestParquet:
         pytest.importorskip("pyarrow")
         path = tmp_path / "rows.parquet"
         path.write_text("nope")
-        with pytest.raises(TaskError, match="not a parquet file"):
+        with pytest.raises(TaskError, match="cannot be read as a parquet file"):
             load_tasks(path)
 
     def test_missing_extra_is_named(self, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ class TestDatasets:
         assert load_tasks(f"{path}:test") == [Task("saved-test-0", "b", {"gold": 2})]
         with pytest.raises(TaskError, match="several splits \\(test, train\\)"):
             load_tasks(path)
-        with pytest.raises(TaskError, match="no split 'dev': it has test, train"):
+        with pytest.raises(TaskError, match="no split 'dev': the splits are test, train"):
             load_tasks(f"{path}:dev")
 
     def test_saved_dataset_without_splits(self, tmp_path):
@@ -205,7 +205,7 @@ class TestDatasets:
 
     def test_an_empty_directory(self, tmp_path):
         pytest.importorskip("datasets")
-        with pytest.raises(TaskError, match="not a Hugging Face dataset"):
+        with pytest.raises(TaskError, match="cannot be read as a Hugging Face dataset"):
             load_tasks(tmp_path)
 
 

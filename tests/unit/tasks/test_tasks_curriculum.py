@@ -124,9 +124,9 @@ def test_each_source_of_a_mix_has_its_own_and_a_stream_has_none(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"buckets": [0.0, 0.5]}, "bounds rise from 0.0 to 1.0"),
-    ({"buckets": [0.0, 0.8, 0.2, 1.0]}, "bounds rise"),
-    ({"weights": [1.0]}, "there are 3 pools"),
+    ({"buckets": [0.0, 0.5]}, "bounds must rise from 0 to 1"),
+    ({"buckets": [0.0, 0.8, 0.2, 1.0]}, "bounds must rise"),
+    ({"weights": [1.0]}, "each of 3 pools"),
     ({"weights": [0, 0, 0]}, "not all 0"),
     ({"floor": 0.5}, "more than 1"),
 ])  # fmt: skip

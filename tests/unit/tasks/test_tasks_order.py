@@ -171,7 +171,7 @@ def test_a_streamed_source_reports_what_is_wrong_where_it_is_reached() -> None:
 def test_streamed_tasks_near_each_other_have_different_ids(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"id": n % 7, "prompt": "p"}) + "\n" for n in range(20)))
-    with pytest.raises(TaskError, match=r"rows\.jsonl:8: the id '0' was given before \(.*rows\.jsonl:1\)"):
+    with pytest.raises(TaskError, match=r"rows\.jsonl:8: the id '0' is already used \(.*rows\.jsonl:1\)"):
         open_order(SourceConfig(source=str(path), stream=True))
 
 
@@ -183,9 +183,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     mixed, _ = open_order([text, SourceConfig(source=text, name="b", id_prefix="b/")])
     keys(held, 15), keys(lazy, 15), keys(mixed, 3)
     jsonl(path, 10)
-    with pytest.raises(TaskError, match=r"stands at task 15 of its epoch, but .*rows\.jsonl holds 10: resume with"):
+    with pytest.raises(TaskError, match=r"is at task 15 of its epoch, but .*rows\.jsonl holds 10: resume with"):
         open_order(text, state=held.state())
-    with pytest.raises(TaskError, match=r"held row \d+ of rows, which has no such task any more"):
+    with pytest.raises(TaskError, match=r"held row \d+ of rows, which no longer has such a task"):
         open_order(SourceConfig(source=text, stream=True, shuffle_buffer=4), state=lazy.state())
     with pytest.raises(TaskError, match=r"made while .* was streamed, and now it is held"):
         open_order(text, state=lazy.state())
@@ -265,15 +265,15 @@ def test_names_and_ids_of_a_mix_must_differ(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.jsonl").write_text('{"id": "same", "prompt": "p"}\n')
     first, second = str(tmp_path / "a/rows.jsonl"), str(tmp_path / "b/rows.jsonl")
-    with pytest.raises(TaskError, match="2 sources are called 'rows': give each a 'name' of its own"):
+    with pytest.raises(TaskError, match="2 sources are called 'rows': give each a unique 'name'"):
         open_order([first, second])
     other = SourceConfig(source=second, name="other")
     for opened in (open_order, load_mix):
-        with pytest.raises(TaskError, match=r"b/rows\.jsonl:1: the id 'same' is that of .*a/rows\.jsonl:1.*id_prefix"):
+        with pytest.raises(TaskError, match=r"b/rows\.jsonl:1: the id 'same' is also the id of .*a/rows\.jsonl:1.*id_prefix"):
             opened([first, other])
     order, _ = open_order([first, other.model_copy(update={"id_prefix": "o/"})])
     assert {name for name, _ in keys(order, 2)} == {"same", "o/same"}
-    with pytest.raises(TaskError, match="task_limit is 3, but there are 2 sources: give each a limit"):
+    with pytest.raises(TaskError, match="task_limit is 3, but there are 2 sources: set a limit for each"):
         open_order([first, other], limit=3)
 
 
@@ -316,7 +316,7 @@ def test_rows_that_are_left_out_are_counted_and_all_of_them_is_an_error() -> Non
             open_order(tasks, keep=lambda task: "too long")
     resumed, _ = open_order(tasks, keep=keep, state=order.state())
     assert resumed.dropped() == {"more than 5 tokens": 10}
-    with pytest.raises(TaskError, match=r"endless: 100,001 rows in a row were left out .*too long"):
+    with pytest.raises(TaskError, match=r"endless: 100,001 consecutive rows were left out .*too long"):
         open_order(SourceConfig(source=f"{HERE}:endless", stream=True), keep=lambda task: "too long")
 
 
@@ -336,7 +336,7 @@ def test_a_file_may_leave_out_more_rows_in_a_row_than_an_endless_source(
 
 def test_an_evaluation_of_an_endless_source_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "EVALUATED_AT_MOST", 30)
-    with pytest.raises(TaskError, match=r"endless holds more than 30 tasks, or has no end.*say by limit how many"):
+    with pytest.raises(TaskError, match=r"endless holds more than 30 tasks, or has no end.*set limit to the number"):
         load_mix(f"{HERE}:endless")
     assert len(load_mix(f"{HERE}:endless", limit=40).tasks) == 40
     assert len(load_mix(f"{HERE}:finite?n=30").tasks) == 30

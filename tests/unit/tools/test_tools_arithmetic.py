@@ -55,7 +55,7 @@ PROBLEMS = {
     "1/0": "division by zero",
     "5//(2-2)": "division by zero",
     "0**-1": "division by zero",
-    "2**0.5": "exponent 0.5 is no whole number",
+    "2**0.5": "exponent 0.5 is not a whole number",
     "sqrt(4)": "'sqrt(4)' cannot be evaluated",
     "__import__('os')": "cannot be evaluated",
     "1,2": "cannot be evaluated",

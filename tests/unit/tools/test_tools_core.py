@@ -173,7 +173,7 @@ class TestAsTool:
 
     @pytest.mark.parametrize("item", [3, len, Owner, None])
     def test_anything_else(self, item):
-        with pytest.raises(ToolSchemaError, match="is no tool"):
+        with pytest.raises(ToolSchemaError, match="is not a tool"):
             as_tool(item)
 
 

@@ -115,7 +115,7 @@ class TestAnswers:
             ToolCall("c", "n" * 100_000, {}),
             ToolCall("c", "add", {"a": "9" * 100_000}),
             ToolCall("c", "add", {"a": 1, "k" * 100_000: 1}),
-            ToolCall("c", "add", {}, "", "the call is no JSON: " + "x" * 100_000),
+            ToolCall("c", "add", {}, "", "the call is not JSON: " + "x" * 100_000),
         ],
     )
     async def test_a_models_own_words_are_quoted_short(self, made):
@@ -431,7 +431,7 @@ class TestConcurrency:
         texts = {(await made.run(call("where"))).response.text for _ in range(3)}
         assert texts == {str(executor.submit(threading.get_ident).result(WAIT))}
         executor.shutdown()
-        with pytest.raises(EnvError, match="takes no calls"):
+        with pytest.raises(EnvError, match="rejected the call"):
             await made.run(call("where"))
 
 

@@ -130,7 +130,9 @@ class TestReferencesInSchemas:
     def test_one_that_leads_nowhere_is_refused_when_the_tool_is_made(self):
         for reference in ("#/$defs/point", "other.json", "#point"):
             given = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": reference}]}}}
-            with pytest.raises(ToolSchemaError, match=f"refer to {re.escape(repr(reference))}, which is not in them"):
+            with pytest.raises(
+                ToolSchemaError, match=f"refer to {re.escape(repr(reference))}, which they do not define"
+            ):
                 as_schema({"name": "x", "parameters": given.copy()})
 
     def test_one_behind_another(self):
@@ -155,7 +157,7 @@ class TestReferencesInSchemas:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(0)
             address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
-            with pytest.raises(ToolSchemaError, match="which is not in them"):
+            with pytest.raises(ToolSchemaError, match="which they do not define"):
                 as_schema({"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": address}}}})
             with pytest.raises(BlockingIOError):
                 server.accept()
@@ -177,8 +179,8 @@ class TestReferencesInSchemas:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ([1], r"\[1\] is no tool schema"),
-        ({"type": "function", "function": None}, "is no tool schema"),
+        ([1], r"\[1\] is not a tool schema"),
+        ({"type": "function", "function": None}, "is not a tool schema"),
         ({"name": "x", "description": 5}, "its description is 5"),
         ({"name": "x", "parameters": ["a"]}, r"its parameters are \['a'\]"),
     ],
@@ -238,7 +240,7 @@ class TestAuthorsAreTold:
                 FunctionTool(fn)
 
     def test_of_class_methods(self):
-        with pytest.raises(ToolSchemaError, match="a class method is no tool: write a method, with self"):
+        with pytest.raises(ToolSchemaError, match="a class method cannot be a tool: write a method"):
 
             class Above:
                 @classmethod
@@ -246,7 +248,7 @@ class TestAuthorsAreTold:
                 def tool(cls, n: int) -> int:
                     return n
 
-        with pytest.raises(ToolSchemaError, match="a class method is no tool"):
+        with pytest.raises(ToolSchemaError, match="a class method cannot be a tool"):
 
             class Below:
                 @function_tool

@@ -368,7 +368,7 @@ class TestSelection:
             ({"tool_selection": "sel_count"}, r"tool_selection'\] is 'sel_count': it must be a list"),
             (
                 {"tool_selection": [], "extra_info": {"tool_selection": []}},
-                r"says data\['tool_selection'\] and data\['extra_info'\]\['tool_selection'\]: keep one",
+                r"sets data\['tool_selection'\] and data\['extra_info'\]\['tool_selection'\]: keep one",
             ),
             ({"tools_kwargs": []}, r"tools_kwargs'\] is \[\]"),
             ({"tools_kwargs": {"nobody": {}}}, "names 'nobody'"),

@@ -81,7 +81,7 @@ async def producer(env, lines=(CALL, "done"), renderer=None):
 
 @pytest.mark.parametrize(("env", "kinds"), [("Declares", "image"), ("HasCamera", "image, video")])
 async def test_a_renderer_that_cannot_place_it_is_named_before_any_episode(env, kinds):
-    words = f"{env}': its tool 'shot' answers with {kinds}, but the renderer of this model places text only: leave"
+    words = f"{env}': its tool 'shot' returns {kinds}, but the renderer of this model accepts text only: leave"
     with pytest.raises(ConfigError, match=words):
         await producer(env)
     assert counts == {"made": 1, "reset": 0, "closed": 1}
@@ -95,7 +95,7 @@ async def test_a_renderer_that_places_it_is_no_error():
 
     made, _ = await producer("Declares", renderer=Sees())
     await made.close()
-    with pytest.raises(ConfigError, match=r"answers with video, but .* places text, image only"):
+    with pytest.raises(ConfigError, match=r"returns video, but .* accepts text, image only"):
         await producer("HasCamera", renderer=Sees())
 
 
@@ -104,7 +104,7 @@ async def test_an_environment_that_only_a_task_names_ends_its_episode_before_it_
     [group] = await made.gather([RolloutRequest(Task("t", "", env=f"{__name__}:Declares"))])
     await made.close()
     assert (group.failed, len(written)) == (1, 1), "it would fail again: no second attempt"
-    assert "answers with image" in written[0].error
+    assert "returns image" in written[0].error
     assert counts["reset"] == 0
     assert counts["made"] == counts["closed"] == 2
 
@@ -115,7 +115,7 @@ async def test_what_was_not_declared_ends_the_episode_with_its_name():
     await made.close()
     assert (group.failed, len(written)) == (1, 2)
     for trajectory in written:
-        assert "tool 'shot' answered with image, audio, which it does not declare: write media=(" in trajectory.error
+        assert "tool 'shot' returned image, audio, which it does not declare: write media=(" in trajectory.error
         assert trajectory.rewards == []
 
 

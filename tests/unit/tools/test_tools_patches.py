@@ -134,7 +134,7 @@ def test_files_come_go_and_move() -> None:
 @pytest.mark.parametrize(
     ("patch", "said"),
     [
-        ("hello", "this is no patch"),
+        ("hello", "this is not a patch"),
         ("*** Begin Patch\n*** Update File: f\n@@\n-a\n+b", r"no '\*\*\* End Patch'"),
         ("*** Begin Patch\n*** Update File: f\nxyz\n*** End Patch", "line 3 of the patch is 'xyz'"),
         ("*** Begin Patch\n*** Add File: f\nxyz\n*** End Patch", r"begins with '\+'"),
@@ -159,9 +159,9 @@ def test_line_ends_stay_as_they_are() -> None:
 
 
 def test_errors_of_a_replacement_can_be_acted_on() -> None:
-    with pytest.raises(ToolError, match="stands there 2 times, at lines 2, 7"):
+    with pytest.raises(ToolError, match="occurs 2 times, at lines 2, 7"):
         replaced(FILE, "y = x + 1", "y = 0")
-    with pytest.raises(ToolError, match=r"other white space it does, at line 2:\n +2\t    y = x \+ 1"):
+    with pytest.raises(ToolError, match=r"different whitespace it does, at line 2:\n +2\t    y = x \+ 1"):
         replaced(FILE, "y=x+1\n\treturn y\n\n\ndef g(x):", "y = 0")
     with pytest.raises(ToolError, match=r"The nearest is at line 6:\n +6\tdef g\(x\):"):
         replaced(FILE, "def g(z):", "def g():")

@@ -139,7 +139,7 @@ async def test_files_are_viewed_and_changed(use: Callable[[BaseTool], Do], box: 
     ).text == "     4\tdef g():\n     5\t    return 1"
     found = await editor(command="str_replace", path="src/a.py", old_str="return 1", new_str="return 2")
     assert found.error == "tool_error"
-    assert "stands there 2 times, at lines 2, 5" in str(found.text)
+    assert "occurs 2 times, at lines 2, 5" in str(found.text)
     found = await editor(
         command="str_replace", path="src/a.py", old_str="def g():\n    return 1", new_str="def g(): ..."
     )
@@ -152,7 +152,7 @@ async def test_files_are_viewed_and_changed(use: Callable[[BaseTool], Do], box: 
     assert "src/a.py" in str((await editor(command="view", path=".")).text)
     await box.write_file("bin", b"a\0b")
     for arguments, said in (
-        ({"command": "view", "path": "bin"}, "no text file"),
+        ({"command": "view", "path": "bin"}, "not a text file"),
         ({"command": "view", "path": "none"}, "there is no file 'none'"),
         ({"command": "view", "path": "src/a.py", "view_range": [9, 12]}, "has 5 lines"),
         ({"command": "insert", "path": "src/a.py"}, "insert needs insert_line and new_str"),
@@ -200,7 +200,7 @@ async def test_tools_that_ship_are_named_in_a_configuration() -> None:
     for wrong, said in (
         (["shel"], "there is no tool 'shel'; did you mean 'shell'"),
         ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are timeout, .*persistent"),
-        ([{"name": "submit", "config": {"a": 1}}], "it takes none"),
+        ([{"name": "submit", "config": {"a": 1}}], "takes no config"),
     ):
         with pytest.raises(ConfigError, match=said):
             await Toolbox(ToolsConfig.model_validate(wrong)).tools()

@@ -117,7 +117,7 @@ def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
     _, untold = experience([short], Reader(StopReason.MAX_TURNS))
     assert by_first_id(untold)[8][2] == pytest.approx([0, 6.45], abs=1e-5)
     assert by_first_id(untold)[5][2] == pytest.approx([0, 0, 2.1125, 4.225, 0, 0, 0], abs=1e-5)
-    # The row that is trained is the one that was sampled: what was asked after it is no part of it.
+    # The row that is trained is the one that was sampled: what was asked after it is not part of it.
     assert [len(row.sample.input_ids) for row in found.rows] == [2, 7]
     # Where the reason does not leave the end open, or tokens at the end were cut off, nothing is added.
     _, closed = experience([interleaved(StopReason.MAX_TURNS)], Reader(StopReason.MAX_TOKENS))

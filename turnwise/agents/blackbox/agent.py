@@ -198,7 +198,7 @@ class BlackBoxAgent(Agent):
         try:
             how = await self._watch(program.wait, acting)
         finally:
-            # Of one that was given up nobody reads what it wrote.
+            # The output of an abandoned program is not read.
             left = await program.end(collect=how == "ended")
         where = fill(self._recipe.result, acting.values)
         return _End(how, left, await read_answer(where, left.stdout.text, quarters.read))
@@ -222,7 +222,7 @@ class BlackBoxAgent(Agent):
     def _sandbox_of(self, episode: Episode) -> Sandbox:
         if episode.sandbox is None:
             raise AgentError(
-                f"blackbox: the program is to run in a sandbox, and {type(episode.env).__qualname__} opened none in "
+                f"blackbox: the program runs in a sandbox, but {type(episode.env).__qualname__} opened none in "
                 "its reset: choose an environment that works in one (swe, terminal), or leave 'sandbox' out"
             )
         return episode.sandbox
@@ -294,7 +294,7 @@ class BlackBoxAgent(Agent):
             episode.finish(StopReason.TIMEOUT)
             return
         if end.how == "lingered" or endpoint.failure is not None:
-            # What the program was told last ends the episode: the runner knows what it means.
+            # The program's last error response ends the episode: the runner maps it to a stop reason.
             return
         if left.status is None or left.status < 0:
             how = "its supervisor was killed" if left.status is None else f"signal {-left.status} ended it"
@@ -322,7 +322,7 @@ class BlackBoxAgent(Agent):
             return
         result = await episode.step(final)
         if not (result.terminated or result.truncated):
-            # The environment would go on, but nobody is there to hear it.
+            # The environment would continue, but the program has ended.
             episode.finish(StopReason.COMPLETED, final=final)
 
     def _values(self, episode: Episode, url: str, offered: OfferedTools | None) -> dict[str, str]:

@@ -38,7 +38,7 @@ def read_mount(text: str) -> Mount:
     host, _, inside = text.partition(":")
     source = Path(os.path.abspath(os.path.expanduser(host)))
     if not source.exists():
-        raise AgentError(f"blackbox: mounts names {shown(host)}, and there is no such file or folder")
+        raise AgentError(f"blackbox: mounts names {shown(host)}: there is no such file or folder")
     target = inside or str(source)
     if not target.startswith("/") or os.path.normpath(target) == "/":
         raise AgentError(f"blackbox: mounts has {shown(text)}: write HOST or HOST:INSIDE, INSIDE an absolute path")
@@ -241,14 +241,14 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
         )
     for key, folder in (("workspace", config.workspace), ("scratch", config.scratch)):
         if folder is not None and not folder.is_dir():
-            raise AgentError(f"blackbox: {key} is {shown(str(folder))}, and there is no such folder")
+            raise AgentError(f"blackbox: {key} is {shown(str(folder))}: there is no such folder")
     if config.sandbox:
         for key, said in (("workers", config.workers), ("scratch", config.scratch), ("keep", config.keep != "never")):
             if said:
-                raise AgentError(f"blackbox: {key} is for programs beside this process: leave it out, or 'sandbox'")
+                raise AgentError(f"blackbox: {key} applies outside a sandbox only: remove it, or remove 'sandbox'")
     elif config.mounts or not config.mount_program:
         key = "mounts" if config.mounts else "mount_program"
-        raise AgentError(f"blackbox: {key} is for a program in a sandbox: say 'sandbox: true', or leave it out")
+        raise AgentError(f"blackbox: {key} applies in a sandbox only: set 'sandbox: true', or remove it")
     missing = [name for name in config.pass_env if name not in os.environ]
     if missing:
         raise AgentError(f"blackbox: pass_env names {', '.join(missing)}, which this process does not have")
@@ -279,7 +279,9 @@ def _found(program: str, path: str | None) -> str:
     found = shutil.which(os.path.expanduser(program), path=path)
     if found is None:
         where = (
-            "it is not there, or may not be executed" if os.sep in program else f"it is not on PATH ({path or 'ours'})"
+            "it does not exist or is not executable"
+            if os.sep in program
+            else f"it is not on PATH ({path or 'of this process'})"
         )
         raise AgentError(
             f"blackbox: the program {program!r} cannot be started: {where}. Install it, or name its path with 'program'"

@@ -124,7 +124,7 @@ class Program:
                     os.close(descriptor)
         except OSError as error:
             await asyncio.gather(stdout.close(0), stderr.close(0))
-            raise ProgramError(f"no process can be started: {error}") from error
+            raise ProgramError(f"cannot start a process: {error}") from error
         finally:
             given.close()
         program = cls(process, mark, stdout, stderr)
@@ -173,7 +173,7 @@ class Program:
             await process.stdin.drain()
         first = await self._line()
         if "pid" not in first:
-            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'nothing was said')}")
+            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'no reason given')}")
         self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -278,7 +278,7 @@ def kill_marked(mark: str, seconds: float = 10.0) -> int:
         killed |= found
         if time.monotonic() > until:
             break
-        # The kernel takes a moment to end them; nobody but their parent is told.
+        # The kernel takes a moment to end them and notifies their parent alone.
         time.sleep(0.005)
     return len(killed)
 
@@ -295,7 +295,7 @@ def _marked(wanted: bytes) -> set[int]:
 
 
 Start = Callable[[int, Callable[[bytes], None]], Awaitable["tuple[Program, Callable[[], None]]"]]
-"""Starts a program that reads from a descriptor, and says where its lines go; returns it, and what is to be done when
+"""Starts a program that reads from a descriptor, with a handler for its lines; returns it, and what is to be done when
 it has ended."""
 
 

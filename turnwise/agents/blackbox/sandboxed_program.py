@@ -50,7 +50,7 @@ class ProgramFolder:
         made = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
         said = made.stdout.decode("utf-8", "replace").split("\n")
         if not made.ok or len(said) < 3:
-            raise AgentError(f"the folders of a program cannot be made in its sandbox: {made.text.strip()[-500:]}")
+            raise AgentError(f"cannot create the program's folders in its sandbox: {made.text.strip()[-500:]}")
         root, work, path = said[:3]
         if workspace is not None:
             await sandbox.upload(workspace, work)
@@ -115,7 +115,7 @@ class SandboxedProgram:
                     self._status = _status(rest)
                     return
         except SandboxError as error:
-            # Whoever ends the program is told.
+            # The caller that ends the program gets the error.
             self._failure = error
 
     async def end(self, *, collect: bool = True) -> Exit:

@@ -74,7 +74,7 @@ def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int)
         for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        # Away from 0, 1 and 2 first: one of them may stand where another goes.
+        # Away from 0, 1 and 2 first: one of them may occupy another's target.
         moved = [os.dup(descriptor) for descriptor in descriptors]
         for number, descriptor in enumerate(moved):
             os.dup2(descriptor, number)
@@ -83,7 +83,7 @@ def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int)
         assert isinstance(argv, list)
         assert isinstance(env, dict)
         os.execvpe(argv[0], argv, env)
-    except BaseException as error:  # noqa: BLE001 - a process's outermost boundary: the parent is told
+    except BaseException as error:  # noqa: BLE001 - a process's outermost boundary: it is reported to the parent
         os.write(telling, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     finally:
         os._exit(127)

@@ -61,7 +61,7 @@ def read_mcp_call(asked: Any) -> AskedCall | None:
 def mcp_answer(asked: Any, tools: Sequence[ToolSchema]) -> dict[str, Any] | None:
     """Return the response to a message other than a tool call, or None for notifications."""
     if not isinstance(asked, dict) or not isinstance(asked.get("method"), str):
-        # An answer of the client's, to a question that nobody asked, wants none either.
+        # A response of the client's to a request that was never sent needs no answer either.
         is_answer = isinstance(asked, dict) and ("result" in asked or "error" in asked)
         return None if is_answer else _error(None, _INVALID_REQUEST, "a JSON-RPC request needs a 'method'")
     method, number = asked["method"], asked.get("id")
@@ -96,7 +96,7 @@ def mcp_result(call: AskedCall, content: str | Sequence[dict[str, Any]], *, erro
 
 def mcp_not_json() -> dict[str, Any]:
     """Return the response to a body that is not JSON."""
-    return _error(None, _NOT_JSON, "the body is no JSON")
+    return _error(None, _NOT_JSON, "the body is not JSON")
 
 
 def _listed(tool: ToolSchema) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _error(number: Any, code: int, message: str) -> dict[str, Any]:
 
 
 CALL_ID = "x-tool-call-id"
-"""Header by which a program says which call of the model it makes."""
+"""Header with the id of the model's call that a program executes."""
 REPLY = "reply"
 _REPLY = ToolSchema(
     REPLY,
@@ -135,11 +135,11 @@ _REPLY = ToolSchema(
 )
 _MOST_BODY = 4 * 2**20
 _MOST_CONNECTIONS = 32
-"""Of one episode's socket of its own; a further one is closed at once."""
+"""Of one episode's own socket; a further one is closed at once."""
 
 
 class EpisodeOver(Exception):
-    """A call came after the end of its episode; the message says how that ended."""
+    """A call came after the end of its episode; the message states how it ended."""
 
 
 class OfferedTools:
@@ -212,7 +212,7 @@ class OfferedTools:
 
     async def _say(self, arguments: Any) -> ToolResponse:
         if not (isinstance(arguments, dict) and set(arguments) == {"text"} and isinstance(arguments["text"], str)):
-            return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one text: {{'text': ...}}")
+            return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one string: {{'text': ...}}")
         message: Message = {"role": "assistant", "content": arguments["text"]}
         last = self._episode.session.last
         if last is not None and "turn_id" in last:
@@ -226,7 +226,7 @@ class OfferedTools:
     def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
         """Return the call under the id of the model's own, so that its reward is noted on its turn."""
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        wrong = None if isinstance(arguments, dict) else f"the arguments are no JSON object: {shown(arguments)}"
+        wrong = None if isinstance(arguments, dict) else f"the arguments are not a JSON object: {shown(arguments)}"
         found = self._id_of(name, arguments, call_id)
         self._told.add(found)
         return ToolCall(found, name, arguments if isinstance(arguments, dict) else {}, raw, wrong)
@@ -237,7 +237,7 @@ class OfferedTools:
             return call_id
         last = session.last
         calls = [] if last is None else list(last.get("tool_calls") or ())
-        # Programs put their own name of the server before a tool's; a tool that a shell calls has no call of its own.
+        # Programs put their own name of the server before a tool's; a tool called from a shell has no call id.
         named = [each for each in calls if each.name == name or each.name.endswith(f"_{name}")]
         fresh = [each for each in named if each.id not in self._told]
         equal = [each for each in fresh if each.arguments == arguments]
@@ -336,7 +336,7 @@ class ToolServer:
         token, _, name = rest.partition("/")
         offered = (self._offered if known is None else known).get(token)
         if offered is None or kind not in ("tools", "mcp"):
-            return _told(404, "no open episode has this address; it may have ended")
+            return _told(404, "no open episode has this address: it may have ended")
         if request.content_length is not None and request.content_length > _MOST_BODY:
             return _told(413, f"the body has more than {_MOST_BODY} bytes")
         if kind == "mcp":
@@ -360,7 +360,7 @@ class ToolServer:
         if request.method == "DELETE":
             return web.Response(status=200)
         if request.method != "POST":
-            # There are no messages that nobody asked for.
+            # The server sends no messages without a request.
             return web.Response(status=405, headers={"allow": "POST, DELETE"})
         try:
             asked = json.loads(await request.text())

@@ -153,7 +153,7 @@ def recipe_of(name: str) -> Recipe:
 
     Raises:
         RegistryError: No recipe has that name.
-        ConfigError: The reference cannot be loaded, or is no recipe.
+        ConfigError: The reference cannot be loaded, or is not a recipe.
     """
     if name in _RECIPES:
         return _RECIPES[name]
@@ -168,9 +168,9 @@ def recipe_of(name: str) -> Recipe:
 
 
 API_KEY: Final = "turnwise"
-"""What a program sends as its key: its address alone says who it is."""
+"""What a program sends as its key: its address alone identifies it."""
 PLACEHOLDERS: Final = {
-    "prompt": "what the program is told",
+    "prompt": "the program's prompt",
     "prompt_file": "a file that holds it",
     "task": "the beginning of the conversation: system prompt and the user's messages",
     "system": "the system prompt alone",
@@ -193,7 +193,7 @@ _PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
 _MOST_ARGUMENT: Final = 131_071
 """Bytes that Linux takes of one argument."""
 
-# A program of its own, so that nothing of ours is imported by it. Written where the tools are offered.
+# A separate program, so that it imports nothing of this package. Written where the tools are offered.
 _TOOL_SCRIPT: Final = '''"""Call a tool: NAME, then a JSON object of arguments, or key=value. Alone it lists them."""
 
 import json
@@ -309,9 +309,9 @@ class Workdir:
                 else:
                     shutil.copytree(workspace, work, symlinks=True)
         except OSError as error:
-            raise AgentError(f"the folders of a program cannot be made: {error}") from error
+            raise AgentError(f"cannot create the program's folders: {error}") from error
         if not work.is_dir():
-            raise AgentError(f"info['workspace'] is {shown(given)}, which is no folder")
+            raise AgentError(f"info['workspace'] is {shown(given)}, which is not a folder")
         return cls(root, home, work)
 
     def write(self, files: Mapping[str, str]) -> None:
@@ -396,7 +396,7 @@ def check_arguments(argv: Sequence[str]) -> None:
     for argument in argv:
         if len(argument.encode()) > _MOST_ARGUMENT:
             raise AgentError(
-                f"an argument of {argv[0]} has {len(argument.encode())} bytes, more than the system takes "
+                f"an argument of {argv[0]} has {len(argument.encode())} bytes, more than the system allows "
                 f"({_MOST_ARGUMENT}): give the prompt as stdin: '{{prompt}}', or name {{prompt_file}}"
             )
 

@@ -22,7 +22,7 @@ ASK = (
 )
 SUMMARY = "[Earlier turns were replaced by this summary of them.]\n{summary}"
 DELEGATE = (
-    "Give a part of the work to an assistant that has a conversation of its own and sees nothing of this one. Only its "
+    "Give a part of the work to an assistant that has its own conversation and sees nothing of this one. Only its "
     "final answer comes back."
 )
 WORKER = (
@@ -89,7 +89,7 @@ class CompactionConfig(BaseModel):
     @model_validator(mode="after")
     def _holds_the_summary(self) -> CompactionConfig:
         if "{summary}" not in self.summary:
-            raise ValueError("a text for summary that holds {summary}, where the model's own words come")
+            raise ValueError("a summary text that contains the placeholder {summary}")
         return self
 
 

@@ -106,7 +106,7 @@ async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
             return Compacted([*beginning, *talk.messages[min(kept_from, end) :]], True, cut, result.turn)
         question = [*question, message, *(_refused(call.id, call.name) for call in calls)]
         if calls:
-            # The model is to read what became of its calls, so the conversation goes on from here.
+            # The model is to read what became of its calls, so the conversation continues from here.
             result.messages = [*question, *behind]
         else:
             question.append({"role": "user", "content": config.prompt})
@@ -143,9 +143,7 @@ def _with_summary(head: Sequence[Message], text: str) -> list[Message]:
 
 
 def _refused(call_id: str, name: str) -> Message:
-    answer = failure(
-        "unusable_call", "this call was not executed: a summary was asked for. Write it as text", tool=name
-    )
+    answer = failure("unusable_call", "this call was not executed: write the requested summary as text", tool=name)
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": answer.content()}
 
 
@@ -256,7 +254,7 @@ class Conversation:
             self.fork, self._turn = "compaction", result.turn
         left = self.measure(result.messages) if result.done else size
         if left >= size:
-            # Asked again it would say much the same: the conversation goes on as long as there is room.
+            # Another attempt would give much the same: the conversation continues as long as there is room.
             self._compacts = False
             self._count(failed_compactions=1)
             if not result.done:

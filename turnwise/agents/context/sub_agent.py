@@ -56,7 +56,7 @@ class Team:
             if call.name == own.name and own.name in given:
                 delegated.append(call)
             elif call.name in known - given:
-                response = failure("unknown_tool", f"there is no tool {call.name!r} here", available=sorted(given))
+                response = failure("unknown_tool", f"there is no tool {call.name!r}", available=sorted(given))
                 answers[call.id] = _answer(call, response)
             else:
                 left.append(call)
@@ -79,7 +79,7 @@ class Team:
         return self._episode.fit(heard, message["turn_id"], len(calls), "main", spare=spare)
 
     async def _step(self, talk: Conversation, message: Message) -> list[Message]:
-        # The environment's state is one: who comes first is answered first, while the others' models go on.
+        # The environment has one state: calls are answered in order of arrival, while the other models continue.
         async with self._environment:
             if self._episode.ended:
                 raise EpisodeOver("the environment has ended the episode")
@@ -146,7 +146,7 @@ def _check(own: SubAgentConfig, known: Sequence[str]) -> None:
 
 def schema_of(own: SubAgentConfig) -> ToolSchema:
     """Return the schema of the delegating tool."""
-    task = {"type": "string", "description": "What is to be done, with all that must be known for it."}
+    task = {"type": "string", "description": "What to do, with everything that must be known for it."}
     parameters = {"type": "object", "properties": {"task": task}, "required": ["task"], "additionalProperties": False}
     return ToolSchema(own.name, own.description, parameters)
 

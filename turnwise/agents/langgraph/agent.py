@@ -90,7 +90,7 @@ class GraphFactory:
 
 INTERRUPTS = "__interrupt__"
 GAVE_UP = "Sorry, need more steps to process this request."
-"""What the prebuilt ReAct graph says in the model's name where its recursion limit is near."""
+"""The message that the prebuilt ReAct graph writes for the model where its recursion limit is near."""
 
 
 class LangGraphAgent(Agent):
@@ -115,7 +115,7 @@ class LangGraphAgent(Agent):
 
     Raises:
         ConfigError: The graph cannot be found.
-        AgentError: It is no graph, or its function does not take the options.
+        AgentError: It is not a graph, or its function does not take the options.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LangGraphAgent(Agent):
         context: Mapping[str, Any] | None = None,
     ) -> None:
         if messages_key is None and question_key is None:
-            raise AgentError("agent 'langgraph': give messages_key or question_key, or the graph is told nothing")
+            raise AgentError("agent 'langgraph': give messages_key or question_key, or the graph has no input")
         if recursion_limit is not None and (type(recursion_limit) is not int or recursion_limit < 1):
             raise AgentError(f"agent 'langgraph': recursion_limit is {shown(recursion_limit)}: it must be 1 or more")
         self._factory = GraphFactory(graph, options or {})
@@ -152,7 +152,7 @@ class LangGraphAgent(Agent):
         """
         graph = await self._factory.graph_for(episode)
         if self._interrupts is not None and isinstance(graph, Pregel) and graph.checkpointer is None:
-            # Without one, nothing could go on behind an interrupt.
+            # Without one, a graph could not resume after an interrupt.
             graph = graph.copy({"checkpointer": InMemorySaver()})
         run = GraphRun(episode)
         play = _Play(graph, run, self._config(episode), self._context, self._interrupts)
@@ -232,7 +232,7 @@ class LangGraphAgent(Agent):
         episode.finish(StopReason.MAX_TURNS)
 
     def _config(self, episode: Episode) -> RunnableConfig:
-        # A thread of its own for each attempt: what a store kept of an earlier one is none of its business.
+        # Each attempt has its own thread: a store must not return the state of an earlier one.
         thread = f"{episode.session.id}/{uuid.uuid4().hex}"
         config = RunnableConfig(configurable={"thread_id": thread, **self._configurable})
         if self._recursion_limit is not None:
@@ -321,5 +321,5 @@ def _as_message(answer: BaseMessage | str) -> BaseMessage:
 def _no_answer(key: str, output: Any) -> AgentError:
     keys = ", ".join(sorted(map(str, output))) if isinstance(output, Mapping) else type(output).__name__
     return AgentError(
-        f"the graph put out no {key!r} (there is {keys or 'nothing'}): name what holds the answer with answer_key"
+        f"the graph's output has no {key!r} (it has {keys or 'nothing'}): set answer_key to the key of the answer"
     )

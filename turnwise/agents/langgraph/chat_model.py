@@ -126,7 +126,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
     try:
         plain = convert_to_json_schema(schema)
     except (TypeError, ValueError) as error:
-        raise SessionError(f"ChatTurnwise: {shown(schema)} describes no answer: {error}") from error
+        raise SessionError(f"ChatTurnwise: {shown(schema)} is not a schema of an answer: {error}") from error
     return {"type": "json_schema", "json_schema": {"name": plain.get("title", "answer"), "schema": plain}}
 
 
@@ -138,10 +138,10 @@ def schema_of(tool: Any) -> ToolSchema:
         try:
             tool = convert_to_openai_tool(tool)
         except (TypeError, ValueError) as error:
-            raise SessionError(f"ChatTurnwise: {shown(tool)} is no tool: {error}") from error
+            raise SessionError(f"ChatTurnwise: {shown(tool)} is not a tool: {error}") from error
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise SessionError(f"ChatTurnwise: {shown(tool)} is no tool with a name: tools are functions")
+        raise SessionError(f"ChatTurnwise: {shown(tool)} is not a tool: give a function with a name")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSchema(function["name"], function.get("description") or "", parameters)
 
@@ -190,7 +190,7 @@ def _place(answer: Message, order: list[str]) -> int:
 
 
 def _plain_refusal(call: InvalidToolCall) -> Message:
-    why = call.get("error") or "it could not be read"
+    why = call.get("error") or "it could not be parsed"
     response = ToolResponse.failure("unusable_call", f"this call was not executed: {why}")
     return {"role": "tool", "name": call.get("name") or "", "content": response.content()}
 
@@ -260,7 +260,7 @@ class ChatTurnwise(BaseChatModel):
             **kwargs: ``parallel_tool_calls``, ``response_format``, or sampling parameters.
 
         Raises:
-            SessionError: One is no tool.
+            SessionError: One is not a tool.
         """
         told = [schema_of(tool).to_json() for tool in tools]
         return self.bind(tools=told, tool_choice=tool_choice, **kwargs)
@@ -317,7 +317,7 @@ class ChatTurnwise(BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Refuse: agents never handle ids, and LangChain would fetch another model's tokenizer."""
-        raise SessionError(f"ChatTurnwise shows no token ids, of {shown(text)} neither: ask get_num_tokens")
+        raise SessionError(f"ChatTurnwise does not return token ids (of {shown(text)}): use get_num_tokens")
 
     # Asking
 
@@ -390,7 +390,7 @@ class ChatTurnwise(BaseChatModel):
             told = session.turn_metrics.get(said["turn_id"], {})
             sizes = [int(told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
         elif session.recorded_as != "tokens":
-            # What is recorded elsewhere is told in whole messages, without their tokens.
+            # Sessions recorded elsewhere return whole messages, without their tokens.
             said = await session.chat(
                 asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
             )
@@ -527,7 +527,7 @@ def _as_chunk(message: BaseMessage) -> AIMessageChunk:
         )
         for place, call in enumerate(message.tool_calls)
     ]
-    # Chunks are read again when they are joined: arguments that are a text are none, whatever stands in it.
+    # Chunks are read again when they are joined: arguments given as text count as none, whatever they contain.
     calls += [
         tool_call_chunk(name=call["name"], args=json.dumps(call["args"] or ""), id=call["id"], index=place)
         for place, call in enumerate(message.invalid_tool_calls, len(calls))

@@ -28,7 +28,7 @@ from turnwise.types import Message, Role, ToolCall, text_of
 REASONING = "reasoning_content"
 """Where LangChain's messages keep reasoning: a key of ``additional_kwargs``."""
 _THOUGHTS = {"reasoning": "reasoning", "thinking": "thinking"}
-# Blocks that repeat what stands in the message's calls.
+# Blocks that repeat the message's calls.
 _CALL_BLOCKS = frozenset(("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"))
 _CHAT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -117,7 +117,7 @@ class Known:
             if known is not None:
                 calls.append(_in_session(known, agent))
             else:
-                error = broken.get("error") or "it could not be read"
+                error = broken.get("error") or "it could not be parsed"
                 calls.append(
                     ToolCall(broken.get("id") or "", broken.get("name") or "", {}, broken.get("args") or "", error)
                 )
@@ -133,7 +133,7 @@ class Known:
             own = _in_session(known, agent)
             if (own.name, own.arguments) == (name, arguments):
                 return own
-            # A graph may have edited it; its id still says which call it is.
+            # A graph may have edited it; its id still identifies the call.
             call_id = own.id
         return ToolCall(call_id or "", name, arguments, json.dumps(arguments, ensure_ascii=False, default=str))
 
@@ -176,7 +176,7 @@ def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Mess
         role = _CHAT_ROLES.get(message.role)
     if role is None:
         kind = message.role if isinstance(message, ChatMessage) else message.type
-        raise AgentError(f"a message of kind {shown(kind)} cannot be told to a model: send system, human, ai or tool")
+        raise AgentError(f"a message of kind {shown(kind)} cannot be sent to a model: use system, human, ai or tool")
     own: Message = {"role": role, "content": _content(message.content)}
     if message.name and role != "assistant":
         own["name"] = message.name

@@ -116,9 +116,9 @@ class GraphRun:
             or call.name != known.call.name
         ):
             return call
-        # The environment says itself what it does not have.
+        # The environment itself reports unknown tools.
         there = any(tool.name == call.name for tool in self.episode.tools)
-        return replace(call, error="this tool was not offered here") if there else call
+        return replace(call, error="this tool was not offered") if there else call
 
     async def ask(self, method: str, value: Any) -> Any:
         """Answer an interrupt by a method of the environment.
@@ -250,7 +250,7 @@ def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None
         return asyncio.run_coroutine_threadsafe(work, loop).result()
     work.close()
     raise AgentError(
-        "a model or a tool was asked with invoke() on the event loop, which would wait for itself: await ainvoke(), or "
+        "invoke() of a model or a tool on the event loop would deadlock: await ainvoke(), or "
         "make the node a plain def, which runs in a thread"
     )
 
@@ -290,7 +290,7 @@ class EpisodeTool(BaseTool):
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        # The environment checks arguments, and says in words that the model knows what is wrong with them.
+        # The environment checks arguments, with the errors that the model was trained on.
         if not isinstance(tool_input, Mapping):
             raise AgentError(f"tool {self.name!r} was called with {shown(tool_input)}: its arguments must be a dict")
         return (), {"arguments": dict(tool_input), "call_id": tool_call_id}
@@ -335,7 +335,7 @@ async def environment_node(state: Mapping[str, Any]) -> dict[str, list[AnyMessag
     messages: Sequence[BaseMessage] = state.get("messages") or ()
     if not messages or not isinstance(messages[-1], AIMessage):
         kind = messages[-1].type if messages else "none"
-        raise AgentError(f"environment_node: the last of the state's messages must be a model's, but it is {kind}")
+        raise AgentError(f"environment_node: the last of the state's messages must be the model's, but it is {kind}")
     return {"messages": await current_run().step(messages[-1])}
 
 

@@ -315,7 +315,7 @@ class _Scan:
             elif first == stray:
                 position = stray + len(closer)
                 if not self._parsed.calls and not self._settled:
-                    # Nobody opened it, yet the model closed it: templates read what stands before as reasoning.
+                    # Closed by the model but never opened: templates parse the text before it as reasoning.
                     self._thoughts += self._content
                     self._content.clear()
                 self._settled = True

@@ -87,7 +87,7 @@ def last_marker(text: str, added: Mapping[str, int]) -> str:
 
 
 def reasoning_markers(probe: Probe) -> dict[str, str]:
-    """Return the markers around reasoning, or none if they cannot be told."""
+    """Return the markers around reasoning, or none if they cannot be derived."""
     text = probe.reason
     if text is None or probe.THOUGHT not in text:
         return {}
@@ -99,6 +99,6 @@ def reasoning_markers(probe: Probe) -> dict[str, str]:
         return {}
     behind = text[end:].lstrip()[len(closer) :].lstrip()
     if behind and not behind.startswith((probe.TEXT, probe.FIRST)) and first_marker(behind, probe.added):
-        # Something structured stands between reasoning and answer: not a pair of markers.
+        # There is structure between reasoning and answer: not a pair of markers.
         return {}
     return {OPEN: opener, CLOSE: closer}

@@ -155,7 +155,7 @@ def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
     if len(found) == 1:
         return found[0]
     if found:
-        seen = f"{', '.join(choice.format.name for choice in found)} all read back what the template writes"
+        seen = f"{', '.join(choice.format.name for choice in found)} all parse what the template writes"
     else:
         wrote = facts.probe.one is not None and Probe.FIRST in facts.probe.one
         shown = f"a call is written as {(facts.probe.one or '')[:200]!r}" if wrote else "calls are not written"
@@ -163,8 +163,7 @@ def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
             shown += f", and an answer does not follow the generation prompt: {facts.probe.answer[:200]!r}"
         seen = shown + (f"; tried: {', '.join(tried)}" if tried else "")
     raise RenderError(
-        f"format: auto cannot tell which chat format this model speaks: {seen}. Set `format:` to one of "
-        f"{', '.join(FORMATS)}"
+        f"format: auto cannot detect this model's chat format: {seen}. Set `format:` to one of {', '.join(FORMATS)}"
     )
 
 
@@ -184,7 +183,7 @@ def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: To
     name, markers = saved.get("format"), saved.get("markers")
     format_class = FORMATS.get(name) if isinstance(name, str) else None
     if format_class is None or not isinstance(markers, dict):
-        raise RenderError(f"{path}: format {name!r} with markers {markers!r} is none of {', '.join(FORMATS)}")
+        raise RenderError(f"{path}: format {name!r} with markers {markers!r} is not one of {', '.join(FORMATS)}")
     missing = sorted(set(format_class.defaults) - set(markers))
     if missing or not all(isinstance(value, str) for value in markers.values()):
         raise RenderError(f"{path}: the markers of {name} must be strings and hold {', '.join(missing) or 'text'}")

@@ -113,11 +113,11 @@ class _Headed(ChatFormat):
     __slots__ = ()
 
     numbered: ClassVar[bool]
-    """Whether a number stands behind the name."""
+    """Whether a number follows the name."""
 
     def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
         excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]
-        # A fence stands on lines of its own.
+        # A fence is on its own lines.
         line = [tags.text("\n")] if self.markers["after_json"] else []
         header = [tags.text(":"), tags.pattern("[0-9]{1,2}")] if self.numbered else line
         before = [self._marked("before_json"), *line] if self.markers["before_json"] else []

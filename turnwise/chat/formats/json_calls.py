@@ -12,7 +12,7 @@ from turnwise.types import Json, ToolCall
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -46,7 +46,7 @@ def decode_at(text: str, position: int, *, strict: bool = True) -> tuple[Json, i
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos - position}") from None
     except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair is no text") from None
+        raise ValueError("a lone surrogate is not valid text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value, end
@@ -56,7 +56,7 @@ def decode_whole(text: str) -> Json:
     """Return the JSON value of a text, ignoring white space around it. Raises ValueError."""
     value, end = decode_at(text, 0)
     if skip_blanks(text, end) != len(text):
-        raise ValueError(f"there is more text behind the JSON value, at character {end}")
+        raise ValueError(f"there is more text after the JSON value, at character {end}")
     return value
 
 

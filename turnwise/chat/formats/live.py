@@ -127,7 +127,7 @@ class LiveScan(Live):
         return self._take(end, "", "reasoning") if end > start else None
 
     def _answer(self, text: str) -> StreamedTurn | None:
-        # Blocks come first: in a format's own parse they win where two markers stand at one place.
+        # Blocks come first: in a format's own parse they win where two markers start at one position.
         markers = [marker for marker in (*self._openers, self._open, self._close) if marker]
         searched = max(self.position, self._searched)
         places = [(at, marker) for marker in markers if (at := text.find(marker, searched)) >= 0]
@@ -146,11 +146,11 @@ class LiveScan(Live):
         if marker:
             kind: Kind = "text" if self._settled else "reasoning"
             if not self._settled:
-                # What nobody opened was reasoning all the same, so the answer has not begun.
+                # Text before the first marker may still be reasoning, so the answer has not begun.
                 self._settled, self._begun = True, bool(self._openers)
             return self._take(first, marker, kind)
         if not self._settled:
-            # A closing marker that nobody opened would make reasoning of all this.
+            # A closing marker without an opening one would make reasoning of all this.
             self._searched = first
             return None
         return self._take(first, "", "text") if first > self.position else None

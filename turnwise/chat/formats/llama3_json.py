@@ -28,7 +28,7 @@ class Llama3Json(ChatFormat):
 
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
         super().__init__(markers, added)
-        # A marker that is no added token here would be ordinary text.
+        # A marker that is not an added token here would be ordinary text.
         self._begin = self._mark("open") if self.markers["open"] in added else ""
         self._calls = JsonCalls(self.markers["name"], self.markers["arguments"])
 

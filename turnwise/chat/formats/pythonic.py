@@ -101,7 +101,7 @@ class Reader:
         word = self.name()
         if word:
             if word not in _WORDS:
-                raise Unreadable(f"{word!r} is no literal", at_end=self.position >= self._end)
+                raise Unreadable(f"{word!r} is not a literal", at_end=self.position >= self._end)
             return _WORDS[word]
         return self._number()
 
@@ -263,10 +263,10 @@ class Pythonic(ChatFormat):
                     reader.need("]")
                     break
             if close is not None and reader.peek():
-                raise Unreadable("there is more text behind the list of calls", at_end=False)
+                raise Unreadable("there is more text after the list of calls", at_end=False)
         except Unreadable as error:
             raw = self.marks.plain(text[begin:limit]).strip()
-            broken = ToolCall("", name, {}, raw, f"the call cannot be read: {error}")
+            broken = ToolCall("", name, {}, raw, f"the call cannot be parsed: {error}")
             return Block(limit, (*calls, broken), closed=False)
         return Block(reader.position, tuple(calls))
 

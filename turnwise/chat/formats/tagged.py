@@ -1,6 +1,6 @@
 r"""GLM, MiniMax and Qwen 3 Coder: calls as tags, with a name, keys and unquoted values.
 
-- GLM: ``<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>``; turns have no close of their own.
+- GLM: ``<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>``; turns have no closing token.
 - MiniMax (a complete invocation counts even if the section was cut):
   ``<minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>``.
 - Qwen 3 Coder: ``<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>``.
@@ -67,7 +67,7 @@ def _fit(value: Json, types: frozenset[str]) -> Json:
 
 KEYS = ("section_open", "section_close", "open", "close", "head", "first", "value", "next", "end", "empty")
 """Parts of the grammar: a call is ``open head NAME first KEY value VALUE next KEY value VALUE end close``, or
-``open head NAME empty close``; all calls may stand between ``section_open`` and ``section_close``."""
+``open head NAME empty close``; all calls may be between ``section_open`` and ``section_close``."""
 
 
 def derive(probe: Probe) -> dict[str, str] | None:
@@ -258,7 +258,7 @@ def tagged_calls(
     inner = tags.either(*(tags.sequence(tags.text(tool.name), grammar.parameters(tool)) for tool in tools))
     before = [grammar.tag("open")]
     if markers["head"]:
-        # An element that holds the name may stand on a line of its own.
+        # An element that holds the name may be on its own line.
         before += [tags.BLANK, grammar.tag("head")]
     calls = tags.joined(tags.sequence(*before, inner, grammar.tag("close")), tags.BLANK, most)
     if not markers["section_open"]:
@@ -274,7 +274,7 @@ class _Grammar:
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
         self._markers = markers
         self._added = added
-        # What stands behind a value, whether or not another parameter follows.
+        # The text after a value, whether or not another parameter follows.
         wall = ""
         for one, other in zip(*(split_added(markers[key], added) for key in ("next", "end")), strict=False):
             whole = one in added or other in added

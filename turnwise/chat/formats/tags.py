@@ -297,7 +297,7 @@ def _keywords(schema: Any) -> Iterable[str]:
 
 
 BLANK = optional(either(text("\n\n"), text("\n")))
-"""The line breaks, or none, that stand between parts of a turn."""
+"""The optional line breaks between parts of a turn."""
 
 
 def arguments(tool: ToolSchema, excludes: Sequence[str] = ()) -> Tag:

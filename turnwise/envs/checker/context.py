@@ -274,7 +274,7 @@ class CheckContext:
         try:
             yield await self.begin(env, task, seed)
         except StallTimeout:
-            # What holds the loop holds close as well; that it hung before is what is to be told.
+            # What blocks the loop blocks close as well; the earlier hang is what is reported.
             with contextlib.suppress(TurnwiseError):
                 await self._worker.run(invoke(env, "close"), min(self.of.timeout, _LAST_S), "close")
             raise
@@ -316,7 +316,7 @@ class CheckContext:
         try:
             orjson.dumps(value)
         except (TypeError, orjson.JSONEncodeError) as error:
-            remedy = "use texts, numbers, lists and dicts with text keys; no objects, no half surrogate pairs"
+            remedy = "use strings, numbers, lists and dicts with string keys; no objects, no lone surrogates"
             self.find("json", f"{what} is not JSON: {error}", remedy, where=where)
 
     def check_messages(self, what: str, messages: Sequence[Message], where: str) -> None:
@@ -332,7 +332,7 @@ class CheckContext:
             self.find(
                 "score",
                 f"a score of {value:g} lies outside score_range {bounds}",
-                "mend score() or declare the range that is possible",
+                "fix score() or declare the actual range",
                 where=where,
             )
 

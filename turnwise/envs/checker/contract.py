@@ -60,10 +60,10 @@ async def tools(exam: CheckContext) -> None:
             json.dumps(schema.parameters)
             dialect_of(schema.parameters).check_schema(schema.parameters)
         except (SchemaError, TypeError, ValueError) as error:
-            exam.find("tools", f"tool {schema.name!r}: its parameters are no JSON schema: {brief(str(error))}")
+            exam.find("tools", f"tool {schema.name!r}: its parameters are not a JSON schema: {brief(str(error))}")
         if not schema.description:
-            # No error: a name and its parameters may say enough, and nobody is made to write ceremony.
-            found = f"tool {schema.name!r} has no description: the model goes by its name and its parameters"
+            # Not an error: a name and its parameters may say enough.
+            found = f"tool {schema.name!r} has no description: the model sees only its name and parameters"
             exam.find("tools", found, "give its function a docstring", severity="warning")
 
 
@@ -75,13 +75,11 @@ async def reset(exam: CheckContext) -> None:
             exam.check_messages("reset", messages, where)
             exam.json_safe("the info of reset", played.info, where)
             if not messages:
-                exam.find("reset", "the observation is empty", "return what the model is asked", where=where)
+                exam.find("reset", "the observation is empty", "return the model's prompt", where=where)
             elif messages[-1]["role"] == "assistant":
-                exam.find("reset", "the last message is the assistant's: nothing asks it to speak", where=where)
+                exam.find("reset", "the last message is the assistant's: a turn cannot follow it", where=where)
             if any(message["role"] == "system" for message in messages[1:]):
-                exam.find(
-                    "reset", "a system message stands behind the first message", "put it first, and once", where=where
-                )
+                exam.find("reset", "a system message is not the first message", "put it first, and once", where=where)
 
 
 async def finals(exam: CheckContext) -> None:
@@ -162,7 +160,7 @@ async def single_calls(exam: CheckContext) -> None:
                 exam.find(
                     "single calls",
                     f"the unusable call {call.id} was answered without an error",
-                    "leave the answering of calls to ToolEnv",
+                    "let ToolEnv answer the calls",
                     where=played.where,
                 )
 
@@ -205,7 +203,7 @@ async def close_after_errors(exam: CheckContext) -> None:
             exam.find(
                 "close after errors",
                 f"closing {when} raised: {error}",
-                "close() runs after every episode: set what it frees to None in __init__ and look before freeing",
+                "close() runs after every episode: set what it frees to None in __init__ and check before freeing",
             )
 
 
@@ -301,7 +299,7 @@ async def _tool_raised(exam: CheckContext, env: Env) -> None:
 
 def _raising(tool: FunctionTool) -> FunctionTool:
     async def fail(self: Any, **_: Any) -> None:  # noqa: ARG001
-        raise EnvError("the doctor made this tool fail")
+        raise EnvError("this tool was made to fail by the environment checker")
 
     return FunctionTool(fail, schema=tool.schema)
 

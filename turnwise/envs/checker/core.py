@@ -53,14 +53,14 @@ async def each_task(exam: CheckContext) -> None:
             except StallTimeout as error:
                 return [f"{error}: give it more time (--timeout)"]
             except TurnwiseError as error:
-                return [f"it cannot be looked at: {error}"]
+                return [f"it cannot be checked: {error}"]
             finally:
                 await exam.call(env, "close")
 
     found = await asyncio.gather(*map(look, rows))
     for task, problems in zip(rows, found, strict=True):
         for problem in problems:
-            exam.find("tasks", f"task {task.id!r}: {problem}", "mend the row, or leave it out")
+            exam.find("tasks", f"task {task.id!r}: {problem}", "fix the row, or remove it")
     exam.report.figures["tasks looked at"] = float(len(rows))
     exam.report.figures["broken tasks"] = float(sum(map(bool, found)))
 
@@ -68,7 +68,7 @@ async def each_task(exam: CheckContext) -> None:
 Check = Callable[[CheckContext], Awaitable[None]]
 
 DEFAULT_TASKS: Final = 3
-"""How many of an environment's own tasks are played where nobody names any."""
+"""How many of an environment's own tasks are played where none are given."""
 
 # What each check needs: after a finding of one of these it would only say the same again.
 CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
@@ -202,7 +202,7 @@ async def _examine(exam: CheckContext) -> None:
         try:
             await check(exam)
         except StallTimeout as error:
-            exam.find(name, str(error), "give what it waits for a time-out of its own")
+            exam.find(name, str(error), "set a time-out on what it waits for")
             stalled = True
         except TurnwiseError as error:
             exam.find(name, str(error))

@@ -63,7 +63,7 @@ async def random_calls(exam: CheckContext) -> None:
         exam.find(
             "random policy",
             f"random calls and texts score {mean:.3g} on average over {len(totals)} episodes: the floor is {low:g}",
-            f"{_REMEDY} (a mean of {LUCK:g} of the range above the floor is luck)",
+            f"{_REMEDY} (a mean of {LUCK:g} of the range above the floor counts as luck)",
         )
 
 
@@ -88,7 +88,7 @@ def _bounds(exam: CheckContext) -> tuple[float, float] | None:
     if bounds is None:
         exam.find(
             "score",
-            "no score_range is declared, so scores are measured and not judged",
+            "no score_range is declared, so scores are measured but not checked",
             "declare it: score_range = (0.0, 1.0)",
             severity="warning",
         )
@@ -142,7 +142,7 @@ async def reference(exam: CheckContext) -> None:
             exam.find(
                 "reference",
                 f"the reference solution scores {total:g} of {top:g}",
-                "mend solve() or score(): what a perfect player does must score the most that score_range allows",
+                "fix solve() or score(): a perfect player must score the maximum of score_range",
                 where=played.where,
             )
             break

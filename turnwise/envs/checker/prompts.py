@@ -36,9 +36,9 @@ async def tools_shown(exam: CheckContext) -> None:
         if with_tools == without:
             exam.find(
                 "tools shown",
-                f"the chat template shows no tools: with and without {', '.join(tool.name for tool in tools)} the "
+                f"the chat template does not show tools: with and without {', '.join(tool.name for tool in tools)} the "
                 "prompt is the same",
-                "name a template that shows them: --chat-template here, renderer.chat_template in a run",
+                "choose a template that shows them: --chat-template here, renderer.chat_template in a run",
                 where=played.where,
             )
 
@@ -67,15 +67,15 @@ async def lengths(exam: CheckContext) -> None:
         return
     if max(prompts) >= context:
         text = f"the prompt with the tools has {max(prompts)} tokens, and the context {context}"
-        exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or take a longer context")
+        exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
     elif max(prompts) + longest[0] >= context:
         text = (
             f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {context}"
         )
-        exam.find("lengths", text, "limit what the tool answers: @function_tool(max_output=...)")
+        exam.find("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
     elif 2 * max(prompts) > context:
         text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {context}"
-        exam.find("lengths", text, "shorten it, or take a longer context", severity="warning")
+        exam.find("lengths", text, "shorten it, or use a longer context", severity="warning")
     elif 4 * longest[0] > context:
         text = f"an answer of {longest[1]!r} has {longest[0]} tokens: more than a quarter of the context, {context}"
         exam.find("lengths", text, "limit it: @function_tool(max_output=...)", severity="warning")
@@ -90,7 +90,7 @@ def _tools_text(tools: Sequence[ToolSchema]) -> str:
 
 
 async def answers(exam: CheckContext) -> None:
-    """Check that the answer does not stand in the prompt or the tools' schemas.
+    """Check that the answer does not occur in the prompt or the tools' schemas.
 
     Single occurrences may be chance, and listed choices always contain the answer; so a leak is where an episode's
     answers stand in its own texts far more often than those of other episodes do.
@@ -119,14 +119,14 @@ async def answers(exam: CheckContext) -> None:
         certain = max(map(len, found)) > _SHORT or len(set(found)) > 2
         exam.find(
             "answers",
-            f"the answer stands in the {place} in {len(found)} of {sum(asked)} episodes, such as {found[0]!r}",
-            "take it out, or rename the field of task.data where it is no answer",
+            f"the answer occurs in the {place} in {len(found)} of {sum(asked)} episodes, such as {found[0]!r}",
+            "remove it, or rename the field of task.data where it is not an answer",
             severity="error" if certain else "warning",
         )
 
 
 def _by_chance(seen: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
-    """Return how often an episode's answers stand in the text of another one with other answers."""
+    """Return how often an episode's answers occur in the text of another one with other answers."""
     pairs = [
         any(_stands(each, text) for each in wanted - mine)
         for (mine, _), text in zip(seen, texts, strict=True)
@@ -170,7 +170,7 @@ async def _solution_text(exam: CheckContext, played: Played) -> str:
                 return ""
             message = await exam.run(solver.next(played.messages[begun:]), "solve")
     except TurnwiseError:
-        return ""  # the check of the reference says what is wrong with it
+        return ""  # reported by the check of the reference solution
     return "" if message is None or message.get("tool_calls") else text_of(message)
 
 

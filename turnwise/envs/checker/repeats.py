@@ -35,8 +35,8 @@ async def group(exam: CheckContext) -> None:
                 if first != second:
                     exam.find(
                         "group",
-                        f"two members of a group begin with different {what}: {_difference(first, second)}",
-                        "draw everything from the seed that reset is given (random.Random(seed)), nothing else",
+                        f"two members of a group start with different {what}: {_difference(first, second)}",
+                        "draw all randomness from the seed passed to reset (random.Random(seed))",
                         where=one.where,
                     )
                     return
@@ -84,7 +84,7 @@ async def isolation(exam: CheckContext) -> None:
             for played, seen, mine in zip((other, one), (plays[1], plays[0]), (actions[1], actions[0]), strict=True):
                 if number < len(mine) and not played.over:
                     seen.append(_seen(await exam.step(played, mine[number])))
-    why = "while another episode runs, the same messages are answered otherwise"
+    why = "while another episode runs, the same messages are answered differently"
     _compare(exam, "isolation", alone, plays[0], why, "keep state on self; class and module variables are shared")
 
 
@@ -151,7 +151,7 @@ async def cost(exam: CheckContext) -> None:
     if held > HELD_S:
         exam.find(
             "cost",
-            f"one call held the event loop for {held:.2g} s: no other episode moves meanwhile",
+            f"one call held the event loop for {held:.2g} s: no other episode advances meanwhile",
             "write it as async def with await, or set blocking = True to have it run in a thread",
             severity="warning",
         )
@@ -227,6 +227,6 @@ async def _memory(exam: CheckContext, task: Task | None, seed: int) -> None:
         exam.find(
             "cost",
             f"each episode keeps {kept:.1f} MB after it was closed and dropped",
-            "look for lists and caches of the module or the class that grow",
+            "look for growing lists and caches of the module or the class",
             severity="warning",
         )

@@ -53,11 +53,13 @@ class _World:
             except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
                 raise ConfigError(f"gymnasium.make({env!r}, **{kwargs or {}}) failed: {error}") from error
         elif kwargs:
-            raise ConfigError(f"kwargs={kwargs} were given beside {shown(env)}: they go with the id of an environment")
+            raise ConfigError(
+                f"kwargs={kwargs} were given beside {shown(env)}: kwargs apply to an environment's id only"
+            )
         else:
             self.env = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(self.env, gymnasium.Env):
-            raise ConfigError(f"{shown(self.env)} is no gymnasium.Env: give one, its id, or a function that makes one")
+            raise ConfigError(f"{shown(self.env)} is not a gymnasium.Env: give one, its id or its factory function")
         known = WORLDS.get(self.env.spec.name) if self.env.spec is not None else None
         self.space = self.env.action_space
         self.names = _names(self.space, known.actions if known is not None and actions is None else actions or ())
@@ -93,7 +95,7 @@ class _World:
 class GymnasiumEnv(Env):
     """A Gymnasium environment in which every message is an action.
 
-    The action stands between the last ``<action>`` and ``</action>`` of a message, or on its last line, optionally
+    The action is between the last ``<action>`` and ``</action>`` of a message, or on its last line, optionally
     after ``Action:``: a name, a number, or JSON. A message without one is answered with a hint and changes nothing;
     after ``max_invalid`` of them in a row the episode is truncated.
     """
@@ -169,13 +171,13 @@ class GymnasiumEnv(Env):
 
     @property
     def _hint(self) -> str:
-        return self.world.hint if self._parse is None else "as you are told"
+        return self.world.hint if self._parse is None else "as described above"
 
     def _action(self, text: str) -> Any:
         if self._parse is not None:
             action = self._parse(text, self.world.env)
             if not self.world.space.contains(action):
-                raise ToolError(f"{shown(action)} is no action of {self.world.space}")
+                raise ToolError(f"{shown(action)} is not an action of {self.world.space}")
             return action
         return value_from_json(self.world.space, _said(text, self.world.space), self.world.names)
 
@@ -312,7 +314,7 @@ def from_gymnasium(
         "blocking": blocking,
     }
     if tools and parse is not None:
-        raise ConfigError("parse= reads messages, and with tools=True the calls are the actions: leave one out")
+        raise ConfigError("parse= reads messages, but with tools=True the calls are the actions: remove one of them")
     return GymnasiumToolEnv(env, **common) if tools else GymnasiumEnv(env, parse=parse, **common)
 
 
@@ -322,7 +324,7 @@ def _names(space: Any, names: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(space, gymnasium.spaces.Discrete) or len(names) != int(space.n):
         raise ConfigError(f"actions={list(names)} name the values of a Discrete space, but the action space is {space}")
     if len({_TOOL_NAME.sub("_", name.casefold()) for name in names}) < len(names):
-        raise ConfigError(f"actions={list(names)}: two of these names are the same")
+        raise ConfigError(f"actions={list(names)}: the names must be unique")
     return tuple(names)
 
 
@@ -361,5 +363,5 @@ def _tagged(text: str) -> str | None:
 
 
 def _no_tool(call: ToolCall) -> Message:
-    text = json.dumps({"error": {"type": "unknown_tool", "message": "there are no tools: write the action"}})
+    text = json.dumps({"error": {"type": "unknown_tool", "message": "there are no tools: write the action as text"}})
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -67,7 +67,7 @@ def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
     if isinstance(space, spaces.Dict):
         inner = {name: space_schema(each) for name, each in space.spaces.items()}
         return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
-    raise EnvError(f"the space {space} has no form in JSON: give render= and parse= functions of your own")
+    raise EnvError(f"the space {space} cannot be expressed in JSON: give your own render= and parse= functions")
 
 
 def _array_schema(space: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def value_from_json(space: Any, value: Any, names: Sequence[str] = ()) -> Any:
     """
     found = _converted(space, value, names)
     if found is None or not space.contains(found):
-        raise ToolError(f"{shown(value)} is no action: write {space_hint(space, names)}")
+        raise ToolError(f"{shown(value)} is not an action: write {space_hint(space, names)}")
     return found
 
 
@@ -134,7 +134,7 @@ def _array(space: Any, value: Any) -> Any:
         return None
     if given.dtype == np.bool_ or array.shape != space.shape:
         return None
-    # Cast only where nothing is lost: 1.5 is no whole number, 1e300 no float32.
+    # Cast only where nothing is lost: 1.5 is not a whole number, 1e300 no float32.
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(space.dtype)
     exact = np.issubdtype(space.dtype, np.floating) or bool(np.all(array == cast))
@@ -158,7 +158,7 @@ def ansi_text(_observation: Any, env: Any) -> str:
     drawn = env.render()
     if not isinstance(drawn, str):
         raise EnvError(
-            f"env.render() returned {shown(drawn)}, no text: make the environment with render_mode='ansi', or give a "
+            f"env.render() returned {shown(drawn)}, not text: make the environment with render_mode='ansi', or give a "
             "render= function"
         )
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawn)).strip("\n")

@@ -46,7 +46,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
         """Return a random message; refuses mask and probability with ValueError."""
         if mask is not None or probability is not None:
-            raise ValueError("the space of messages takes no mask and no probability")
+            raise ValueError("the message space takes neither a mask nor probabilities")
         rng = random.Random(int(self.np_random.integers(2**63)))
         if self.tools and rng.random() < 0.5:
             tool = rng.choice(self.tools)
@@ -95,7 +95,7 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
     def sample(self, mask: Any = None, probability: Any = None) -> tuple[dict[str, Any], ...]:
         """Return one to three random user messages; refuses mask and probability with ValueError."""
         if mask is not None or probability is not None:
-            raise ValueError("the space of messages takes no mask and no probability")
+            raise ValueError("the message space takes neither a mask nor probabilities")
         rng = random.Random(int(self.np_random.integers(2**63)))
         return tuple(
             {"role": "user", "content": " ".join(rng.choices(_WORDS, k=rng.randint(1, 4)))}
@@ -134,10 +134,10 @@ def as_message(action: Any) -> Message:
     if isinstance(action, str):
         return {"role": "assistant", "content": action}
     if not isinstance(action, Mapping) or action.get("role", "assistant") != "assistant":
-        raise EnvError(f"an action is a text or an assistant message, not {shown(action)}")
+        raise EnvError(f"an action is a string or an assistant message, not {shown(action)}")
     content = action.get("content", "")
     if content is not None and not isinstance(content, (str, list)):
-        raise EnvError(f"an action's content is {shown(content)}: it must be a text, a list of parts or None")
+        raise EnvError(f"an action's content is {shown(content)}: it must be a string, a list of parts or None")
     calls = action.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise EnvError(f"an action's tool_calls are {shown(calls)}: they must be a list")
@@ -183,7 +183,7 @@ __all__ = [
 T = TypeVar("T")
 
 MOST_TASKS: Final = 1_000
-"""So many tasks of a source are read and drawn from, unless told otherwise."""
+"""Default number of tasks that are read from a source and drawn from."""
 _TIMES: Final = "seconds"
 
 
@@ -198,7 +198,7 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
+        # Ctrl-C interrupts the waiting thread: the awaited work must not continue in the background.
         with undo_on_error(running.cancel):
             return running.result()
 
@@ -252,7 +252,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             EnvError: Arguments were given to an existing environment, or the render mode is unknown.
         """
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise EnvError(f"render_mode is {render_mode!r}: there is 'ansi' (the conversation as text), or None")
+            raise EnvError(f"render_mode is {render_mode!r}: it must be 'ansi' (the conversation as text) or None")
         self.render_mode = render_mode
         self._env = _made(env, config)
         self._tasks = _tasks(self._env, tasks, max_tasks)
@@ -356,7 +356,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         )
 
     def _observed(self, messages: list[Message]) -> tuple[dict[str, Any], ...]:
-        # JSON and back: what is handed out is nobody else's, and holds no objects.
+        # JSON and back: the returned value is a copy without objects.
         try:
             observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
         except TypeError as error:
@@ -373,7 +373,9 @@ def _made(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) 
     if isinstance(env, str):
         return make(env, **config)
     if config:
-        raise EnvError(f"configuration {config} was given beside {shown(env)}: it goes with the name of an environment")
+        raise EnvError(
+            f"configuration {config} was given beside {shown(env)}: it applies to an environment's name only"
+        )
     found = env if isinstance(env, Env) else env.make() if isinstance(env, EnvSpec) else env()
     if not isinstance(found, Env):
         raise EnvError(f"{shown(env)} made {shown(found)}: it must make an environment (a turnwise.Env)")

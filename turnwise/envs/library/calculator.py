@@ -61,7 +61,7 @@ class Problem:
         if not fits or not all(_is_step(step) for step in steps):
             raise TaskError(
                 f"{where}: data is {shown(dict(data))}: calculator reads a whole number 'start' and 'steps' such "
-                f'as [["*", 7], ["-", 5]], with signs out of {" ".join(WORDS)}'
+                f'as [["*", 7], ["-", 5]], with the signs {" ".join(WORDS)}'
             )
         return cls(start, tuple((sign, number) for sign, number in steps))
 

@@ -35,7 +35,7 @@ class GuessNumberEnv(Env):
                     f"guess_number: {name} is {shown(value)}: it must be a whole number of 18 digits at most"
                 )
         if low >= high:
-            raise EnvError(f"guess_number: low is {low} and high is {high}: high must be the larger one")
+            raise EnvError(f"guess_number: low is {low} and high is {high}: high must be larger")
         if guesses < 1:
             raise EnvError(f"guess_number: guesses is {guesses}: there must be at least 1")
         self.low, self.high, self.guesses = low, high, guesses

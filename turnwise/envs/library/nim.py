@@ -41,7 +41,7 @@ class NimEnv(MultiAgentEnv):
             take: Most stones of a move.
             opponent: Strategy of ``main``'s opponent; None where two agents play.
         """
-        # So large that nobody ends it with the first move.
+        # So large that the first move cannot end it.
         for name, value, low in (("take", take, 1), ("least", least, take + 1), ("most", most, least)):
             if type(value) is not int or not low <= value <= 10**6:
                 raise EnvError(f"nim: {name} is {shown(value)}: it must be a whole number from {low} to 1000000")
@@ -78,7 +78,7 @@ class NimEnv(MultiAgentEnv):
         self.tell("main", rules)
         self.tell("main", f"{self.stones} are left." if side == "first" else self._reply())
         if self.winner:
-            raise TaskError(f"task {name!r}: the opponent takes all {drawn} stones at once: name more of them")
+            raise TaskError(f"task {name!r}: the opponent takes all {drawn} stones at once: use more stones")
         return "main"
 
     def move(self, agent: str, message: Message) -> str | None:
@@ -138,7 +138,7 @@ def tasks(n: int = 1000, *, name: str = "train", opponent: Opponent | None = Non
         opponent: Overrides the environment's ``opponent``.
     """
     if n < 1 or not name:
-        raise TaskError(f"nim tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty")
+        raise TaskError(f"nim tasks: n={n!r}, name={name!r}: n must be at least 1, and name a non-empty string")
     config = {} if opponent is None else {"opponent": opponent}
     for index in range(n):
         yield Task(f"nim-{name}-{index}", "", env_config=config)

@@ -16,8 +16,6 @@ def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:
         name: Prefix of the ids, which determines the seeds: ``train`` to train on, ``test`` held out.
     """
     if n < 1 or not name:
-        raise TaskError(
-            f"seeded tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty"
-        )
+        raise TaskError(f"seeded tasks: n={n!r}, name={name!r}: n must be at least 1, and name a non-empty string")
     for index in range(n):
         yield Task(f"{name}-{index}", "")

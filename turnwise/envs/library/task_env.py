@@ -40,7 +40,7 @@ class TaskToolEnv(ToolEnv):
         """
         if scorer is None:
             raise EnvError(
-                "environment 'tool' does not know what an answer is worth: give config.scorer, a reward function by "
+                "environment 'tool' has no scorer: give config.scorer, a reward function by "
                 "name or as pkg.module:function; where only the tools give rewards, "
                 "'turnwise.envs.library.task_env:only_tools'"
             )

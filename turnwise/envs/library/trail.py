@@ -136,7 +136,7 @@ def tasks(
     least = steps if least is None else least
     _check(TaskError, "least", least, 1)
     if least > steps:
-        raise TaskError(f"trail: least is {least}, more than steps, which is {steps}: give it that at most")
+        raise TaskError(f"trail: least is {least}, more than steps({steps})")
     for index in range(n):
         drawn = least + stable_hash("trail steps", split, seed, index) % (steps - least + 1)
         question = "Where does the trail end?"

@@ -169,7 +169,7 @@ def _as_part(name: str, given: Any) -> Part:
         if key not in known:
             raise ConfigError(f"{where} has no field {key!r}{nearest(str(key), known)}; fields are {', '.join(known)}")
     if "function" not in given:
-        raise ConfigError(f"{where} names no function: write function: pkg.module:name, or the name of a shipped one")
+        raise ConfigError(f"{where} has no function: write function: pkg.module:name, or the name of a shipped one")
     return Part(**given)
 
 
@@ -184,7 +184,7 @@ def ready_part(name: str, given: Any, timeout: float | None) -> ReadyPart:
     where = f"rubric part {name!r}"
     part = _as_part(name, given)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: its name must be a text that is not empty")
+        raise ConfigError(f"{where}: its name must be a non-empty string")
     weight = _number(part.weight, f"{where}: weight")
     function = load_function(part.function, part.arguments, where)
     own = function.timeout if isinstance(function, RewardFunction) else None
@@ -256,14 +256,14 @@ def in_order(parts: Mapping[str, ReadyPart]) -> tuple[ReadyPart, ...]:
         if name in path:
             circle = " -> ".join([*path[path.index(name) :], name])
             raise ConfigError(
-                f"rubric parts depend on each other in a circle: {circle}: take one only_if or multiply_by out"
+                f"rubric parts depend on each other in a circle: {circle}: remove one only_if or multiply_by"
             )
         if name in ordered:
             return
         for other in (*parts[name].only_if, *parts[name].multiply_by):
             if other not in parts:
                 raise ConfigError(
-                    f"rubric part {name!r} depends on {other!r}, which is no part{nearest(other, parts)}; "
+                    f"rubric part {name!r} depends on {other!r}, which is not a part{nearest(other, parts)}; "
                     f"parts are {', '.join(parts)}"
                 )
             add(other, (*path, name))
@@ -302,7 +302,7 @@ class Attempt:
                 row = "there is no task" if self.task is None else f"the data of task {self.task.id!r} has "
                 columns = "" if self.task is None else ", ".join(map(repr, self.data)) or "no entries"
                 raise EnvError(
-                    f"reward function {function} wants {name!r}, which is neither one of {', '.join(GIVEN)} nor in "
+                    f"reward function {function} takes {name!r}, which is neither one of {', '.join(GIVEN)} nor in "
                     f"task.data ({row}{columns}{nearest(name, [*GIVEN, *self.data])})"
                 )
         return given
@@ -344,7 +344,7 @@ class Rubric:
             ConfigError: A part cannot be used; the message names it, its field and the remedy.
         """
         if not parts:
-            raise ConfigError("a rubric without parts is worth nothing: name at least one reward function")
+            raise ConfigError("a rubric needs at least one reward function")
         ready = [ready_part(name, given, timeout) for name, given in parts.items()]
         self._parts = in_order({part.name: part for part in ready})
         self._lone = False
@@ -377,7 +377,7 @@ class Rubric:
         running: dict[str, asyncio.Future[_Value | EnvError]] = {}
         for part in self._parts:
             running[part.name] = asyncio.ensure_future(_evaluate(part, attempt, running))
-        # All are waited for: a thread that is given up because another function failed would be lost for nothing.
+        # All are waited for: a thread abandoned because another function failed would be lost needlessly.
         values = dict(zip(running, await asyncio.gather(*running.values()), strict=True))
         errors = {str(value): None for value in values.values() if isinstance(value, EnvError)}
         if errors:
@@ -485,7 +485,7 @@ async def call_function(
     Raises:
         EnvError: It raised, or timed out.
     """
-    # A task of its own: one that does not heed its cancellation is left behind, and holds nobody up.
+    # A separate task: one that ignores its cancellation is abandoned and delays nothing.
     task = asyncio.ensure_future(_settled(function, args, kwargs, env, inline))
     try:
         await asyncio.wait({task}, timeout=timeout)
@@ -497,7 +497,7 @@ async def call_function(
     if late:
         raise EnvError(f"{what} took longer than {timeout:g} s (timeout)")
     if task.cancelled():
-        raise EnvError(f"{what} raised CancelledError, but nobody cancelled it")
+        raise EnvError(f"{what} raised CancelledError without having been cancelled")
     result, raised = task.result()
     if raised is not None:
         raise EnvError(f"{what} raised {type(raised).__name__}: {raised}") from raised

@@ -54,7 +54,7 @@ class PerLoop(Generic[T]):
             held.keeper = self._keep(loop, held)
             await anext(held.keeper)
         try:
-            # Shielded: who waits may be cancelled, others wait for the same value.
+            # Shielded: one waiter may be cancelled while others wait for the same value.
             return await asyncio.shield(held.opened)
         except BaseException:  # also a cancellation: what could not be opened is opened anew
             if held.opened.done() and self._held.get(loop) is held:
@@ -203,7 +203,7 @@ class Endpoint:
                 if wait > _LONGEST_WAIT:
                     text = f"{self.name}{path} asks to wait {wait:.0f} s, more than {_LONGEST_WAIT:g}: "
                     raise EndpointError(text + self.redact(story), status)
-                # Whoever else asks this server waits as long where it said so.
+                # Other requests to this server wait as long if it sent Retry-After.
                 backoff = self._retry_wait * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
                 if wait > 0:
                     link.next_at = max(link.next_at, time.monotonic() + wait)
@@ -228,7 +228,7 @@ class Endpoint:
                 if answer.status == 200:
                     return text, 200, None
                 again = answer.status in _AGAIN or answer.status >= 500
-                story = f"it answered {answer.status}: {_said(text)}"
+                story = f"it returned {answer.status}: {_said(text)}"
                 return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if again else None
         except TimeoutError:
             return f"no answer within {self._timeout:g} s", None, 0.0
@@ -240,9 +240,9 @@ class Endpoint:
             return f"its connections were closed: {error}", None, None
 
     async def _wait_turn(self, link: _Link) -> None:
-        # In turn, so that those who wait keep their order and none overtakes a server that asked for patience.
+        # One at a time, so that waiters keep their order and respect a server's Retry-After.
         async with link.turn:
-            # Asked again after the wait: the server may have told another one meanwhile to be patient for longer.
+            # Checked again after the wait: another response may have extended it meanwhile.
             while (wait := link.next_at - time.monotonic()) > 0:  # noqa: ASYNC110 - time itself is waited for
                 await asyncio.sleep(wait)
             link.next_at = max(link.next_at, time.monotonic()) + self._spacing
@@ -266,7 +266,7 @@ class Endpoint:
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise EndpointError(f"{self.name} answered what is no JSON: {self.redact(shown(text))}") from error
+            raise EndpointError(f"{self.name} did not return JSON: {self.redact(shown(text))}") from error
 
     async def _open(self) -> _Link:
         session = aiohttp.ClientSession(

@@ -188,5 +188,5 @@ def _read(text: str) -> Verdict:
     winner = value.get("winner") if found and isinstance(value, dict) else None
     winner = winner.strip().casefold() if isinstance(winner, str) else None
     if winner not in _WORTH:
-        raise ValueError('it holds no "winner" of "A", "B" or "tie"')
+        raise ValueError('it has no "winner" of "A", "B" or "tie"')
     return {"winner": winner, "reasoning": str(value.get("reasoning") or "")}

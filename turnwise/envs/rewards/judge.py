@@ -146,7 +146,7 @@ class Verdicts:
         if task is None:
             task = self._asking[running] = asyncio.create_task(self._ask(question, key))
             task.add_done_callback(lambda done: self._ended(running, done))
-        # Shielded: who waits may be cancelled, others wait for the same verdict.
+        # Shielded: one waiter may be cancelled while others wait for the same verdict.
         return await asyncio.shield(task), shared
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class Verdicts:
 
     def _ended(self, running: tuple[int, str], task: asyncio.Task[Verdict]) -> None:
         self._asking.pop(running, None)
-        # Taken notice of: all who waited may have been cancelled.
+        # Retrieved here, as every waiter may have been cancelled.
         _ = task.cancelled() or task.exception()
 
     async def _ask(self, question: str, key: str) -> Verdict:
@@ -169,21 +169,19 @@ class Verdicts:
             try:
                 if cut:
                     # What was quoted or weighed before the end must not pass for the verdict.
-                    raise ValueError(f"it was cut off after max_tokens ({self._body['max_tokens']})")
+                    raise ValueError(f"it was truncated at max_tokens ({self._body['max_tokens']})")
                 verdict = self._read(_THOUGHT.sub("", said))
             except ValueError as error:
                 why = str(error)
                 form = orjson.dumps(self._schema).decode()
-                again = (
-                    f"That is no verdict: {why}. Answer with one JSON object of this schema, and nothing else: {form}"
-                )
+                again = f"That is not a verdict: {why}. Answer only with one JSON object of this schema: {form}"
                 messages = [first, {"role": "assistant", "content": said[-4000:]}, {"role": "user", "content": again}]
                 continue
             self._keep(key, verdict)
             return verdict
         tries = "1 try" if self._attempts == 1 else f"{self._attempts} tries"
         last = self._endpoint.redact(f"{why}; the last answer was {shown(said, 200)}")
-        raise EnvError(f"{self._label} gave no verdict in {tries}: {last}")
+        raise EnvError(f"{self._label} returned no verdict in {tries}: {last}")
 
     async def _complete(self, messages: list[dict[str, str]]) -> _Said:
         body = {**self._body, "messages": messages}
@@ -210,7 +208,7 @@ class Verdicts:
             cut = answer["choices"][0].get("finish_reason") == "length"
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             text = self._endpoint.redact(shown(answer, 200))
-            raise EnvError(f"{self._label} answered no choices[0].message.content: {text}") from error
+            raise EnvError(f"{self._label} returned no choices[0].message.content: {text}") from error
         return _Said(content if isinstance(content, str) else "", cut)
 
     # -- what was asked before
@@ -239,7 +237,7 @@ class Verdicts:
             self._load(path)
         place = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
         if not os.access(place, os.W_OK) or not (place.is_dir() or place == path):
-            raise ConfigError(f"judge: cache_file {path} cannot be written: name a file in a folder that can be")
+            raise ConfigError(f"judge: cache_file {path} cannot be written: choose a writable folder")
 
     def _load(self, path: Path) -> None:
         try:
@@ -254,7 +252,7 @@ class Verdicts:
                 record = orjson.loads(line)
                 self._remember(str(record["key"]), dict(record["verdict"]))
             except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"judge: cache_file {path}:{number} holds no verdict: {error!r}") from error
+                raise ConfigError(f"judge: cache_file {path}:{number} is not a verdict: {error!r}") from error
 
 
 _TEMPLATE: Final = """\
@@ -292,7 +290,7 @@ class Question:
             default: The default text.
         """
         if template is not None and template_file is not None:
-            raise ConfigError("judge: template and template_file are both given: write one of them")
+            raise ConfigError("judge: template and template_file are both given: keep one of them")
         where = "template" if template_file is None else f"template_file {template_file}"
         if template_file is not None:
             try:
@@ -306,7 +304,7 @@ class Question:
         try:
             self._template = environment.from_string(default if template is None else template)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"judge: {where} is no template (line {error.lineno}: {error.message})") from error
+            raise ConfigError(f"judge: {where} is not a template (line {error.lineno}: {error.message})") from error
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Render the question."""
@@ -410,7 +408,7 @@ class Judge(RewardFunction):
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError("it holds no number as score")
+            raise ValueError("its score is not a number")
         if not self._low <= number <= self._high:
             raise ValueError(f"its score is {number:g}, not from {self._low:g} to {self._high:g}")
         reasoning = value.get("reasoning") if found and isinstance(value, dict) else None

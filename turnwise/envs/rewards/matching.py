@@ -50,7 +50,7 @@ def extractor(form: str, where: str) -> Extract:
         try:
             return _matcher(re.compile(rest, re.DOTALL))
         except re.error as error:
-            raise ConfigError(f"{where}: extract is {shown(form)}, whose pattern is no regex: {error}") from error
+            raise ConfigError(f"{where}: extract is {shown(form)}, whose pattern is not a regex: {error}") from error
     if form not in simple:
         raise ConfigError(f"{where}: extract is {shown(form)}: it must be {_FORMS}")
     return simple[form]
@@ -194,7 +194,7 @@ class Regex(RewardFunction):
         try:
             self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
         except (re.error, TypeError) as error:
-            raise ConfigError(f"regex: pattern is {shown(pattern)}, which is no regex: {error}") from error
+            raise ConfigError(f"regex: pattern is {shown(pattern)}, which is not a regex: {error}") from error
         self._whole = whole
 
     def __call__(self, text: str) -> float:
@@ -225,10 +225,10 @@ class JSONSchema(RewardFunction):
         try:
             self._validator = None if schema is None else _validator(schema)
         except SchemaError as error:
-            raise ConfigError(f"json_schema: schema is no JSON schema: {error.message}") from error
+            raise ConfigError(f"json_schema: schema is not a JSON schema: {error.message}") from error
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Validate the JSON. The metric ``valid_json`` says whether there was any."""
+        """Validate the JSON. The metric ``valid_json`` is 1 if there was any."""
         validator = self._validator or self._own(data)
         found, value = find_json(text)
         if not found:
@@ -238,7 +238,7 @@ class JSONSchema(RewardFunction):
                 return 1.0, {"valid_json": 1.0}
             return (self._share(validator, value) if self._partial else 0.0), {"valid_json": 1.0}
         except Unresolvable as error:
-            raise EnvError(f"json_schema: the schema refers to {error.ref!r}, which stands nowhere in it") from error
+            raise EnvError(f"json_schema: the schema refers to {error.ref!r}, which it does not define") from error
         except RecursionError:
             # A schema may describe endless nesting; a value that is nested beyond the stack satisfies nothing.
             return 0.0, {"valid_json": 1.0}
@@ -253,7 +253,7 @@ class JSONSchema(RewardFunction):
         try:
             return _validator(schema)
         except SchemaError as error:
-            raise EnvError(f"json_schema: task.data[{self._column!r}] is no JSON schema: {error.message}") from error
+            raise EnvError(f"json_schema: task.data[{self._column!r}] is not a JSON schema: {error.message}") from error
 
     @staticmethod
     def _share(validator: Draft202012Validator, value: Any) -> float:
@@ -466,7 +466,7 @@ class Numeric(RewardFunction):
         elif isinstance(value, str):
             number = parse_number(extract_answer(value, "hash") or value)
         if number is None:
-            raise EnvError(f"numeric: task.data[{self._column!r}] holds {shown(value)}, which is no number")
+            raise EnvError(f"numeric: task.data[{self._column!r}] holds {shown(value)}, which is not a number")
         return number
 
     def _equal(self, answer: Number, gold: Number) -> bool:
@@ -487,6 +487,6 @@ def _marked(text: str) -> Number | None:
     if len(found) != 1:
         return None
     start, end = found[0].span()
-    # The end of what stands before it: looked at whole, a text of blanks would take time in the square of its length.
+    # Only the end of the text before it: a search of all of it would be quadratic for a text of spaces.
     another = _FUNCTION_BEFORE.search(text[max(0, start - 20) : start]) or _FACTOR_AFTER.match(text, end)
     return None if another else _read(found[0])

@@ -27,7 +27,7 @@ class RewardModel(RewardFunction):
     Connections and a started server are shared by all episodes of an event loop.
     """
 
-    # Loading a model takes longer than what a function gets that says nothing.
+    # Loading a model takes longer than a function's default time-out.
     timeout: ClassVar[float | None] = 600.0
 
     def __init__(
@@ -90,10 +90,10 @@ class RewardModel(RewardFunction):
             outputs = answer["data"][0]["probs"]
             return float(outputs[self._label])
         except IndexError:
-            raise EnvError(f"{endpoint.name} answered {len(outputs)} outputs; label is {self._label}") from None
+            raise EnvError(f"{endpoint.name} returned {len(outputs)} outputs; label is {self._label}") from None
         except (KeyError, TypeError, ValueError) as error:
             text = endpoint.redact(shown(answer, 200))
-            raise EnvError(f"{endpoint.name} answered no data[0].probs: {text}") from error
+            raise EnvError(f"{endpoint.name} returned no data[0].probs: {text}") from error
 
     async def close(self) -> None:
         """Close this event loop's connections and server."""
@@ -120,7 +120,7 @@ class RewardModel(RewardFunction):
         if not served.running:
             died = await served.wait_died()
             if await self._served.drop(served):
-                _log.warning("%s; it is started again", died)
+                _log.warning("%s; restarting it", died)
             served = await self._served.get()
         return served
 
@@ -143,7 +143,7 @@ def _check_classifier(directory: Path) -> None:
     try:
         config = orjson.loads((directory / "config.json").read_bytes())
     except FileNotFoundError as error:
-        raise ConfigError(f"{where}, which holds no config.json: name a model's directory") from error
+        raise ConfigError(f"{where}, which has no config.json: give a model's directory") from error
     except (OSError, orjson.JSONDecodeError) as error:
         raise ConfigError(f"{where}, whose config.json cannot be read: {error}") from error
     named = config.get("architectures") if isinstance(config, dict) else None

@@ -80,7 +80,7 @@ class Symbolic(RewardFunction):
         kind = verdict["verdict"]
         if kind == "gold":
             raise EnvError(
-                f"symbolic: task.data[{self._column!r}] holds {shown(verdict['text'])}: math-verify reads nothing in it"
+                f"symbolic: task.data[{self._column!r}] holds {shown(verdict['text'])}: math-verify cannot parse it"
             )
         if kind == "undecided" and not self._undecided_is_wrong:
             raise EnvError(f"symbolic: {shown(answer)} was not compared within {self._seconds:g} s of CPU time")
@@ -94,7 +94,7 @@ class Symbolic(RewardFunction):
             return f"\\boxed{{{boxed[:_MOST_CHARACTERS]}}}"
         hashed = extract_answer(text, "hash")
         if hashed and "\\" in hashed and "$" not in hashed:
-            # LaTeX behind #### stands bare, and math-verify looks for it between signs only.
+            # LaTeX after #### is bare, and math-verify parses it between delimiters only.
             hashed = f"${hashed}$"
         return (hashed or text)[-_MOST_CHARACTERS:]
 
@@ -127,7 +127,7 @@ class _Pool:
                 code = await process.wait()
                 if code == -signal.SIGPROF:
                     return {"verdict": "undecided"}
-        raise EnvError(f"symbolic: two processes that compared {shown(answer)} died, the last with exit status {code}")
+        raise EnvError(f"symbolic: two comparison processes died on {shown(answer)}, the last with exit status {code}")
 
     async def close(self) -> None:
         for process in self._all:
@@ -166,7 +166,7 @@ class _Pool:
                 code = await process.wait()
                 errors.seek(0)
                 said = errors.read()[-2000:].decode("utf-8", "replace").strip()
-                raise EnvError(f"symbolic: a comparing process did not start (exit status {code}): {said}")
+                raise EnvError(f"symbolic: a comparison process did not start (exit status {code}): {said}")
         return process
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     from math_verify import parse
 
-    # The grammar is compiled when it is first used; that is nobody's answer's CPU time.
+    # The grammar is compiled at first use; that CPU time must not count for an answer.
     parse("$x$", parsing_timeout=0)
     _say({"verdict": "ready"})
     for line in sys.stdin:
@@ -47,7 +47,7 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
 
 
 def _parse_gold(parse: Any, text: str) -> Any:
-    """Parse a right answer as it stands, else as bare LaTeX."""
+    """Parse a gold answer as written, else as bare LaTeX."""
     bare = text.strip()
     marked = any(mark in bare for mark in ("$", "\\boxed", "\\(", "\\["))
     return parse(bare if marked else f"${bare}$", parsing_timeout=0) or parse(bare, parsing_timeout=0)

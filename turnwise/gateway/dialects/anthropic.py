@@ -45,7 +45,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
     """Parse a request body."""
     fields = Fields(body)
     fields.refuse("container", "nothing is run here")
-    fields.refuse("mcp_servers", "nothing is run here: connect them in the agent")
+    fields.refuse("mcp_servers", "the gateway runs no tools: connect them in the agent")
     tools = tuple(_tools(fields))
     check_names(tools)
     choice, single = _choice(fields)
@@ -78,7 +78,7 @@ def _tools(fields: Fields) -> Iterator[ToolSchema]:
                 raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
             yield read_tool(tool.get("name"), tool.get("description"), schema, at)
         elif not _RUN_BY_THE_SERVER.match(kind):
-            # Those that a server would run are left out: the model is not told of what it cannot have.
+            # Server-side tools are left out: the model must not see tools that it cannot call.
             raise unsupported(
                 tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
             )
@@ -133,7 +133,7 @@ def _blocks(value: Any, at: str) -> list[Any]:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise invalid(at, f"must be a text or a list of blocks, not {shown(value)}")
+        raise invalid(at, f"must be a string or a list of blocks, not {shown(value)}")
     return value
 
 
@@ -239,7 +239,7 @@ def _parts(blocks: Sequence[Any], at: str, abilities: Abilities, first: int = 0)
             parts.append(text_part(block.text("tool_name"), block.name("tool_name")))
         else:
             raise unsupported(
-                block.name("type"), f"blocks of type {shown(kind)}; there are text, image and tool_result"
+                block.name("type"), f"blocks of type {shown(kind)}; supported: text, image and tool_result"
             )
     return parts
 

@@ -86,9 +86,9 @@ def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[st
         if not renderer.takes(name, value):
             at = f"{_FIELD}.{name}"
             if name in renderer.reads:
-                raise unsupported(at, f"this chat template knows no {shown(value)} of it")
+                raise unsupported(at, f"this chat template does not accept {shown(value)}")
             reads = ", ".join(sorted(renderer.reads))
-            raise unsupported(at, f"requests may give this chat template {reads or 'no arguments'}")
+            raise unsupported(at, f"this chat template accepts {reads or 'no arguments'}")
         found[name] = value
     return found
 
@@ -96,7 +96,7 @@ def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[st
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
 INVALID_CALL = "invalid_tool_call"
-"""The name under which a foreign agent is told of a call that must not be executed: it has no tool of this name."""
+"""The tool name that an external agent sees for a call that must not be executed; no tool has this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Dialect(Protocol):
 
 
 def new_id(prefix: str) -> str:
-    """Return a unique id, which is no secret."""
+    """Return a unique id, which is not a secret."""
     return f"{prefix}{_PROCESS}{next(_NUMBERS):08x}"
 
 
@@ -306,7 +306,7 @@ def echoed_call(call_id: Any, name: Any, arguments: Json) -> dict[str, Any]:
     if isinstance(arguments, Mapping):
         unread = arguments.get("__unparsedToolInput")
         if isinstance(unread, Mapping) and len(arguments) == 1:
-            # How Claude Code says that it could not read the arguments.
+            # Claude Code's form of arguments that it could not parse.
             arguments = str(unread.get("raw", ""))
     elif arguments is not None and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -350,7 +350,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise invalid(self.name(key), "is required" if value is None else f"must be a text, not {shown(value)}")
+            raise invalid(self.name(key), "is required" if value is None else f"must be a string, not {shown(value)}")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -410,7 +410,7 @@ def read_sampling(fields: Fields, *, most: Sequence[str], stop: str) -> dict[str
         "stop": _stops(fields, stop) or None,
     }
     if found["top_p"] == 0:
-        raise invalid(fields.name("top_p"), "must be above 0; a temperature of 0 is greedy")
+        raise invalid(fields.name("top_p"), "must be above 0; for greedy sampling use temperature 0")
     if found["top_k"] == -1:
         # How some clients write that nothing is cut.
         found["top_k"] = 0
@@ -425,18 +425,18 @@ def _stops(fields: Fields, key: str) -> tuple[str, ...]:
     value = fields.get(key)
     stops = (value,) if isinstance(value, str) else tuple(fields.items(key))
     if not all(isinstance(text, str) and text for text in stops):
-        raise invalid(fields.name(key), f"must be a text or a list of texts, none of them empty, not {shown(value)}")
+        raise invalid(fields.name(key), f"must be a non-empty string or a list of them, not {shown(value)}")
     if len(stops) > _MOST_STOPS:
-        raise invalid(fields.name(key), f"has {len(stops)} texts, at most {_MOST_STOPS}")
+        raise invalid(fields.name(key), f"has {len(stops)} strings; at most {_MOST_STOPS} are allowed")
     return stops
 
 
 def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSchema:
     """Parse a tool."""
     if not isinstance(name, str) or not name:
-        raise invalid(f"{at}.name", f"must be a text that is not empty, not {shown(name)}")
+        raise invalid(f"{at}.name", f"must be a non-empty string, not {shown(name)}")
     if description is not None and not isinstance(description, str):
-        raise invalid(f"{at}.description", f"must be a text, not {shown(description)}")
+        raise invalid(f"{at}.description", f"must be a string, not {shown(description)}")
     if parameters is None:
         return ToolSchema(name, description or "")
     if not isinstance(parameters, dict):
@@ -456,18 +456,16 @@ def check_names(tools: Sequence[ToolSchema]) -> None:
 def image_part(source: str | None, at: str, abilities: Abilities) -> dict[str, Any]:
     """Return an image given as a ``data:`` URL. Raises ApiError if unsupported, or if it would have to be fetched."""
     if not abilities.images:
-        raise unsupported(at, "this model takes text only: it was given an image")
+        raise unsupported(at, "this model accepts text only, and the message has an image")
     if not source or not source.startswith("data:image/"):
-        raise invalid(
-            at, "an image must be given as its data (data:image/...;base64,...): nothing is fetched from URLs"
-        )
+        raise invalid(at, "an image must be given as its data (data:image/...;base64,...): URLs are not fetched")
     return {"type": "image_url", "image_url": {"url": source}}
 
 
 def text_part(text: Any, at: str) -> dict[str, Any]:
     """Return a text part of a message."""
     if not isinstance(text, str):
-        raise invalid(at, f"must be a text, not {shown(text)}")
+        raise invalid(at, f"must be a string, not {shown(text)}")
     return {"type": "text", "text": text}
 
 

@@ -96,21 +96,23 @@ def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
 def _offered(tools: Sequence[ToolSchema], choice: ToolChoice) -> tuple[ToolSchema, ...]:
     if choice.mode == "none" or not tools:
         if choice.mode in ("required", "named"):
-            raise invalid("tool_choice", "asks for a call, but there are no tools")
+            raise invalid("tool_choice", "requires a call, but there are no tools")
         return ()
     known = {tool.name for tool in tools}
     missing = [name for name in choice.names if name not in known]
     if missing:
-        raise invalid("tool_choice", f"names {missing[0]!r}, which is none of the tools {', '.join(sorted(known))}")
+        raise invalid("tool_choice", f"names {missing[0]!r}, which is not one of the tools {', '.join(sorted(known))}")
     return tuple(tools)
 
 
 def _why_not(abilities: Abilities, *, forced: bool, single: bool) -> str:
-    what = "made to call a tool" if forced else "held to one call" if single else "held to JSON beside calls"
-    remedy = "use auto or none" if forced else "leave it out" if single else "leave the tools out"
+    what = (
+        "forced to call a tool" if forced else "limited to one call" if single else "constrained to JSON beside calls"
+    )
+    remedy = "use auto or none" if forced else "remove it" if single else "remove the tools"
     if not abilities.guided:
-        return f"the engine cannot be {what}; {remedy}"
-    return f"the chat format {abilities.chat_format} has no grammar of its calls, so nothing can be {what}; {remedy}"
+        return f"the engine has no structured output, so a response cannot be {what}; {remedy}"
+    return f"the chat format {abilities.chat_format} has no grammar for calls, so a response cannot be {what}; {remedy}"
 
 
 def _schema(answer: Format, abilities: Abilities) -> dict[str, Any] | None:
@@ -124,9 +126,7 @@ def _schema(answer: Format, abilities: Abilities) -> dict[str, Any] | None:
     if kind not in ("json_object", "json_schema"):
         raise invalid(fields.name("type"), f"must be text, json_object or json_schema, not {shown(kind)}")
     if not abilities.guided:
-        raise unsupported(
-            answer.at, f"this engine cannot guide decoding to {kind}; leave it out, or ask for JSON in the prompt"
-        )
+        raise unsupported(answer.at, f"this engine does not support {kind}; remove it, or ask for JSON in the prompt")
     if kind == "json_object":
         return {"type": "object"}
     inner = Fields(fields.get("json_schema"), f"{answer.at}.json_schema") if answer.nested else fields
@@ -169,7 +169,7 @@ class OpenAIChat:
         held = read_response_format(tools, choice, answer, abilities, single=single)
         sampling = read_sampling(fields, most=("max_completion_tokens", "max_tokens"), stop="stop")
         messages: list[Any] = [
-            # A text and who says it: nothing to check, and nothing to rewrite.
+            # Role and text only: nothing to check, and nothing to rewrite.
             entry
             if type(entry) is dict
             and len(entry) == 2
@@ -182,7 +182,7 @@ class OpenAIChat:
             raise invalid("messages", "must hold at least one message")
         logprobs = fields.flag("logprobs")
         if fields.whole("top_logprobs", 0, 20):
-            raise unsupported("top_logprobs", "the log-probability of the sampled token is all there is; set it to 0")
+            raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
         options = Fields(fields.get("stream_options") or {}, "stream_options")
         return ChatRequest(
             model=fields.text("model", ""),
@@ -237,13 +237,13 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 def _refuse(fields: Fields) -> None:
     for key in ("functions", "function_call"):
         fields.refuse(key, "use tools and tool_choice", "none", "auto")
-    fields.refuse("audio", "answers are text")
+    fields.refuse("audio", "responses are text only")
     if any(kind != "text" for kind in fields.items("modalities")):
-        raise unsupported("modalities", "answers are text")
-    fields.refuse("web_search_options", "nothing is searched here")
-    fields.refuse("continue_final_message", "a message of the assistant is never continued")
+        raise unsupported("modalities", "responses are text only")
+    fields.refuse("web_search_options", "the gateway does not search")
+    fields.refuse("continue_final_message", "assistant messages cannot be continued")
     if fields.get("add_generation_prompt") is False:
-        raise unsupported("add_generation_prompt", "every request is answered by the assistant")
+        raise unsupported("add_generation_prompt", "every response is the assistant's")
     fields.refuse("prompt_logprobs", "only sampled tokens have log-probabilities")
 
 
@@ -278,7 +278,7 @@ def read_choice(fields: Fields) -> ToolChoice:
             raise unsupported("tool_choice", "allowed_tools with mode auto: offer only those tools instead")
         return ToolChoice("named", names)
     if kind not in ("function", "custom"):
-        raise unsupported("tool_choice", f"a tool of type {shown(kind)} is not run here")
+        raise unsupported("tool_choice", f"a tool of type {shown(kind)} is not supported")
     return ToolChoice("named", (_name_of(value),))
 
 
@@ -331,7 +331,7 @@ def _content(value: Any, at: str, abilities: Abilities) -> str | list[dict[str, 
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise invalid(at, f"must be a text or a list of parts, not {shown(value)}")
+        raise invalid(at, f"must be a string or a list of parts, not {shown(value)}")
     parts: list[dict[str, Any]] = []
     for index, entry in enumerate(value):
         if isinstance(entry, str):
@@ -346,7 +346,7 @@ def _content(value: Any, at: str, abilities: Abilities) -> str | list[dict[str, 
             source = image if isinstance(image, str) else Fields(image, part.name("image_url")).text("url")
             parts.append(image_part(source, part.name("image_url"), abilities))
         elif kind != "refusal":
-            raise unsupported(part.name("type"), f"parts of type {shown(kind)}; there are text and image_url")
+            raise unsupported(part.name("type"), f"parts of type {shown(kind)}; supported: text and image_url")
     return parts
 
 
@@ -367,7 +367,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _finish_reason(answer: Answer) -> str:
-    # Calls of a turn that was cut behind them stand: clients run them only under this reason.
+    # Calls of a turn that was truncated after them are valid: clients run them only under this reason.
     return "tool_calls" if answer.calls else ("length" if answer.cut else "stop")
 
 

@@ -51,9 +51,9 @@ def namespaced(namespace: Any, name: Any) -> Any:
 def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier) -> ChatRequest:
     """Parse a request body; ``earlier`` finds the conversation of ``previous_response_id``. Raises ApiError."""
     fields = Fields(body)
-    fields.refuse("background", "every response is made while its request waits")
+    fields.refuse("background", "background responses are not supported")
     fields.refuse("conversation", "send the items, or previous_response_id")
-    fields.refuse("prompt", "there are no stored prompts: send instructions and input")
+    fields.refuse("prompt", "stored prompts are not supported: send instructions and input")
     tools = ResponsesTools()
     for index, entry in enumerate(fields.items("tools")):
         _tool(tools, Fields(entry, f"tools[{index}]"), "")
@@ -62,13 +62,13 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
     choice = read_choice(fields)
     single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
     if fields.whole("top_logprobs", 0, 20):
-        raise unsupported("top_logprobs", "the log-probability of the sampled token is all there is; set it to 0")
+        raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
     text = Fields(fields.get("text") or {}, "text")
     held = read_response_format(schemas, choice, Format("text.format", text.get("format")), abilities, single=single)
     before = list(earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
     new = Reader(abilities, tools.custom).read(fields.get("input"))
     if not before and not new:
-        raise invalid("input", "must be a text or a list that holds an item")
+        raise invalid("input", "must be a string or a non-empty list of items")
     reasoning = Fields(fields.get("reasoning") or {}, "reasoning")
     instructions = fields.text("instructions", "")
     system: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -102,7 +102,7 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
             _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name)
         return
     else:
-        # What a server would run (web_search, file_search, ...): the model is not told of what it cannot have.
+        # Server-side tools (web_search, file_search, ...): the model must not see tools that it cannot call.
         return
     known = namespaced(namespace, schema.name)
     if namespace:
@@ -130,7 +130,7 @@ class Reader:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise invalid("input", f"must be a text or a list of items, not {shown(value)}")
+            raise invalid("input", f"must be a string or a list of items, not {shown(value)}")
         for index, entry in enumerate(value):
             self._item(Fields(entry, f"input[{index}]"))
         if self._turn and self._messages and self._messages[-1]["role"] == "assistant":
@@ -154,8 +154,8 @@ class Reader:
         elif kind == "reasoning":
             self._reasoning(item)
         elif kind == "item_reference":
-            raise unsupported(item.name("type"), "items are not stored one by one: send the item itself")
-        # Other items are what a server ran, or unknown: nothing that this model said or was told.
+            raise unsupported(item.name("type"), "item references are not supported: send the item itself")
+        # Other items are server-side tool runs or unknown: not part of this model's conversation.
 
     def _message(self, item: Fields) -> None:
         role = item.text("role")
@@ -208,7 +208,7 @@ class Reader:
         if value is None or isinstance(value, str):
             return value or ""
         if not isinstance(value, list):
-            raise invalid(at, f"must be a text or a list of parts, not {shown(value)}")
+            raise invalid(at, f"must be a string or a list of parts, not {shown(value)}")
         parts = []
         for index, entry in enumerate(value):
             part = Fields(entry, f"{at}[{index}]")
@@ -219,7 +219,7 @@ class Reader:
                 parts.append(image_part(part.text("image_url", ""), part.name("image_url"), self._abilities))
             elif kind != "refusal":
                 raise unsupported(
-                    part.name("type"), f"parts of type {shown(kind)}; there are input_text and input_image"
+                    part.name("type"), f"parts of type {shown(kind)}; supported: input_text and input_image"
                 )
         return parts
 
@@ -256,7 +256,7 @@ class Conversations:
         if found is None:
             raise ApiError(
                 400,
-                f"previous_response_id: no response {shown(response_id)} of this session is known",
+                f"previous_response_id: this session has no response {shown(response_id)}",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

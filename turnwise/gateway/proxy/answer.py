@@ -124,7 +124,7 @@ def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
     """Return the failure that an error response means for the episode; None if the request was wrong."""
     told = raw.decode("utf-8", "replace")
     if status in _FAILURES or status >= 500:
-        # What is said of a key that is refused quotes parts of it.
+        # Error messages about a rejected key quote parts of it.
         why = "refused the key (401)" if status == 401 else f"answered {status}: {told[:_SHOWN]}"
         return InferenceError(f"the hosted endpoint {why}")
     if any(word in told for word in _OVERFLOW):
@@ -296,7 +296,7 @@ class _Anthropic(AnswerReader):
     def _used(self, body: Mapping[str, Any]) -> None:
         told = body.get("usage")
         if isinstance(told, Mapping):
-            # What a later event does not repeat stays as it was told first.
+            # What a later event does not repeat keeps its first value.
             self._counts |= {key: value for key, value in told.items() if value is not None}
             cached = _count(self._counts, "cache_read_input_tokens")
             prompt = _count(self._counts, "input_tokens") + _count(self._counts, "cache_creation_input_tokens") + cached

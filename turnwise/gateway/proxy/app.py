@@ -141,7 +141,7 @@ class HostedApp(SessionApp):
         short = route.removeprefix("v1/")
         if exchange.method in ("GET", "HEAD") and short.startswith("models"):
             if not _MODELS.match(short):
-                raise not_found(f"{exchange.method} /{short} is no route of a session")
+                raise not_found(f"{exchange.method} /{short} is not a route of a session")
             await self._admit(exchange, entry, dialect, short)
             return
         if exchange.method in ("GET", "HEAD") and short in ("", "v1"):
@@ -190,11 +190,11 @@ class HostedApp(SessionApp):
                 turn.fail(error.message)
             raise
         except aiohttp.ClientError as error:
-            _log.warning("session %s: the hosted endpoint broke off an answer (%s)", entry.id, type(error).__name__)
+            _log.warning("session %s: the hosted endpoint broke off a response (%s)", entry.id, type(error).__name__)
             if turn is not None:
                 turn.fail(f"broke off an answer ({type(error).__name__})")
-            # What began stays without its end; what did not can be told.
-            raise ApiError(502, "the hosted endpoint broke off its answer", code="server_error") from None
+            # A response that has begun stays incomplete; one that has not can report the error.
+            raise ApiError(502, "the hosted endpoint broke off its response", code="server_error") from None
 
     async def _whole(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:
         raw = self._endpoint.hidden(await answer.read())

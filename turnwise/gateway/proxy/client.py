@@ -94,7 +94,7 @@ class HostedClient(LLMClient):
         most: int | None,
     ) -> Answered:
         if self._model is None:
-            raise ConfigError("hosted.model is missing: session.chat must name the model that it asks for")
+            raise ConfigError("hosted.model is missing: session.chat must name the model to request")
         sampling = _named(params, most)
         body: dict[str, Any] = {"model": self._model, "messages": [_sent(message) for message in messages], **sampling}
         if params.stop:
@@ -111,14 +111,16 @@ class HostedClient(LLMClient):
             raise InferenceError(error.message) from None
         except (TimeoutError, aiohttp.ClientError) as error:
             # The text of such an error may quote headers.
-            raise InferenceError(f"the hosted endpoint gave no whole answer ({type(error).__name__})") from None
+            raise InferenceError(f"the hosted endpoint's response was incomplete ({type(error).__name__})") from None
         if status != 200:
             told = raw.decode("utf-8", "replace")[:_SHOWN]
             raise failure_of(status, raw) or RequestRefused(f"the hosted endpoint answered {status}: {told}")
         reader = answer_reader("openai_chat")
         said = reader.read_whole(raw)
         if not said or not said[0].read:
-            raise InferenceError(f"the hosted endpoint answered no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}")
+            raise InferenceError(
+                f"the hosted endpoint's response has no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}"
+            )
         return Answered(said[0].message, said[0].cut, reader.usage, sampling, reader.model)
 
 
@@ -128,7 +130,7 @@ def _named(params: SamplingParams, most: int | None) -> dict[str, float]:
     default = SamplingParams()
     unknown = [name for name in _UNKNOWN if getattr(params, name) != getattr(default, name)]
     if unknown:
-        raise SessionError(f"params.{unknown[0]}: session.chat cannot ask a hosted endpoint for it: leave it out")
+        raise SessionError(f"params.{unknown[0]}: session.chat cannot pass it to a hosted endpoint: remove it")
     if params.temperature != default.temperature:
         named["temperature"] = params.temperature
     if params.top_p != default.top_p:

@@ -21,7 +21,7 @@ _HOP_BY_HOP = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade",
 }  # fmt: skip
-# Answers are read along, so they come as they are; who asks is the endpoint's customer, not the agent.
+# Answers are parsed, so they must not be compressed; the account headers are the gateway's, not the agent's.
 _NOT_SENT = _HOP_BY_HOP | SECRET_HEADERS | {
     "host", "content-length", "accept-encoding", "expect", "forwarded", "via", "referer", "origin", "x-real-ip",
     "openai-organization", "openai-project",
@@ -96,7 +96,7 @@ class Endpoint:
             raise _unreachable(type(error).__name__) from None
         async with answer:
             if 300 <= answer.status < 400:
-                raise ApiError(502, "the hosted endpoint sends elsewhere: its URL is not the one that is configured")
+                raise ApiError(502, "the hosted endpoint redirects: configure the URL that it redirects to")
             yield answer
 
     def returned(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

@@ -169,7 +169,7 @@ def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:
         return item
     found = items.get(str(item.get("id")))
     if found is None:
-        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is none that this session was given"))
+        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is not an item of this session"))
     return found
 
 
@@ -215,7 +215,7 @@ def _tools(entries: Any, namespace: str = "") -> list[ToolSchema]:
         inner = next((entry[key] for key in ("function", "custom") if isinstance(entry.get(key), Mapping)), entry)
         schema = inner.get("parameters") or inner.get("input_schema")
         if not isinstance(schema, dict):
-            # A tool that the endpoint runs or knows: what stands beside its name is all that there is.
+            # A tool that the endpoint runs or knows: it has only the fields beside its name.
             schema = {key: value for key, value in inner.items() if key not in ("name", "description", "cache_control")}
         try:
             canonical_value(schema)

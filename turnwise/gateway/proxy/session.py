@@ -26,16 +26,14 @@ from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCa
 
 NO_IDS: TokenIds = np.zeros(0, np.int32)
 NO_IDS.flags.writeable = False
-# Nobody knows what a hosted endpoint can take: it says so itself, with a status of 400.
+# The limits of a hosted endpoint are unknown: it answers with status 400.
 UNKNOWN_CONTEXT = 2**53
 _BYTES_A_TOKEN = 4
 
 
 class _NoTags:
     def tagged(self, guide: object, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
-        raise StructuredOutputError(
-            "nothing here holds an answer of a hosted endpoint to anything: leave params.guide out"
-        )
+        raise StructuredOutputError("responses of a hosted endpoint cannot be constrained: remove params.guide")
 
 
 class TextRenderer:
@@ -128,7 +126,7 @@ class NoTokens(LLMClient):
 def no_tokens() -> SessionError:
     """Return the error for token requests to a hosted endpoint."""
     return SessionError(
-        "a hosted endpoint tells no token ids: an agent talks to it through the address of its session "
+        "a hosted endpoint returns no token ids: an agent talks to it through the address of its session "
         "(episode.address), or in an evaluation through session.chat"
     )
 
@@ -227,7 +225,7 @@ class TextSession(Session):
         if self._ask is None:
             raise no_tokens()
         if template_args:
-            raise SessionError("template_args: a hosted endpoint shows no chat template that could read them")
+            raise SessionError("template_args: a hosted endpoint has no accessible chat template")
         placed = self._open(messages, tools, params, fork)
         try:
             answered = await self._ask(messages, tuple(tools or ()), params or self.params)
@@ -299,7 +297,7 @@ class TextSession(Session):
         only = named.pop() if len(named) == 1 else None
         return {} if only is None else {"temperature": only}
 
-    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - nobody knows
+    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
         """Return None: the context length is unknown."""
         return None
 
@@ -342,9 +340,7 @@ class TextSettings:
         """Return a new session with its own settings, and its reader. Raises ApiError for the endpoint's settings."""
         theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
         if theirs:
-            raise unsupported(
-                theirs[0], "a hosted endpoint is asked as agents ask; there are " + ", ".join(sorted(_OURS))
-            )
+            raise unsupported(theirs[0], "not available for a hosted endpoint; available: " + ", ".join(sorted(_OURS)))
         session = TextSession(
             id=session_id,
             max_turns=own.max_turns or self.max_turns,

@@ -236,7 +236,7 @@ class RunnerApp:
                 case [runner, "leases", lease, what]:
                     answer = await self._about(self._lease(self._runner(runner), lease), what, body)
                 case _:
-                    raise _Refused(404, f"/{PREFIX}/{'/'.join(parts)} is no route of a run")
+                    raise _Refused(404, f"/{PREFIX}/{'/'.join(parts)} is not a route of a run")
         except _Refused as error:
             await answer_json(send, error.status, dump({"error": {"type": "Refused", "message": str(error)}}))
         except FormatError as error:

@@ -97,7 +97,7 @@ async def download_links(scene: Fixtures) -> list[str]:
     target = outer / "target"
     await sandbox.download(name, target)
     if (target / "ok").read_bytes() != b"in\n":
-        raise CheckFailed("the download did not bring the files that lead nowhere")
+        raise CheckFailed("dangling links are missing from the download")
     got = [f"{path} is in the download and leads to {os.path.realpath(path)}" for path in _links_out(target)]
     return got + _bystander(outer, {"bystander", "target"})
 
@@ -112,7 +112,7 @@ async def download_twice(scene: Fixtures) -> list[str]:
         await _inside(scene, command)
         with contextlib.suppress(SandboxError):
             await sandbox.download(name, target)
-    # What stands on the host already may be such a link, too: it is replaced or refused, never followed.
+    # An existing path on the host may be such a link, too: it is replaced or refused, never followed.
     for link, to in (("planted", ".."), ("plant", "../bystander")):
         (target / link).unlink(missing_ok=True)
         (target / link).symlink_to(to)
@@ -149,7 +149,7 @@ async def download_race(scene: Fixtures) -> list[str]:
     finally:
         await process.kill()
     if not scene.exam.capabilities.filesystem:
-        # Where the inside reaches the host's files anyway, a link that changes need not be told apart.
+        # Where the inside reaches the host's files anyway, a link that changes need not be distinguished.
         got = [each for each in got if "gave a file" not in each]
         scene.files["open"].write_text("untouched")
     return got + _touched(scene, b"untouched") + _bystander(outer, {"bystander", *(f"target{n}" for n in range(6))})
@@ -214,8 +214,8 @@ async def time_out(scene: Fixtures) -> list[str]:
     got = []
     ways = {
         "a double fork with an empty environment": '(env -i PATH=$PATH setsid sh -c "$LOOP" & ) & sleep 30',
-        "a child of a child whose parent is killed": "(sh -c 'sh -c \"$LOOP\" & kill -9 $$' &); sleep 30",
-        "one that stops its parents": 'sh -c "$LOOP" & kill -STOP $PPID 2>/dev/null; sleep 30',
+        "a grandchild whose parent is killed": "(sh -c 'sh -c \"$LOOP\" & kill -9 $$' &); sleep 30",
+        "a child that stops its parents": 'sh -c "$LOOP" & kill -STOP $PPID 2>/dev/null; sleep 30',
     }
     for way, script in ways.items():
         file = scene.exam.name()
@@ -242,7 +242,7 @@ async def host(scene: Fixtures) -> list[str]:
         "turnwise.sandboxes.checker.killed_host",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # A backend of one's own is found there as it is found here.
+        # A custom backend is found there as it is found here.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     assert process.stdin is not None
@@ -261,7 +261,7 @@ async def host(scene: Fixtures) -> list[str]:
     try:
         if not exam.capabilities.survives_host:
             if not local:
-                raise CheckFailed("the processes inside cannot be seen from here, so nobody knows whether they ended")
+                raise CheckFailed("the processes inside cannot be seen from here, so whether they ended is unknown")
             return [] if await gone(mark) else ["a process outlives the host"]
         reaped = await exam.backend.reap()
         if reaped < 1:
@@ -346,7 +346,7 @@ async def _bounded(scene: Fixtures, name: str, given: dict[str, Any], *, may_die
                     break
                 await asyncio.sleep(1)
             else:
-                raise CheckFailed(f"after the attack the sandbox runs no commands any more, and is not dead: {after}")
+                raise CheckFailed(f"after the attack the sandbox runs no commands, but has not ended: {after}")
         except SandboxDied as error:
             if not may_die:
                 raise CheckFailed(f"the sandbox died of the attack: {error}") from error
@@ -384,11 +384,11 @@ async def _forge(scene: Fixtures) -> list[str]:
             result = await scene.start(sandbox, "forge", {"inside": inside})
             after = await sandbox.exec("echo after; exit 3", timeout=20)
         except SandboxDied:
-            scene.note = "it ended its sandbox"  # and nobody believed what it said
+            scene.note = "it ended its sandbox"  # and its output was not believed
             return []
         except SandboxError as error:
-            raise CheckFailed(f"the sandbox neither answers nor is dead: {error}") from error
-    got = [] if result.exit_code in {7, 124, 137} else [f"its own result became {result}"]
+            raise CheckFailed(f"the sandbox does not respond, but has not ended: {error}") from error
+    got = [] if result.exit_code in {7, 124, 137} else [f"the command's result was changed to {result}"]
     if (after.exit_code, after.stdout) != (3, b"after\n"):
         got.append(f"the next command's result became {after}")
     return got

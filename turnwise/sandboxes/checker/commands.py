@@ -88,7 +88,7 @@ async def bad_folder(exam: CheckContext) -> None:
     for cwd in ("no/such/folder", "/no/such/folder", name):
         with expect(SandboxFileNotFound, what=f"exec with cwd={cwd!r}"):
             await sandbox.exec(["true"], cwd=cwd)
-    need((await sandbox.exec(["true"])).ok, "after a bad cwd nothing can be run")
+    need((await sandbox.exec(["true"])).ok, "after an invalid cwd commands do not run")
 
 
 async def variables(exam: CheckContext) -> None:
@@ -179,7 +179,7 @@ async def together(exam: CheckContext) -> None:
 async def duration(exam: CheckContext) -> None:
     """The duration is the command's."""
     result = await (await exam.sandbox()).exec("sleep 0.3", timeout=None)
-    need(0.25 <= result.duration < 10, f"'sleep 0.3' is said to have taken {result.duration} s")
+    need(0.25 <= result.duration < 10, f"'sleep 0.3' reports a duration of {result.duration} s")
 
 
 async def user(exam: CheckContext) -> None:
@@ -202,9 +202,11 @@ async def timeout(exam: CheckContext) -> None:
     result = await sandbox.exec("echo before; echo sorry >&2; sleep 60; echo after", timeout=0.7)
     took = time.monotonic() - began
     need(result.timed_out and result.exit_code == 124 and not result.ok, f"got {result}")
-    need((result.stdout, result.stderr) == (b"before\n", b"sorry\n"), f"what it wrote before is lost: {result}")
+    need(
+        (result.stdout, result.stderr) == (b"before\n", b"sorry\n"), f"its output before the time-out is lost: {result}"
+    )
     need(0.6 < took < 10, f"a time-out of 0.7 s returned after {took:.1f} s")
-    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not answer after a time-out")
+    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a time-out")
 
 
 async def timeout_tree(exam: CheckContext) -> None:
@@ -218,8 +220,8 @@ async def timeout_tree(exam: CheckContext) -> None:
         need(result.timed_out, f"the command did not run into its time-out: {result}")
         if await beats(sandbox, file) > 0:
             break
-    need(await beats(sandbox, file) > 0, "what it left in the background never ran")
-    need(await quiet(sandbox, file), "a process that forked twice and deafened itself outlives the time-out")
+    need(await beats(sandbox, file) > 0, "its background process never ran")
+    need(await quiet(sandbox, file), "a process that forked twice and ignores signals outlives the time-out")
 
 
 async def timeout_spam(exam: CheckContext) -> None:
@@ -237,7 +239,7 @@ async def timeout_spares(exam: CheckContext) -> None:
     other = asyncio.create_task(sandbox.exec("sleep 1.2; echo other"))
     ended = await sandbox.exec("sleep 60", timeout=0.5)
     need(ended.timed_out, f"got {ended}")
-    need(await alive(sandbox, file), "a time-out ended what another command had left in the background")
+    need(await alive(sandbox, file), "a time-out ended another command's background process")
     need((await other).stdout == b"other\n", "a time-out ended another command")
     await _end(sandbox, file)
 
@@ -247,13 +249,13 @@ async def cancellation(exam: CheckContext) -> None:
     sandbox = await exam.sandbox()
     file = exam.name()
     work = asyncio.create_task(sandbox.exec(f"{beating(file, exam.token)}; sleep 60"))
-    need(await alive(sandbox, file), "the command did not begin")
+    need(await alive(sandbox, file), "the command did not start")
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await soon(work, 10, "a cancelled exec")
     need(work.cancelled(), "a cancelled exec did not raise CancelledError")
-    need(await quiet(sandbox, file), "what the command had started outlives its cancellation")
-    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not answer after a cancellation")
+    need(await quiet(sandbox, file), "a process of the command outlives its cancellation")
+    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a cancellation")
 
 
 async def background(exam: CheckContext) -> None:
@@ -263,9 +265,9 @@ async def background(exam: CheckContext) -> None:
     loop = f"while :; do echo >> {file}; sleep 0.05; done"
     result = await soon(sandbox.exec(f"(: {exam.token}; {loop}) & echo started"), 10, "a command with a background")
     need(result.stdout == b"started\n" and result.ok, f"got {result}")
-    need(await alive(sandbox, file), "what a command left in the background did not live on")
-    need((await sandbox.exec("echo next")).stdout == b"next\n", "the next command has another output")
-    need(await alive(sandbox, file), "what a command left in the background did not survive the next command")
+    need(await alive(sandbox, file), "a command's background process did not keep running")
+    need((await sandbox.exec("echo next")).stdout == b"next\n", "the next command has unexpected output")
+    need(await alive(sandbox, file), "a background process did not survive the next command")
     await _end(sandbox, file)
 
 
@@ -282,10 +284,10 @@ async def spawned(exam: CheckContext) -> None:
     process = await (await exam.sandbox()).spawn(["cat"])
     for data in (b"one\n", b"\x00\xff two\n"):
         await process.write(data)
-        need(await _read(process, len(data)) == data, f"cat did not give back {data!r}")
+        need(await _read(process, len(data)) == data, f"cat did not return {data!r}")
     await process.close_stdin()
     await process.close_stdin()
-    need(await soon(process.read(), 10, "read at the end") == b"", "there is output after the end")
+    need(await soon(process.read(), 10, "read at the end") == b"", "there is output after the end of the stream")
     need(await soon(process.wait(), 10, "wait") == 0, "cat did not end with 0")
     need(await process.wait() == 0, "the second wait gives another exit code")
 
@@ -297,14 +299,14 @@ async def spawn_streams(exam: CheckContext) -> None:
     need(await _all(process) == b"a\nb\nc\n", "the streams are not in the order in which they were written")
     need(await process.wait() == 5, "the exit code is not 5")
     process = await sandbox.spawn("kill -KILL $$")
-    need(await _all(process) == b"" and await process.wait() == 137, "a killed one does not end with 137")
+    need(await _all(process) == b"" and await process.wait() == 137, "a killed process does not end with 137")
 
 
 async def spawn_place(exam: CheckContext) -> None:
     """A spawned command gets its variables and working directory."""
     sandbox = await exam.sandbox()
     process = await sandbox.spawn('echo "$CHECK_X"; pwd -P', cwd="/", env={"CHECK_X": "a b"})
-    need(await _all(process) == b"a b\n/\n", "env or cwd of spawn is not as given")
+    need(await _all(process) == b"a b\n/\n", "spawn ignores env or cwd")
 
 
 async def spawn_missing(exam: CheckContext) -> None:
@@ -321,12 +323,12 @@ async def spawn_interrupt(exam: CheckContext) -> None:
     sandbox = await exam.sandbox()
     trapping = "trap 'echo caught; exit 3' INT; echo ready; while :; do sleep 0.1; done"
     process = await sandbox.spawn(trapping)
-    need(await _read(process, 6) == b"ready\n", "the command did not begin")
+    need(await _read(process, 6) == b"ready\n", "the command did not start")
     await process.interrupt()
     need(await soon(process.wait(), 10, "wait after an interrupt") == 3, "the command did not handle the interrupt")
-    need(await _all(process) == b"caught\n", "its last words are lost")
+    need(await _all(process) == b"caught\n", "its last output is lost")
     process = await sandbox.spawn("echo ready; exec sleep 60")
-    need(await _read(process, 6) == b"ready\n", "the command did not begin")
+    need(await _read(process, 6) == b"ready\n", "the command did not start")
     await process.interrupt()
     need(await soon(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
 
@@ -338,11 +340,11 @@ async def spawn_kill(exam: CheckContext) -> None:
     process = await sandbox.spawn(
         f"{beating(file, exam.token)}; trap '' TERM INT; echo ready; while :; do sleep 1; done"
     )
-    need(await _read(process, 6) == b"ready\n", "the command did not begin")
-    need(await alive(sandbox, file), "its background did not begin")
+    need(await _read(process, 6) == b"ready\n", "the command did not start")
+    need(await alive(sandbox, file), "its background process did not start")
     await process.kill()
     need(await soon(process.wait(), 10, "wait after kill") == 137, "a killed command does not end with 137")
-    need(await quiet(sandbox, file), "what the command had started outlives kill")
+    need(await quiet(sandbox, file), "a process of the command outlives kill")
     await process.kill()
     await process.interrupt()
     await process.close_stdin()

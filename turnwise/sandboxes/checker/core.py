@@ -161,7 +161,7 @@ def _chosen(only: Sequence[str], attacks: bool) -> list[str]:
     for each in only:
         if not any(name.startswith(each) for name in names):
             kinds = ", ".join(sorted({name.partition(":")[0] for name in names}))
-            raise ConfigError(f"check_sandbox: only={each!r} is the beginning of no check's name; there are: {kinds}")
+            raise ConfigError(f"check_sandbox: only={each!r} is not the prefix of a check's name; known: {kinds}")
     return [name for name in names if not only or name.startswith(tuple(only))]
 
 
@@ -229,7 +229,7 @@ async def _judged(work: Awaitable[list[str] | None], timeout: float) -> tuple[St
     except CheckFailed as error:
         status, message = "failed", str(error)
     except TimeoutError:
-        status, message = "failed", f"did not come to its end within {timeout:g} s"
+        status, message = "failed", f"did not finish within {timeout:g} s"
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is a finding about it
         status, message = "failed", f"{type(error).__name__}: {error}"
     return status, message, time.monotonic() - began, got

@@ -18,12 +18,12 @@ async def round_trip(exam: CheckContext) -> None:
     for data in (b"", b"text\n", bytes(range(256)) * 2000):
         name = exam.name()
         await sandbox.write_file(name, data)
-        need(await sandbox.read_file(name) == data, f"{len(data)} bytes were not read as they were written")
+        need(await sandbox.read_file(name) == data, f"{len(data)} bytes read back differ from those written")
         result = await sandbox.exec(["wc", "-c", name])
         need(result.stdout.split()[:1] == [str(len(data)).encode()], f"a command sees {result.text!r} of {len(data)}")
     name = exam.name()
     await sandbox.exec(f"printf 'of a command' > {name}")
-    need(await sandbox.read_file(name) == b"of a command", "what a command wrote is not what is read")
+    need(await sandbox.read_file(name) == b"of a command", "a command's file reads back differently")
 
 
 async def large(exam: CheckContext) -> None:
@@ -32,7 +32,7 @@ async def large(exam: CheckContext) -> None:
     name = exam.name()
     data = bytes(range(256)) * 32_768
     await sandbox.write_file(name, data)
-    need(await sandbox.read_file(name) == data, "eight megabytes were not read as they were written")
+    need(await sandbox.read_file(name) == data, "eight megabytes read back differ from those written")
 
 
 async def overwriting(exam: CheckContext) -> None:
@@ -41,7 +41,7 @@ async def overwriting(exam: CheckContext) -> None:
     name = exam.name()
     for data in (b"long " * 1000, b"short", b""):
         await sandbox.write_file(name, data)
-        need(await sandbox.read_file(name) == data, f"{data[:10]!r} over another content was not read again")
+        need(await sandbox.read_file(name) == data, f"{data[:10]!r} written over other content was not read back")
 
 
 async def places(exam: CheckContext) -> None:
@@ -60,7 +60,7 @@ async def places(exam: CheckContext) -> None:
 
 
 async def owner(exam: CheckContext) -> None:
-    """Written files belong to the user of commands, who may change and remove them."""
+    """Written files belong to the user of commands, which may change and remove them."""
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(f"{name}/file", b"a")
@@ -75,7 +75,7 @@ async def names(exam: CheckContext) -> None:
     for name in ("a b", "quo'te\"", "-n", "$HOME", "*", "é-日本", "two\nlines", "back\\slash", "--help", " lead"):
         path = f"{folder}/{name}"
         await sandbox.write_file(path, name.encode())
-        need(await sandbox.read_file(path) == name.encode(), f"{name!r} was not read again")
+        need(await sandbox.read_file(path) == name.encode(), f"{name!r} was not read back")
     result = await sandbox.exec(["sh", "-c", "printf '%s\\n' * | wc -l"], cwd=folder)
     need(result.stdout.strip() == b"11", f"ten names, one with a line end, are {result.text!r} lines")
 
@@ -89,7 +89,7 @@ async def modes(exam: CheckContext) -> None:
     need(result.stdout == b"ran\n", f"a file of mode 0755 cannot be run: {result.exit_code} {result.text!r}")
     await sandbox.write_file(f"{name}.sh", b"#!/bin/sh\necho again\n")
     result = await sandbox.exec([f"./{name}.sh"])
-    need(result.stdout == b"again\n", "another content lost the file's mode")
+    need(result.stdout == b"again\n", "overwriting lost the file's mode")
     await sandbox.write_file(name, b"x")
     await sandbox.write_file(f"{name}.p", b"x", mode=0o600)
     result = await sandbox.exec(["stat", "-c", "%a", name, f"{name}.p"])
@@ -118,13 +118,13 @@ async def no_file(exam: CheckContext) -> None:
         try:
             await soon(sandbox.read_file(path, max_bytes=1000), 10, f"read_file({path!r})")
         except SandboxFileNotFound as error:
-            raise CheckFailed(f"read_file({path!r}) says that it is not there") from error
+            raise CheckFailed(f"read_file({path!r}) reports a missing file") from error
         except SandboxFileError:
             continue
-        raise CheckFailed(f"read_file({path!r}) gave something though it is no regular file")
+        raise CheckFailed(f"read_file({path!r}) returned data although it is not a regular file")
     with expect(SandboxFileError, what="write_file onto a folder"):
         await sandbox.write_file("/tmp", b"x")
-    with expect(SandboxFileError, what="write_file onto a pipe that nobody reads"):
+    with expect(SandboxFileError, what="write_file to a pipe without a reader"):
         await soon(sandbox.write_file(name, b"x"), 10, "write_file onto a pipe")
 
 
@@ -133,7 +133,7 @@ async def too_large(exam: CheckContext) -> None:
     sandbox = await exam.sandbox()
     name = exam.name()
     await sandbox.write_file(name, bytes(1000))
-    need(len(await sandbox.read_file(name, max_bytes=1000)) == 1000, "a file of just as many bytes is not read")
+    need(len(await sandbox.read_file(name, max_bytes=1000)) == 1000, "a file of exactly max_bytes is not read")
     with expect(SandboxFileTooLarge, what="read_file of 1000 bytes with max_bytes=999"):
         await sandbox.read_file(name, max_bytes=999)
 
@@ -151,7 +151,7 @@ async def forbidden(exam: CheckContext) -> None:
     if not result.ok:
         with expect(SandboxFileError, what="read_file of what commands may not read"):
             await sandbox.read_file(f"{name}.s")
-    need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after file errors")
+    need((await sandbox.exec(["true"])).ok, "the sandbox does not respond after file errors")
 
 
 async def links(exam: CheckContext) -> None:
@@ -175,8 +175,8 @@ async def size_limit(exam: CheckContext) -> None:
         except SandboxFileError as error:
             need("file_size" in str(error), f"the message does not name the limit file_size: {error}")
         else:
-            raise CheckFailed("2 MiB were written though limits.file_size is 1 MiB")
-        need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after that")
+            raise CheckFailed("2 MiB were written although limits.file_size is 1 MiB")
+        need((await sandbox.exec(["true"])).ok, "the sandbox does not respond afterwards")
 
 
 def tree(folder: Path) -> dict[str, tuple[str, bytes, int]]:
@@ -220,7 +220,7 @@ async def upload(exam: CheckContext) -> None:
     )
     need(result.stdout == b"ran\nprint('a')\npkg/a.py\nnowhere\nempty\n", f"inside there is {result.text!r}")
     data = await sandbox.read_file(f"{name}/pkg/deep er/é\nb.bin")
-    need(data == bytes(range(256)) * 300, "a binary file of an odd name arrived changed")
+    need(data == bytes(range(256)) * 300, "a binary file with an unusual name arrived changed")
     await sandbox.upload(folder / "run.sh", f"{name}/new/copy.sh")
     need((await sandbox.exec(["new/copy.sh"], cwd=name)).stdout == b"ran\n", "a single file did not arrive as it was")
 
@@ -273,7 +273,7 @@ async def many_files(exam: CheckContext) -> None:
         path.chmod(0o644)
     await sandbox.upload(folder, name)
     await sandbox.download(name, back / "out")
-    need(tree(back / "out") == tree(folder), "six hundred files came back otherwise than they went")
+    need(tree(back / "out") == tree(folder), "six hundred files came back changed")
 
 
 async def download_missing(exam: CheckContext) -> None:
@@ -301,20 +301,23 @@ async def changing(exam: CheckContext) -> None:
     )
     process = await sandbox.spawn(script)
     try:
-        need(await soon(process.read(), 30, "the first word of a script") == b"on\n", "the script did not begin")
+        need(await soon(process.read(), 30, "the first output of a script") == b"on\n", "the script did not start")
         for number in range(3):
             copy = target / str(number)
             await soon(sandbox.download(f"{name}/log", copy), 60, "download of a folder that changes")
-            need((copy / "kept").read_bytes() == b"kept\n", "what stayed did not come")
+            need((copy / "kept").read_bytes() == b"kept\n", "the unchanged file is missing from the download")
             lines = (copy / "grows").read_bytes().split()
-            need(lines == [b"%d" % (at + 1) for at in range(len(lines))], "what grows came otherwise than it was")
+            need(
+                lines == [b"%d" % (at + 1) for at in range(len(lines))],
+                "the growing file was downloaded with wrong content",
+            )
             with contextlib.suppress(SandboxFileError):
                 await soon(sandbox.download(f"{name}/shrinks", target / "file"), 60, "download of what shrinks")
             with contextlib.suppress(SandboxFileError):
                 await soon(sandbox.read_file(f"{name}/shrinks"), 60, "read_file of what shrinks")
     finally:
         await process.kill()
-    need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after that")
+    need((await sandbox.exec(["true"])).ok, "the sandbox does not respond afterwards")
 
 
 async def workspace(exam: CheckContext) -> None:
@@ -328,9 +331,12 @@ async def workspace(exam: CheckContext) -> None:
         script = "echo changed >> pkg/a.py && rm run.sh && mv pkg/a.py pkg/b.py && chmod 600 pkg/b.py"
         result = await sandbox.exec(f"{script} && echo new > new && rmdir empty")
         need(result.ok, f"the workspace cannot be changed inside: {result.text!r}")
-        need(await sandbox.read_file("pkg/b.py") == b"print('a')\nchanged\n", "what was changed is not read so")
-        need(tree(folder) == before, "what was done inside reached the workspace's folder on the host")
-        need((await other.exec("./run.sh; cat pkg/a.py")).stdout == b"ran\nprint('a')\n", "it reached another sandbox")
+        need(await sandbox.read_file("pkg/b.py") == b"print('a')\nchanged\n", "a change inside is not read back")
+        need(tree(folder) == before, "a change inside reached the workspace's folder on the host")
+        need(
+            (await other.exec("./run.sh; cat pkg/a.py")).stdout == b"ran\nprint('a')\n",
+            "a change inside reached another sandbox",
+        )
     need(tree(folder) == before, "closing changed the workspace's folder on the host")
 
 

@@ -81,7 +81,7 @@ class Fixtures:
                 raise CheckSkipped(_NO_PYTHON)
             await sandbox.write_file(f"{_INSIDE}/{_PROGRAMS.name}", _PROGRAMS.read_bytes())
             self._taught.add(sandbox.id)
-        # What the attack is told is no part of its command line, for which it may look in /proc.
+        # The attack's input is not in its command line, which it may search for in /proc.
         command = ["python3", "-B", "-E", "-S", f"{_INSIDE}/{_PROGRAMS.name}", name]
         return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(given).encode())
 
@@ -93,7 +93,7 @@ class Fixtures:
         result = await self.start(sandbox, name, given)
         lines = result.stdout.decode("utf-8", "replace").splitlines()
         if lines[:1] != ["begun"]:
-            raise CheckFailed(f"the attack did not begin: {result}")
+            raise CheckFailed(f"the attack did not start: {result}")
         if len(lines) > 1 and result.ok:
             got: list[str] = json.loads(lines[-1])["got"]
             return got
@@ -101,7 +101,7 @@ class Fixtures:
         if may_die and killed and not result.timed_out:
             self.note = f"it was ended ({result.exit_code})"
             return []
-        raise CheckFailed(f"the attack did not come to its end: {result}")
+        raise CheckFailed(f"the attack did not finish: {result}")
 
 
 @contextlib.asynccontextmanager

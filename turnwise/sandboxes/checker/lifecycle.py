@@ -26,7 +26,7 @@ async def identity(exam: CheckContext) -> None:
     """Sandboxes have unique ids, separate files, and the probed capabilities."""
     async with exam.fresh() as one, exam.fresh() as other:
         need(bool(one.id) and one.id != other.id, f"two sandboxes have the ids {one.id!r} and {other.id!r}")
-        need(one.capabilities.isolation == exam.capabilities.isolation, f"the probe told {exam.capabilities}")
+        need(one.capabilities.isolation == exam.capabilities.isolation, f"the probe reported {exam.capabilities}")
         need(one.backend == exam.backend.name, f"sandbox.backend is {one.backend!r}, not {exam.backend.name!r}")
         for path in ("file", "/tmp/file") if exam.rooted else ("file",):
             await one.write_file(path, b"of one")
@@ -59,7 +59,7 @@ async def close_during(exam: CheckContext) -> None:
         file = exam.name()
         work = asyncio.create_task(sandbox.exec(f"while :; do echo >> {file}; sleep 0.05; done"))
         process = await sandbox.spawn(["cat"])
-        need(await alive(sandbox, file), "the command did not begin")
+        need(await alive(sandbox, file), "the command did not start")
         await soon(sandbox.close(), 20, "close during a command")
         with expect(SandboxDied, what="a command during which the sandbox was closed"):
             await soon(work, 10, "a command during which the sandbox was closed")
@@ -73,7 +73,7 @@ async def close_ends_all(exam: CheckContext) -> None:
     async with exam.fresh() as sandbox:
         await sandbox.exec(beating("beat", mark))
         await sandbox.spawn(f"trap '' TERM INT HUP; : {mark}; while :; do sleep 1; done")
-        need(await alive(sandbox, "beat"), "the background did not begin")
+        need(await alive(sandbox, "beat"), "the background process did not start")
     need(await gone(mark), "a process of a closed sandbox is still in this machine's /proc")
 
 
@@ -88,14 +88,14 @@ async def start_cancelled(exam: CheckContext) -> None:
             await soon(starting, 30, "a cancelled start")
         await soon(sandbox.close(), 20, "close after a cancelled start")
     async with exam.fresh() as sandbox:
-        need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not answer")
+        need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not respond")
 
 
 async def start_refused(exam: CheckContext) -> None:
     """An impossible spec raises SandboxError, and the sandbox can be closed."""
     asked = {
-        "an image that is not there": replace(exam.spec, image=f"turnwise-no-such-image-{exam.name()}"),
-        "a snapshot that is not there": replace(exam.spec, snapshot=f"no-such-snapshot-{exam.name()}"),
+        "a missing image": replace(exam.spec, image=f"turnwise-no-such-image-{exam.name()}"),
+        "a missing snapshot": replace(exam.spec, snapshot=f"no-such-snapshot-{exam.name()}"),
     }
     for what, spec in asked.items():
         sandbox = exam.backend.make(spec)
@@ -109,7 +109,7 @@ async def start_refused(exam: CheckContext) -> None:
 async def workdir(exam: CheckContext) -> None:
     """Another workdir is created and writable."""
     if not exam.rooted:
-        raise CheckSkipped("the backend takes no images: the workdir is where it puts it")
+        raise CheckSkipped("the backend takes no images and chooses the workdir itself")
     async with exam.fresh(workdir="/tmp/check workdir/inner") as sandbox:
         await sandbox.write_file("file", b"x")
         result = await sandbox.exec("pwd -P && echo more >> file && cat /tmp/check*/inner/file")
@@ -126,15 +126,18 @@ async def snapshots(exam: CheckContext) -> None:
         await sandbox.exec("chmod 700 kept; ln -s file kept/link; sleep 60 &")
         name = await sandbox.snapshot()
         await sandbox.write_file("kept/file", b"after")
-        need((await sandbox.exec(["cat", "kept/link"])).stdout == b"after", "a sandbox does not go on after a snapshot")
+        need(
+            (await sandbox.exec(["cat", "kept/link"])).stdout == b"after",
+            "a sandbox does not continue after a snapshot",
+        )
     try:
         async with exam.fresh(snapshot=name) as first, exam.fresh(snapshot=name) as second:
             for each in (first, second):
-                need(await each.read_file("kept/link") == b"before", "it has not the files of the snapshot")
+                need(await each.read_file("kept/link") == b"before", "it lacks the files of the snapshot")
             await first.exec("echo x > kept/file; rm kept/link")
             need(await second.read_file("kept/link") == b"before", "two sandboxes of a snapshot share files")
         async with exam.fresh(snapshot=name) as third:
-            need(await third.read_file("kept/file") == b"before", "a sandbox changed the snapshot that it began from")
+            need(await third.read_file("kept/file") == b"before", "a sandbox changed the snapshot that it started from")
     finally:
         await exam.backend.drop_snapshot(name)
     await exam.backend.drop_snapshot(name)
@@ -150,9 +153,9 @@ async def forks(exam: CheckContext) -> None:
         forked = await sandbox.fork()
         try:
             need(forked.id != sandbox.id, "a fork has its origin's id")
-            need(await forked.read_file("file") == b"common", "a fork has not the files of its origin")
+            need(await forked.read_file("file") == b"common", "a fork lacks the files of its origin")
             await forked.write_file("file", b"of fork")
-            need(await sandbox.read_file("file") == b"common", "a fork's writing reached its origin")
+            need(await sandbox.read_file("file") == b"common", "a write in a fork reached its origin")
             await sandbox.close()
             need((await forked.exec(["cat", "file"])).stdout == b"of fork", "a fork does not outlive its origin")
         finally:
@@ -177,12 +180,12 @@ async def exposed(exam: CheckContext) -> None:
     try:
         async with exam.fresh() as sandbox:
             url = await sandbox.expose("127.0.0.1", port)
-            need(await sandbox.expose("127.0.0.1", port) == url, "the same address has another URL the second time")
+            need(await sandbox.expose("127.0.0.1", port) == url, "exposing the same address twice returned two URLs")
             answer = await _asked(sandbox, url)
-            need(answer == b"hello you\n", f"behind {url} there is {answer!r}")
+            need(answer == b"hello you\n", f"{url} answered {answer!r}")
             if exam.capabilities.network:
                 answer = await _asked(sandbox, f"http://127.0.0.1:{other}")
-                need(b"hello" not in answer, "a port of the host that was not exposed is reached")
+                need(b"hello" not in answer, "a port of the host that was not exposed is reachable")
     finally:
         server.close()
         hidden.close()
@@ -192,9 +195,9 @@ async def reaping(exam: CheckContext) -> None:
     """Reaping spares live sandboxes."""
     async with exam.fresh() as sandbox:
         await sandbox.write_file("file", b"x")
-        need(await exam.backend.reap() >= 0, "reap gave a negative number")
-        need(await sandbox.read_file("file") == b"x", "reap took a sandbox whose host is alive")
-        need((await sandbox.exec(["true"])).ok, "reap took a sandbox whose host is alive")
+        need(await exam.backend.reap() >= 0, "reap returned a negative number")
+        need(await sandbox.read_file("file") == b"x", "reap removed a sandbox whose host is alive")
+        need((await sandbox.exec(["true"])).ok, "reap removed a sandbox whose host is alive")
 
 
 async def zombies(exam: CheckContext) -> None:
@@ -213,7 +216,7 @@ async def cpu_seconds(exam: CheckContext) -> None:
     limits = replace(exam.spec.limits, cpu_seconds=1)
     async with exam.fresh(limits=limits) as sandbox:
         result = await sandbox.exec("sh -c 'while :; do :; done'; echo code $?", timeout=30)
-        need(not result.timed_out, "a loop ran for 30 s though limits.cpu_seconds is 1")
+        need(not result.timed_out, "a loop ran for 30 s although limits.cpu_seconds is 1")
         need(result.stdout in (b"code 137\n", b"code 152\n"), f"it ended with {result.text!r}")
 
 
@@ -224,7 +227,7 @@ async def _asked(sandbox: Sandbox, url: str) -> bytes:
         "sys.stdout.buffer.write(s.recv(100))"
     )
     if not (await sandbox.exec(["python3", "-c", ""])).ok:
-        raise CheckSkipped("there is no python3 inside to ask with")
+        raise CheckSkipped("there is no python3 inside to connect with")
     return (await sandbox.exec(["python3", "-I", "-c", program, host, port], timeout=20)).stdout
 
 
@@ -232,5 +235,5 @@ async def _refused(exam: CheckContext, use: Callable[[Sandbox], Awaitable[object
     try:
         await use(await exam.sandbox())
     except SandboxUnavailable:
-        raise CheckSkipped("the capabilities say that it cannot, and it says so itself") from None
+        raise CheckSkipped("the capabilities and the backend agree that this is not supported") from None
     raise CheckFailed(f"the capabilities deny {what}, which works")

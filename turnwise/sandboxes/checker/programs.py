@@ -211,7 +211,7 @@ def _send_descriptors(descriptor: int, data: bytes) -> None:
 
 
 def fork_bomb(given: dict[str, Any]) -> list[str]:
-    """Fork three times the processes that the limit allows, and count how many live on together for a while."""
+    """Fork three times the processes that the limit allows, and count how many stay alive together for a while."""
     limit, most = given["limit"], given["most"]
     reading, writing = os.pipe()
     alive: set[int] = set()
@@ -240,7 +240,7 @@ def fork_bomb(given: dict[str, Any]) -> list[str]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     # A backend may grant a few for its own processes inside.
-    return [f"{len(alive)} processes, and {limit} are allowed"] if len(alive) > limit * 1.25 else []
+    return [f"{len(alive)} processes, more than the limit of {limit}"] if len(alive) > limit * 1.25 else []
 
 
 def memory(given: dict[str, Any]) -> list[str]:
@@ -271,7 +271,7 @@ def memory(given: dict[str, Any]) -> list[str]:
         if not until and alive <= touched:
             until = time.monotonic() + given["seconds"]
         if not until and time.monotonic() > patience:
-            raise SystemExit("the machine is too busy: nothing is known")
+            raise SystemExit("the machine is too busy to tell")
         time.sleep(0.05)
     full = alive & touched
     for pid in alive:
@@ -375,7 +375,7 @@ def settings(given: dict[str, Any]) -> list[str]:
 
 
 def keyrings(given: dict[str, Any]) -> list[str]:
-    """Ask for keyrings, which are shared with whoever is of the same user or session outside."""
+    """Ask for keyrings, which are shared with processes of the same user or session outside."""
     del given
     calls = _CALLS.get(platform.machine())
     if calls is None:
@@ -400,7 +400,7 @@ def namespaces(given: dict[str, Any]) -> list[str]:
 
 
 def mounts(given: dict[str, Any]) -> list[str]:
-    """Mount a file system over an own folder, plainly and in a user namespace of its own; it is unmounted at once."""
+    """Mount a file system over an own folder, plainly and in its own user namespace; it is unmounted at once."""
     folder = os.path.join(given["folder"], "mounted")
     os.makedirs(folder, exist_ok=True)
     got = []
@@ -450,7 +450,7 @@ def devices(given: dict[str, Any]) -> list[str]:
 
 
 def _in_child(attempt: Any) -> bool:
-    """Return whether an attempt succeeds in a process of its own."""
+    """Return whether an attempt succeeds in its own process."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -60,7 +60,7 @@ class DockerBackend(SandboxBackend):
         if options.runtime is not None and options.runtime not in known:
             raise SandboxUnavailable(
                 f"sandbox.config.runtime is {options.runtime!r}, which the engine does not know (it knows "
-                f"{', '.join(sorted(known))}): add it to its daemon.json, or leave it out"
+                f"{', '.join(sorted(known))}): add it to its daemon.json, or remove it"
             )
         await self._choose_files(await keeper.images.resolve(options.image))
         disk = keeper.in_memory or keeper.bounded_layer
@@ -75,7 +75,7 @@ class DockerBackend(SandboxBackend):
         unbound = [
             name for name, holds in (("memory", found.memory), ("pids", found.pids), ("disk", disk)) if not holds
         ]
-        notes = [f"this engine does not hold limits.{name}" for name in unbound]
+        notes = [f"this engine does not enforce limits.{name}" for name in unbound]
         keeper.capabilities = replace(found, notes=tuple(notes))
         try:
             keeper.capabilities = await self._look(keeper.capabilities)
@@ -158,7 +158,7 @@ class DockerBackend(SandboxBackend):
             except SandboxError:
                 if not mounts:
                     raise
-                # An engine behind a socket of this machine may still have files of its own.
+                # An engine behind a socket of this machine may still have other files.
                 keeper.local = False
                 probing = DockerSandbox(SandboxSpec(), keeper)
                 await probing.start()

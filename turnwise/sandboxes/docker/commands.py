@@ -126,7 +126,7 @@ class Running:
 
 
 class CommandKiller:
-    """Starts and kills commands of one container; ``gone`` says why that is impossible by now, or is None."""
+    """Starts and kills commands of one container; ``gone`` is the reason why that is impossible by now, or None."""
 
     def __init__(
         self,
@@ -226,7 +226,9 @@ class CommandKiller:
     async def _restart(self) -> None:
         async with self._restarting:
             if not self._keeps_files:
-                self.gone = "the sandbox was given up: a command in it could not be ended, and its files are in memory"
+                self.gone = (
+                    "the sandbox was abandoned: a command in it could not be killed, and its files are in memory"
+                )
                 await self.engine.call(
                     lambda client: client.kill(self.container), what="the sandbox has ended", allowed=GONE
                 )
@@ -237,7 +239,7 @@ class CommandKiller:
 
 
 _LAST_WORDS_S: Final = 1.0
-"""Seconds for what a command said before it ended, or was ended."""
+"""Seconds to read the last output of a command that ended or was killed."""
 _SETTLE_S: Final = 10.0
 _LOOK_S: Final = 2.0
 """Seconds without a word of a command, after which the engine is asked whether it still runs; doubled each time."""
@@ -323,7 +325,7 @@ class Commands:
             return running, said
         self.forget(running)
         if first == f"{word}:cwd".encode():
-            raise SandboxFileNotFound(f"cwd {cwd!r} is no folder of the sandbox, or may not be entered")
+            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         if first == f"{word}:program".encode():
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
         raise SandboxDied(f"the command did not start: {(first + said).decode(errors='replace')}")
@@ -374,7 +376,7 @@ class Commands:
             allowed=GONE,
         )
         if found is None:
-            return "its container is gone: its time (ttl) was over, or somebody removed it"
+            return "its container is gone: its ttl expired, or it was removed from outside"
         state: dict[str, Any] = found["State"]
         if state["Running"]:
             return None
@@ -410,9 +412,9 @@ class Commands:
                     raise
                 if ended:
                     return
-                # Whoever would have said the end may have been ended, while others hold its streams.
+                # The shell that reports the end may have been killed, while other processes hold its streams.
                 ended = await self.exit_code(running) is not None
-                # What ended just now may have said so, and that is still under way.
+                # A command that ended just now may have reported it, and the report is still in transit.
                 pause = _LAST_WORDS_S if ended else min(2 * pause, _MOST_LOOK_S)
                 continue
             if not pieces:
@@ -426,7 +428,7 @@ class Commands:
             err.finish()
             return await self._outcome(running)
         if out.end == "cwd":
-            raise SandboxFileNotFound(f"cwd {cwd!r} is no folder of the sandbox, or may not be entered")
+            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         return int(out.end)
 
     async def _last_words(self, running: Running, out: Output, err: Output) -> None:

@@ -286,7 +286,7 @@ class DockerOptions(BaseModel):
     @classmethod
     def _known_user(cls, value: str) -> str:
         if numbers(value) is None:
-            raise ValueError("write root, or numbers: 1000 or 1000:1000")
+            raise ValueError("write root, or numeric ids: 1000 or 1000:1000")
         return value
 
     @classmethod
@@ -341,7 +341,7 @@ def container_settings(
     """
     limits = spec.limits
     if limits.memory < _LEAST_MEMORY:
-        raise SandboxUnavailable(f"limits.memory is {limits.memory}: the engine gives at least {_LEAST_MEMORY} bytes")
+        raise SandboxUnavailable(f"limits.memory is {limits.memory}: the engine's minimum is {_LEAST_MEMORY} bytes")
     if spec.mounts and not local:
         raise SandboxUnavailable(
             "the sandbox is asked to see files of this machine (mounts), but the engine is on another or does not see "
@@ -349,7 +349,7 @@ def container_settings(
         )
     taken = sorted(name for name in spec.labels if name.startswith(RESERVED))
     if taken:
-        raise SandboxUnavailable(f"labels {', '.join(taken)} of the sandbox begin with {RESERVED!r}, as only ours do")
+        raise SandboxUnavailable(f"labels {', '.join(taken)} of the sandbox begin with {RESERVED!r}, which is reserved")
     host = _host_settings(spec, options)
     if in_memory:
         _put_in_memory(host, spec, user_of(spec, options))

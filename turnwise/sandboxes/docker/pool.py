@@ -60,7 +60,7 @@ class Images:
     async def build(self, folder: Path, tag: str | None = None) -> str:
         """Build a folder's ``Dockerfile`` unless done; ``tag`` None derives a name. Raises SandboxUnavailable."""
         if not (folder / "Dockerfile").is_file():
-            raise SandboxUnavailable(f"image {str(folder)!r} cannot be built: there is no Dockerfile in it")
+            raise SandboxUnavailable(f"image {str(folder)!r} cannot be built: it has no Dockerfile")
         name = tag or f"turnwise-built:{await asyncio.to_thread(_content, folder)}"
 
         def build(client: Any) -> None:
@@ -69,7 +69,7 @@ class Images:
                 said.append(str(line.get("stream") or line.get("error") or ""))
                 if "error" in line:
                     last = "".join(said)[-2000:].strip()
-                    raise SandboxUnavailable(f"image {str(folder)!r} does not build: {last}")
+                    raise SandboxUnavailable(f"image {str(folder)!r} failed to build: {last}")
 
         return await self._unless_there(name, build, f"building the image of {folder}")
 
@@ -94,7 +94,7 @@ class Images:
         if not await self._is_there(name):
             await self._engine.call(make, SandboxUnavailable, what)
             if not await self._is_there(name):
-                raise SandboxUnavailable(f"{what} left no image {name!r}")
+                raise SandboxUnavailable(f"{what} produced no image {name!r}")
         return name
 
     async def _resolve(self, image: str) -> str:
@@ -105,8 +105,8 @@ class Images:
             return image
         if self._pull == "never":
             raise SandboxUnavailable(
-                f"image {image!r} is not there, and sandbox.config.pull is 'never': docker pull {image}, or set pull "
-                f"to 'missing', or choose another image (sandbox.config.image, or the task's)"
+                f"image {image!r} does not exist here, and sandbox.config.pull is 'never': docker pull {image}, or set "
+                f"pull to 'missing', or choose another image (sandbox.config.image, or the task's)"
             )
 
         def pull(client: Any) -> None:
@@ -338,7 +338,7 @@ class ContainerPool:
             self._looked[image, workdir] = bool(held)
         if self._looked[image, workdir]:
             raise SandboxUnavailable(
-                f"image {image!r} has files in the workdir {workdir!r}, which would be out of sight: files are kept "
+                f"image {image!r} has files in the workdir {workdir!r}, which would be hidden: files are kept "
                 "in memory there (sandbox.config.files). Set files to 'layer' (where the engine cannot bound a "
                 "container's layer, limits.disk does not hold then), or choose another workdir"
             )

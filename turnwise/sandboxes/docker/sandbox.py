@@ -243,7 +243,7 @@ class DockerSandbox(Sandbox):
             try:
                 await asyncio.to_thread(archives.pack, source, packed, name=name)
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"there is no {str(source)!r} to be uploaded") from error
+                raise FileNotFoundError(f"{str(source)!r} does not exist and cannot be uploaded") from error
             packed.seek(0)
             await self._script(
                 inside if folder else posixpath.dirname(inside), scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S
@@ -287,14 +287,14 @@ class DockerSandbox(Sandbox):
     async def _start(self) -> None:
         spec, user = self.spec, user_of(self.spec, self._keeper.options)
         if spec.workspace is not None and not spec.workspace.is_dir():
-            raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} of the sandbox is no folder")
+            raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} of the sandbox is not a folder")
         settings = await self._keeper.settings(spec, self.id)
         self._image = str(settings["Image"])
         making = asyncio.create_task(
             self._engine.call(
                 lambda client: client.create_container_from_config(settings, self.id),
                 SandboxStartError,
-                f"sandbox {self.id} of image {settings['Image']!r} was not made",
+                f"sandbox {self.id} of image {settings['Image']!r} was not created",
             )
         )
         try:
@@ -379,7 +379,7 @@ class DockerSandbox(Sandbox):
         outputs: Callable[[bytes], tuple[Output, Output]] | None = None,
     ) -> Output:
         if "\0" in path:
-            raise SandboxFileError(f"{path!r} is no path")
+            raise SandboxFileError(f"{path!r} is not a path")
         code, out, err = await self._started().attend(
             scripts.script(text, self._inside(path), *arguments),
             "/",
@@ -395,9 +395,9 @@ class DockerSandbox(Sandbox):
         if code == scripts.NOT_FOUND:
             raise SandboxFileNotFound(f"there is no {path!r} in the sandbox")
         if code == scripts.NOT_A_FILE:
-            raise SandboxFileError(f"{path!r} in the sandbox is no regular file")
+            raise SandboxFileError(f"{path!r} in the sandbox is not a regular file")
         if code == scripts.UNREADABLE:
-            raise SandboxFileError(f"{path!r} in the sandbox may not be read by the sandbox's user")
+            raise SandboxFileError(f"{path!r} in the sandbox is not readable by the sandbox's user")
         if code is None:
             raise SandboxFileError(f"{path!r} in the sandbox: it took more than {timeout:.0f} s")
         if code == _FILE_SIZE or "File too large" in said or "File size limit" in said:

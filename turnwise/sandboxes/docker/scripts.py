@@ -24,8 +24,8 @@ else shift; fi
 
 # $1: where, $2: whether there is input, then the command. The first line of the input is a word that only this shell
 # knows; with it, both streams say that the command has ended. So the end is the command's own, and not that of
-# whatever else holds its streams; the two `cat` hold them open for those, which writing to nobody would end. A command
-# that ends the shells above it instead says nothing, and counts as ended itself.
+# whatever else holds its streams; the two `cat` hold them open for those, which a broken pipe would end. A command
+# that ends the shells above it instead reports nothing, and counts as ended itself.
 _RUN: Final = (
     r"""
 IFS= read -r mark
@@ -36,7 +36,7 @@ input=$2; shift 2
     + r"""
 {
   {
-    # What this shell itself says, such as which signal ended the command, is no output of the command.
+    # This shell's own messages, such as the signal that ended the command, are not output of the command.
     {
       if [ "$input" = 1 ]; then (exec "$@" 2>&4 4>&-); else (exec "$@" 2>&4 4>&- </dev/null); fi
       code=$?
@@ -64,7 +64,7 @@ exec "$@" 2>&1
 
 # `look PID` sets state, parent, group and start (in ticks since the boot) of a process. A name may hold anything, line
 # ends and brackets too, so what counts begins behind the last bracket. `root` is set to the process that the engine
-# started for a command: it alone has no parent in here, which nobody can bring about.
+# started for a command: it alone has no parent in here, which cannot be faked.
 _LOOK: Final = (
     r"""
 id=$1
@@ -146,11 +146,11 @@ cat >"$1" || exit 1
 [ -z "$2" ] || chmod "$2" "$1"
 """
 
-# $1: where. Nobody's owner is looked for, and nobody's permissions beyond the usual are given.
+# $1: where. Owners are not looked up, and no permissions beyond the usual are given.
 UNPACK: Final = r"""mkdir -p -- "$1" && tar -xof - -C "$1" """
 
 # $1: what, then what of it. The content of a folder, or those names of it; else the file alone. That something grew or
-# went away meanwhile is no failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
+# went away meanwhile is not a failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
 # always.)
 PACK: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}

@@ -121,7 +121,7 @@ class Stream:
         return []
 
     async def _receive(self) -> bytes:
-        # Not `sock_recv`: what that has taken in is lost where the waiting is given up at the same moment.
+        # Not `sock_recv`: data that it has read is lost if the wait is cancelled at the same moment.
         loop = asyncio.get_running_loop()
         with self._held():
             while not self.ended:
@@ -150,7 +150,7 @@ class Stream:
         self.ended = True
         self._dropped = True
         if self._busy:
-            # Whoever waits at it is woken, and lets go of it: its number may be another's as soon as it is closed.
+            # The waiter is woken and releases it: its number may be reused as soon as it is closed.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             return

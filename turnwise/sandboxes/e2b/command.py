@@ -28,10 +28,10 @@ def mapped(sandbox: str) -> Iterator[None]:
     except SandboxError:
         raise
     except e2b.AuthenticationException as error:
-        raise SandboxUnavailable(f"E2B does not take the API key: {error}") from error
+        raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
     except _GONE as error:
         raise SandboxDied(f"E2B sandbox {sandbox} is gone: {error}") from error
-    except Exception as error:  # the SDK also raises plain ones, and what an answer that is no JSON gives
+    except Exception as error:  # the SDK also raises plain ones, and what an answer that is not JSON gives
         raise SandboxError(f"E2B sandbox {sandbox}: {type(error).__name__}: {error}") from error
 
 
@@ -41,7 +41,7 @@ def starting(what: str) -> Iterator[None]:
     try:
         yield
     except e2b.AuthenticationException as error:
-        raise SandboxUnavailable(f"E2B does not take the API key: {error}") from error
+        raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
     except Exception as error:  # of the SDK, its HTTP client or its transport: raised again as an own error
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         wrong = isinstance(error, e2b.NotFoundException | e2b.InvalidArgumentException | e2b.TemplateException)
@@ -56,7 +56,7 @@ _PIECE: Final = 196_608
 _GRACE: Final = 15.0
 """Seconds that the program inside has to end a command, before it is ended itself."""
 _READ_AHEAD: Final = 64
-"""Pieces of a spawned command's output that are kept until somebody reads them; then the command has to wait."""
+"""Pieces of a spawned command's output that are kept until they are read; beyond them the command has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Running:
             await made._send((json.dumps(asdict(request)) + "\n").encode())
             why = await asyncio.shield(made._started)
             if why == "cwd":
-                raise SandboxFileNotFound(f"{request.cwd!r} is no folder in the sandbox (cwd)")
+                raise SandboxFileNotFound(f"{request.cwd!r} is not a folder in the sandbox (cwd)")
             if why == "missing" and live:
                 raise SandboxFileNotFound(f"there is no program {request.argv[0]!r} in the sandbox")
             if why == "user":
@@ -177,7 +177,7 @@ class Running:
         for future in (self._started, self._ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # perhaps nobody waits for it
+                future.exception()  # perhaps it is not awaited
         if self.pieces is not None:
             with contextlib.suppress(asyncio.QueueFull):
                 self.pieces.put_nowait(None)
@@ -189,7 +189,7 @@ class Running:
         except SandboxDied:
             raise
         except SandboxError as error:
-            # A command that has just ended takes nothing any more, which is no failure.
+            # A command that has just ended takes nothing any more, which is not a failure.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.result(), 1.0)
                 raise BrokenPipeError("the command has ended") from error
@@ -199,14 +199,14 @@ class Running:
         """Wait for the guest's end; one without an end record is a failure."""
         error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
         try:
-            # The SDK's own errors end up here as well: whatever it is, nobody may wait for a word that never comes.
+            # The SDK's own errors end up here as well: no caller may wait for a message that never comes.
             with mapped(self._name):
                 await self._handle.wait()
         except SandboxError as failed:
             error = failed
         if not self._started.done():
             told = self._noise.strip()[-500:]
-            why = f"no command can be run in it, for which it needs a python3: {told or error}"
+            why = f"commands cannot run in it, as they need python3:  {told or error}"
             error = error if isinstance(error, SandboxDied) and not told else SandboxError(f"E2B {self._name}: {why}")
         self.fail(error)
 

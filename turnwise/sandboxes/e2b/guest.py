@@ -310,7 +310,7 @@ def main() -> None:
     """Read a request and run its command."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: whoever is of the same user may not look into this process
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user may not inspect this process
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     first = b""
     while b"\n" not in first:

@@ -24,7 +24,7 @@ def opened(path: str) -> int:
     """Open a regular file without blocking on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        fail(46, "it is no regular file")
+        fail(46, "it is not a regular file")
     return descriptor
 
 
@@ -49,7 +49,7 @@ def write(path: str, mode: str) -> None:
     new = not os.path.exists(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        fail(46, "it is no regular file")
+        fail(46, "it is not a regular file")
     os.ftruncate(descriptor, 0)
     with open(descriptor, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
@@ -63,7 +63,7 @@ def unpack(path: str) -> None:
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         for member in archive:
             to = os.path.join(path, member.name)
-            # A link or a file gives way to what comes; a folder is merged.
+            # A link or a file is replaced; a folder is merged.
             if os.path.islink(to) or (os.path.isfile(to) and not member.isdir()):
                 os.unlink(to)
             extract(archive, member, path)

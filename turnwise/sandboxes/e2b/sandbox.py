@@ -204,16 +204,16 @@ class E2BSandbox(Sandbox):
     def _look(self) -> None:
         """Check uploads before anything is created."""
         if self.spec.workspace is not None and not self.spec.workspace.is_dir():
-            raise SandboxUnavailable(f"spec.workspace {str(self.spec.workspace)!r} is no folder of this machine")
+            raise SandboxUnavailable(f"spec.workspace {str(self.spec.workspace)!r} is not a folder on this machine")
         for mount in self.spec.mounts:
             if not mount.source.exists():
-                raise SandboxUnavailable(f"spec.mounts: {str(mount.source)!r} is not on this machine")
+                raise SandboxUnavailable(f"spec.mounts: {str(mount.source)!r} does not exist on this machine")
 
     async def _furnish(self) -> None:
         script = 'mkdir -p "$1" && chown "$2" "$1"'
         made = await self._run(self._of_root(["sh", "-c", script, "sh", self.spec.workdir, self._user]))
         if not made.ok:
-            raise SandboxError(f"the workdir {self.spec.workdir!r} cannot be made: {made.text.strip()}")
+            raise SandboxError(f"the workdir {self.spec.workdir!r} cannot be created: {made.text.strip()}")
         if self.spec.workspace is not None and self.spec.snapshot is None:
             await self._upload(self.spec.workspace, self.spec.workdir, self._user)
         for mount in self.spec.mounts:
@@ -315,7 +315,7 @@ class E2BSandbox(Sandbox):
 
 
 async def _fed(running: Running, stdin: bytes) -> None:
-    # A command that does not read its input, or has ended, is no failure.
+    # A command that does not read its input, or has ended, is not a failure.
     with contextlib.suppress(BrokenPipeError, SandboxError):
         await running.feed(stdin)
         await running.tell("c")
@@ -379,9 +379,11 @@ class E2BBackend(SandboxBackend):
         request_timeout: float = 60.0,
     ) -> None:
         if lifetime < 15:
-            raise ConfigError(f"sandbox.config.lifetime is {lifetime} s: give at least 15, for it is renewed in time")
+            raise ConfigError(
+                f"sandbox.config.lifetime is {lifetime} s: it must be at least 15, so that it can be renewed in time"
+            )
         if http_version not in {None, "1.1", "2"}:
-            raise ConfigError(f"sandbox.config.http_version is {http_version!r}: it is '1.1' or '2'")
+            raise ConfigError(f"sandbox.config.http_version is {http_version!r}: it must be '1.1' or '2'")
         if not request_timeout > 0:
             raise ConfigError(f"sandbox.config.request_timeout is {request_timeout!r}: it must be more than 0 seconds")
         self.template = template

@@ -70,7 +70,7 @@ class Snapshots:
         """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable."""
         kept = self._kept.get(name)
         if kept is None or (kept.dropped and sandbox not in kept.users):
-            raise SandboxUnavailable(f"snapshot {name!r} is not there: it was dropped, or made by another process")
+            raise SandboxUnavailable(f"snapshot {name!r} does not exist: it was dropped, or made by another process")
         kept.users.add(sandbox)
         return kept.origin
 
@@ -106,7 +106,7 @@ def started(pid: int) -> str | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        # Nothing else says that it is dead: with no file descriptor left, say, nothing can be read of anybody.
+        # No other error means that it is dead: without a free file descriptor, say, no process can be read.
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
@@ -150,7 +150,7 @@ def make_folder(folder: Path) -> tuple[Path, int]:
         except FileExistsError:
             continue
         except OSError as error:
-            raise SandboxUnavailable(f"the state of sandboxes cannot be kept in {folder}: {error}") from error
+            raise SandboxUnavailable(f"the state of sandboxes cannot be stored in {folder}: {error}") from error
         break
     lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ def copy_libraries(folder: Path) -> None:
     loaders = [file for file in files if re.match(r"ld[-.]", os.path.basename(file))]
     if len(loaders) != 1:
         raise SandboxUnavailable(
-            f"images need an interpreter that one dynamic loader starts (found: {loaders}): use the docker backend"
+            f"images need an interpreter with exactly one dynamic loader (found: {loaders}): use the docker backend"
         )
     for file in files:
         if "/lib-dynload/" not in file and file not in loaders:
@@ -284,10 +284,10 @@ class LocalBackend(SandboxBackend):
     ) -> None:
         if isolation not in ("auto", *get_args(Isolation)):
             known = ", ".join(("auto", *get_args(Isolation)))
-            raise ConfigError(f"sandbox.config.isolation is {shown(isolation)}: known are {known}")
+            raise ConfigError(f"sandbox.config.isolation is {shown(isolation)}: it must be one of {known}")
         if isolation == "plain" and not unsafe:
             raise ConfigError(
-                "sandbox.config.isolation is 'plain', which holds nothing back: code inside can read and change what "
+                "sandbox.config.isolation is 'plain', which isolates nothing: code inside can read and change what "
                 "this user can. Set sandbox.config.unsafe to true if you mean it"
             )
         if not isinstance(uid, int) or not 0 < uid < 2**32 - 1:
@@ -374,13 +374,13 @@ class LocalBackend(SandboxBackend):
         folder = self._images.get(spec.image, Path(spec.image))
         if not self.capabilities.images:
             raise SandboxUnavailable(
-                f"image {spec.image!r}: a sandbox held back by {self.rung.isolation} sees the machine's own programs; "
+                f"image {spec.image!r}: a sandbox isolated by {self.rung.isolation} sees the machine's own programs; "
                 "install bubblewrap, or choose the docker backend"
             )
         if not folder.is_absolute() or not (folder / "bin").is_dir():
             known = ", ".join(sorted(self._images)) or "none"
             raise SandboxUnavailable(
-                f"image {spec.image!r} is no folder with a root file system: name one in sandbox.config.images "
+                f"image {spec.image!r} is not a folder with a root file system: name one in sandbox.config.images "
                 f"(there: {known}), or give an absolute path"
             )
         if spec.workspace is not None:

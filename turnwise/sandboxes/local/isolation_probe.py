@@ -44,11 +44,11 @@ async def select_isolation(
                 break
             continue
         if rung.isolation == "plain":
-            logger.warning("sandboxes hold NOTHING back (isolation: plain, unsafe)")
+            logger.warning("sandboxes are NOT isolated (isolation: plain, unsafe)")
         elif rung.isolation == "landlock":
-            logger.warning("sandboxes are held back by Landlock alone: %s", "; ".join(capabilities.notes))
+            logger.warning("sandboxes are isolated by Landlock alone: %s", "; ".join(capabilities.notes))
         else:
-            logger.info("sandboxes are held back by bubblewrap")
+            logger.info("sandboxes are isolated by bubblewrap")
         return rung, capabilities
     if backend.launcher.dead:
         # Nothing is known of this machine: a killed launcher takes every probe with it, and may be started again.

@@ -440,12 +440,12 @@ def check(spec: SandboxSpec) -> None:
     if not spec.workdir.startswith("/") or os.path.normpath(spec.workdir) == "/":
         raise SandboxUnavailable(f"workdir is {spec.workdir!r}: give an absolute path below /, such as /work")
     if spec.workspace is not None and not spec.workspace.is_dir():
-        raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} is no folder of this machine")
+        raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} is not a folder on this machine")
     for mount in spec.mounts:
         if not mount.target.startswith("/"):
             raise SandboxUnavailable(f"the mount of {str(mount.source)!r} is seen at {mount.target!r}: not absolute")
         if not mount.source.exists():
-            raise SandboxUnavailable(f"the mount {str(mount.source)!r} (seen at {mount.target}) is not there")
+            raise SandboxUnavailable(f"the mount {str(mount.source)!r} (seen at {mount.target}) does not exist")
 
 
 def check_python(version: int) -> None:

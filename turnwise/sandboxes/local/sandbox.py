@@ -65,7 +65,7 @@ def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> d
     """Return the request that starts a command."""
     argv = None if isinstance(command, str) else [str(word) for word in command]
     if argv == []:
-        raise ValueError("command is an empty sequence: give a program and its arguments, or a text for the shell")
+        raise ValueError("command is an empty sequence: give a program and its arguments, or a string for the shell")
     shell = str(command) if isinstance(command, str) else None
     return {"op": "exec", "argv": argv, "shell": shell, "cwd": cwd, "env": dict(env or {})}
 
@@ -308,13 +308,13 @@ class LocalSandbox(Sandbox):
         """Return a socket that listens inside, at 127.0.0.1, and is accepted on the host."""
         if not self.capabilities.expose:
             raise SandboxUnavailable(
-                f"a sandbox held back by {self.capabilities.isolation} cannot be let reach one address alone: "
+                f"a sandbox isolated by {self.capabilities.isolation} cannot be given access to a single address: "
                 "install bubblewrap, or choose the docker backend"
             )
         request = await self._alive().request({"op": "listen", "port": port})
         try:
             await self._served(request, f"port {port}", 0)
-        except BaseException as error:  # also a cancellation: what was handed over is closed
+        except BaseException as error:  # also a cancellation: the passed descriptors are closed
             if request.handed >= 0:
                 os.close(request.handed)
             if isinstance(error, SandboxFileError):
@@ -406,10 +406,10 @@ class LocalSandbox(Sandbox):
             raise
         if not done:
             await self._kill(request)
-            raise SandboxFileError(f"{path}: nothing came within {seconds:g} s")
+            raise SandboxFileError(f"{path}: no data arrived within {seconds:g} s")
         try:
             if request.ended.result() is None:
-                raise SandboxFileError(f"{path}: the process that served this was killed inside")
+                raise SandboxFileError(f"{path}: the process that served this was killed inside the sandbox")
         except Refused as refused:
             kind = {errno.ENOENT: SandboxFileNotFound, errno.EFBIG: SandboxFileTooLarge}.get(refused.number)
             if refused.number == errno.EFBIG and size is not None and refused.reason == os.strerror(errno.EFBIG):

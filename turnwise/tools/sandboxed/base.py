@@ -20,7 +20,7 @@ from turnwise.types import ToolSchema
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P")
 _NOTES: Final = 400
-"""Characters that are kept for what is said behind the output."""
+"""Characters reserved for the notes after the output."""
 
 
 class SandboxTool(BaseTool, Generic[P]):
@@ -75,7 +75,7 @@ class TimedConfig(BaseModel):
 
     def timeout_schema(self) -> dict[str, Any]:
         """Return the schema of the parameter ``timeout``."""
-        said = f"seconds it may take, {self.timeout:g} by default and {self.max_timeout:g} at most"
+        said = f"time-out in seconds, {self.timeout:g} by default and {self.max_timeout:g} at most"
         return {"type": "number", "exclusiveMinimum": 0, "description": said}
 
     def timeout_of(self, parameters: Mapping[str, Any]) -> float:
@@ -92,7 +92,7 @@ def sandbox_of(agent_data: AgentData | None, tool: str) -> Sandbox:
     """Return the episode's sandbox; ConfigError if the environment opened none."""
     if agent_data is None or agent_data.sandbox is None:
         raise ConfigError(
-            f"tool {tool!r} works in the sandbox of the episode, and the environment opened none: leave the tool out, "
+            f"tool {tool!r} needs a sandbox, and the environment opened none: leave the tool out, "
             "or write 'await self.open_sandbox()' in its reset()"
         )
     return agent_data.sandbox
@@ -127,7 +127,7 @@ class SubmitTool(BaseTool):
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         if config:
-            raise ConfigError(f"tool 'submit': config is {dict(config)!r}: it takes none")
+            raise ConfigError(f"tool 'submit' takes no config, but it is {dict(config)!r}")
         super().__init__({}, tool_schema or as_schema_of("submit", _DESCRIPTION, {}, ()))
 
     async def execute(
@@ -211,7 +211,7 @@ class Dialogue:
         try:
             await self._process.write(question)
         except BrokenPipeError:
-            # It has ended, or does not listen any more; what it said last is read.
+            # It has ended, or no longer reads; its last output is read.
             timeout = _AFTERMATH_S if timeout is None else min(timeout, _AFTERMATH_S)
         return await self.wait(timeout)
 

@@ -45,7 +45,7 @@ def replaced(text: str, old: str, new: str) -> tuple[str, int]:
     Raises ToolError if there are several occurrences (naming the lines) or none (showing the closest text).
     """
     if not old:
-        raise ToolError("old_str is empty: give the text that is to be replaced, or use insert")
+        raise ToolError("old_str is empty: give the text to replace, or use insert")
     if old == new:
         raise ToolError("old_str and new_str are the same: nothing would change")
     if "\r\n" in text and "\r" not in old and (old.replace("\n", "\r\n") in text or old not in text):
@@ -55,8 +55,8 @@ def replaced(text: str, old: str, new: str) -> tuple[str, int]:
         lines = [text.count("\n", 0, place) + 1 for place in places]
         named = ", ".join(map(str, lines[:_MOST_NAMED])) + (", ..." if len(lines) > _MOST_NAMED else "")
         raise ToolError(
-            f"old_str stands there {len(places)} times, at lines {named}: take more lines around it into old_str, so "
-            "that it stands there once"
+            f"old_str occurs {len(places)} times, at lines {named}: take more lines around it into old_str, so "
+            "that it occurs once"
         )
     if not places:
         raise ToolError(_missing(text, old))
@@ -73,7 +73,7 @@ def inserted(text: str, line: int, new: str) -> str:
     if ending == "\r\n" and "\r" not in new:
         new = new.replace("\n", ending)
     if line and not lines[line - 1].endswith("\n"):
-        # Behind a last line without an end: the new text is a line of its own, and the file ends as it did.
+        # After a last line without a line feed: the new text is a separate line, and the file ends as before.
         return text + ending + new.removesuffix(ending)
     if not new.endswith("\n"):
         new += ending
@@ -95,11 +95,11 @@ def _missing(text: str, old: str) -> str:
     loose = [_loose(line) for line in wanted]
     starts = range(max(1, len(lines) - count + 1))
     alike = [start + 1 for start in starts if [_loose(line) for line in lines[start : start + count]] == loose]
-    begin = "old_str does not stand in the file"
+    begin = "old_str does not occur in the file"
     if alike and any(loose):
         first = alike[0]
         there = numbered(lines[first - 1 : first - 1 + count], first)
-        return f"{begin} exactly so; with other white space it does, at line {first}:\n{there}\nCopy it exactly."
+        return f"{begin} exactly; with different whitespace it does, at line {first}:\n{there}\nCopy it exactly."
     if len(lines) > _MOST_LINES_COMPARED:
         return f"{begin}: view the part that you mean and copy it exactly"
     best, score = 0, 0.0
@@ -160,7 +160,7 @@ class EditorConfig(BaseModel):
 
 @dataclass(slots=True)
 class Desk:
-    """The undo history of an episode, latest last; None stands for an absent file."""
+    """The undo history of an episode, latest last; None is an absent file."""
 
     sandbox: Sandbox
     before: dict[str, list[bytes | None]] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class EditorTool(SandboxTool[Desk]):
             changed = inserted(text, line - 1, new)
         await self._write(desk, path, changed.encode("utf-8", "replace"), text.encode())
         part = shown_part(changed, line, line + new.count("\n"))
-        return ToolResponse(f"{path} is changed. Around the change it is now:\n{part}"), None, {}
+        return ToolResponse(f"{path} was changed. Around the change it now reads:\n{part}"), None, {}
 
     async def _view(self, desk: Desk, path: str, view_range: Any) -> str:
         try:
@@ -252,7 +252,7 @@ class EditorTool(SandboxTool[Desk]):
         if found.exit_code == 3:
             return None
         if found.timed_out:
-            raise ToolError(f"{path} takes too long to be listed: view a folder below it")
+            raise ToolError(f"{path} takes too long to list: view a folder below it")
         entries = found.stdout.decode("utf-8", "replace").splitlines()
         more = len(entries) - _MOST_ENTRIES
         note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
@@ -272,13 +272,13 @@ class EditorTool(SandboxTool[Desk]):
     async def _undo(self, desk: Desk, path: str) -> str:
         kept = desk.before.get(path)
         if not kept:
-            raise ToolError(f"there is no edit of {path} by this tool that could be taken back")
+            raise ToolError(f"there is no edit of {path} by this tool to undo")
         before = kept.pop()
         if before is None:
             await desk.sandbox.exec(["rm", "-f", "--", path])
-            return f"{path}, which was new, is removed."
+            return f"{path}, which was new, was removed."
         await self._save(desk, path, before)
-        return f"The last edit of {path} is taken back."
+        return f"The last edit of {path} was undone."
 
     async def _text(self, desk: Desk, path: str) -> str:
         try:
@@ -287,15 +287,15 @@ class EditorTool(SandboxTool[Desk]):
             raise ToolError(f"there is no file {path!r}: view the folder to see what there is") from error
         except SandboxFileTooLarge as error:
             most = self.settings.max_file
-            raise ToolError(f"{path} has more than {most} bytes: look at parts of it by other means") from error
+            raise ToolError(f"{path} has more than {most} bytes: read parts of it with another tool") from error
         except SandboxFileError as error:
             raise ToolError(str(error)) from error
         try:
             if b"\0" in data:
-                raise ToolError(f"{path} is no text file: it holds NUL bytes")
+                raise ToolError(f"{path} is not a text file: it holds NUL bytes")
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ToolError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+            raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
     async def _write(self, desk: Desk, path: str, data: bytes, before: bytes | None) -> None:
         await self._save(desk, path, data)

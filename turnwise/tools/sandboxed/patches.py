@@ -63,13 +63,13 @@ def parse_patch(text: str) -> list[FileChange]:
     changes = _envelope(lines) if enveloped else _unified(lines)
     if not changes:
         raise ToolError(
-            "this is no patch: write a unified diff ('--- a/file', '+++ b/file', '@@ -1,3 +1,4 @@'), or "
+            "this is not a patch: write a unified diff ('--- a/file', '+++ b/file', '@@ -1,3 +1,4 @@'), or "
             f"'{_BEGIN}' with '*** Update File: path' sections"
         )
     named = [posixpath.normpath(path) for change in changes for path in {change.path, change.move_to} if path]
     twice = sorted({path for path in named if named.count(path) > 1})
     if twice:
-        raise ToolError(f"the patch speaks of {', '.join(twice)} more than once: put all its changes in one section")
+        raise ToolError(f"the patch changes {', '.join(twice)} more than once: put all its changes in one section")
     return changes
 
 
@@ -136,7 +136,7 @@ def _place(lines: list[str], hunk: Hunk, position: int, where: str) -> int:
         named = ", ".join(str(at + 1) for at in places[:_MOST_PLACES])
         raise ToolError(
             f"{where} fits in {len(places)} places, at lines {named}: give more lines of context"
-            + ("" if hunk.line is None else f" (it does not fit at line {hunk.line}, which it names)")
+            + ("" if hunk.line is None else f" (it does not fit at line {hunk.line}, as given)")
         )
     return places[0]
 
@@ -160,11 +160,11 @@ def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
         if count > matched:
             best, matched = at, count
     if matched == len(hunk.old):
-        return f"is said to be the end of the file, but line {best + matched} is not its last line"
+        return f"is marked as the end of the file, but line {best + matched} is not its last line"
     wanted = shown(hunk.old[matched], 200)
     if matched == 0:
         loose = [at + 1 for at in range(start, len(lines)) if lines[at].split() == hunk.old[0].split()]
-        hint = f"; with other white space it is line {loose[0]}: {shown(lines[loose[0] - 1], 200)}" if loose else ""
+        hint = f"; with different whitespace it is line {loose[0]}: {shown(lines[loose[0] - 1], 200)}" if loose else ""
         return f"does not match: the file has no line {wanted}{f' below line {start}' if start else ''}{hint}"
     at = best + matched
     there = f"line {at + 1} of the file is {shown(lines[at], 200)}" if at < len(lines) else "the file ends there"
@@ -187,7 +187,7 @@ def _unified(lines: list[str]) -> list[FileChange]:
             moved_from, named = None, _SAME_NAMES.match(line)
         elif named is not None and line.startswith(("new file mode ", "deleted file mode ")):
             if not _has_lines(lines, at):
-                # Of an empty file git says no more than that it is new, or gone.
+                # For an empty file git writes only that it is new or deleted.
                 changes.append(FileChange("add" if line.startswith("new") else "delete", named[1]))
         elif line.startswith("rename from "):
             moved_from = line.removeprefix("rename from ")
@@ -408,19 +408,19 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
         target = change.move_to or change.path
         if change.kind == "add":
             if held is not None:
-                raise ToolError(f"{change.path} is there already: update it, or add another file")
+                raise ToolError(f"{change.path} already exists: update it, or add another file")
             after[change.path] = added(change).encode("utf-8", "replace")
             return
         if held is None:
             raise ToolError(f"there is no file {change.path!r} to {change.kind}")
         if change.move_to is not None and before[target] is not None:
-            raise ToolError(f"{change.path} cannot move to {target}, where there is a file")
+            raise ToolError(f"{change.path} cannot move to {target}: a file exists there")
         after[change.path] = None
         if change.kind == "update":
             result = patched(change, _text(change.path, held)) if change.hunks else None
             after[target] = held if result is None else result.encode("utf-8", "replace")
         elif change.hunks and patched(change, _text(change.path, held)):
-            raise ToolError(f"{change.path} is to be deleted, but the patch does not name all its lines")
+            raise ToolError(f"{change.path} cannot be deleted: the patch does not list all its lines")
 
     async def _read(self, sandbox: Sandbox, path: str) -> bytes | None:
         try:
@@ -459,7 +459,7 @@ def _text(path: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ToolError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+        raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _told(change: FileChange) -> str:

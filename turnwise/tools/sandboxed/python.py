@@ -108,7 +108,7 @@ class PythonTool(SandboxTool[Place]):
             probe = await place.sandbox.exec([self.settings.interpreter, "-c", ""], timeout=_GRACE_S * 5)
             if not probe.ok:
                 raise ToolError(
-                    f"there is no {self.settings.interpreter!r} that runs in this sandbox (exit code "
+                    f"{self.settings.interpreter!r} does not run in this sandbox (exit code "
                     f"{probe.exit_code}): use another tool"
                 )
             command = [self.settings.interpreter, "-u", "-c", source("interpreter")]
@@ -125,10 +125,10 @@ class PythonTool(SandboxTool[Place]):
         if timed_out:
             why = f"(no end within {timeout:g} s: the interpreter had to be killed)"
         elif code is None:
-            why = "(the interpreter did not say how the code ended)"
+            why = "(the interpreter did not report how the code ended)"
         else:
             why = f"(the interpreter ended with exit code {code})"
-        notes = [why, "(a new one is there now: names and imports are gone, files are not)"]
+        notes = [why, "(a new interpreter was started: names and imports are lost, files are kept)"]
         return self._told(reply.output, notes, [], "timeout" if timed_out else "interpreter_died")
 
     async def _image(self, place: Place, path: str) -> str | None:

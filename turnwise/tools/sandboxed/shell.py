@@ -33,7 +33,7 @@ front=$top; while [ -n "$front" ]; do next=; for pair in $all; do
     case "$spared" in *" $p "*) ;; *) next="$next $p"; kill -9 "$p" 2>/dev/null;; esac;; esac; done; front=$next; done
 """
 
-# What bash says of a terminal that is not there, when something that it ran was killed.
+# Bash's messages about a missing terminal when a process that it ran was killed.
 _NOISE: Final = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: .*\n", re.MULTILINE)
 
 _STATELESS: Final = (
@@ -62,7 +62,7 @@ class ShellTool(SandboxTool["ShellSession"]):
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
         properties = {
-            "command": {"type": "string", "description": "what is run; several lines are fine"},
+            "command": {"type": "string", "description": "the command to run; several lines are fine"},
             "timeout": self.settings.timeout_schema(),
         }
         text = _PERSISTENT if self.settings.persistent else _STATELESS
@@ -93,7 +93,7 @@ class ShellTool(SandboxTool["ShellSession"]):
         return await self._in_session(session, command, timeout), None, {}
 
     async def _alone(self, sandbox: Sandbox, command: str, timeout: float) -> ToolResponse:
-        # One stream, so that errors stand where they came about.
+        # One stream, so that errors keep their position in the output.
         result = await sandbox.exec(
             f"exec 2>&1\n{command}", timeout=timeout, env=self.settings.env, max_output=4 * self.settings.max_output
         )
@@ -191,7 +191,7 @@ class ShellSession:
         if reply.note is None:
             await shell.close()
             text = reply.output.decode("utf-8", "replace").strip()
-            raise ToolError(f"no shell starts here: {text or 'it says nothing'}")
+            raise ToolError(f"no shell starts in this sandbox: {text or 'no output'}")
         self._noted(reply.note)
         self._shell = shell
         return shell

@@ -71,7 +71,7 @@ def collect(
 ) -> Collected:
     """Return the trainable trajectories of groups, with their rows, truncated to ``max_tokens_per_row``.
 
-    Dropped are trajectories that ended with an error (an infrastructure failure is no reward), those without sampled
+    Dropped are trajectories that ended with an error (an infrastructure failure is not a reward), those without sampled
     tokens, and those of other policies.
     """
     of_policy = [each for group in groups for each in group.trajectories if each.policy == policy]

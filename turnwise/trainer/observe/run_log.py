@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     step.
 
     Raises:
-        FormatError: Another line is no JSON object.
+        FormatError: Another line is not a JSON object.
     """
     found: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):

@@ -180,7 +180,7 @@ def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict
     """Yield ``file:line`` and the object of each line of a jsonl file, at most ``limit`` of them.
 
     Raises:
-        TaskError: The file cannot be read, or a line is no JSON object.
+        TaskError: The file cannot be read, or a line is not a JSON object.
     """
     try:
         data = path.read_bytes()

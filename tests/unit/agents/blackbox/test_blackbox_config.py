@@ -39,7 +39,7 @@ OTHER = 3
     [
         ({}, AgentError, "'command' is missing"),
         ({"command": "no-such-program {prompt}"}, AgentError, "'no-such-program' cannot be started: it is not on PATH"),
-        ({"command": "/nowhere/x"}, AgentError, "it is not there, or may not be executed"),
+        ({"command": "/nowhere/x"}, AgentError, "it does not exist or is not executable"),
         ({"command": "sh", "env": {"PATH": "/nowhere"}}, AgentError, "not on PATH"),
         ({"command": "sh -c {promt}"}, AgentError, "no placeholder {promt}; did you mean 'prompt'"),
         ({"command": "sh", "comand": "x"}, AgentError, "comand: no such key; did you mean 'command'?"),
@@ -94,7 +94,7 @@ def test_files_stay_below_the_folders_of_the_program(tmp_path: Path) -> None:
     (places.work / "a").chmod(0)
     places.remove()
     assert not places.root.exists()
-    with pytest.raises(AgentError, match="which is no folder"):
+    with pytest.raises(AgentError, match="which is not a folder"):
         Workdir.make(tmp_path, None, str(tmp_path / "gone"))
 
 

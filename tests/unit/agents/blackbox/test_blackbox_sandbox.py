@@ -130,12 +130,12 @@ async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"sandbox": True, "workers": 1}, "workers is for programs beside this process"),
-        ({"sandbox": True, "keep": "always"}, "keep is for programs beside this process"),
-        ({"sandbox": True, "scratch": "/tmp"}, "scratch is for programs beside this process"),
-        ({"mounts": ["/usr"]}, "mounts is for a program in a sandbox: say 'sandbox: true'"),
-        ({"mount_program": False}, "mount_program is for a program in a sandbox"),
-        ({"sandbox": True, "mounts": ["/nowhere/at/all"]}, "mounts names '/nowhere/at/all', and there is no such"),
+        ({"sandbox": True, "workers": 1}, "workers applies outside a sandbox only"),
+        ({"sandbox": True, "keep": "always"}, "keep applies outside a sandbox only"),
+        ({"sandbox": True, "scratch": "/tmp"}, "scratch applies outside a sandbox only"),
+        ({"mounts": ["/usr"]}, "mounts applies in a sandbox only: set 'sandbox: true'"),
+        ({"mount_program": False}, "mount_program applies in a sandbox only"),
+        ({"sandbox": True, "mounts": ["/nowhere/at/all"]}, "mounts names '/nowhere/at/all': there is no such"),
         ({"sandbox": True, "mounts": ["/usr:relative"]}, "INSIDE an absolute path"),
         ({"sandbox": True, "mounts": ["/usr:/"]}, "INSIDE an absolute path"),
     ],

@@ -116,7 +116,7 @@ async def test_a_real_mcp_client() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "wanted"),
     [
-        ("{", 400, {"error": {"code": -32700, "message": "the body is no JSON"}, "id": None}),
+        ("{", 400, {"error": {"code": -32700, "message": "the body is not JSON"}, "id": None}),
         ('{"jsonrpc": "2.0", "method": "notifications/initialized"}', 202, None),
         ('{"jsonrpc": "2.0", "id": 1, "method": "ping"}', 200, {"id": 1, "result": {}}),
         ('{"jsonrpc": "2.0", "id": 1, "result": {}}', 202, None),

@@ -332,7 +332,7 @@ async def test_states_without_messages() -> None:
     assert trajectory.reward == 1.0
     trajectory, outcome = await play(make, ["3"], answer_key="verdict", **keys)
     assert isinstance(outcome.error, AgentError)
-    assert "put out no 'verdict' (there is answer, question)" in str(trajectory.error)
+    assert "output has no 'verdict' (it has answer, question)" in str(trajectory.error)
 
 
 # Ends.

@@ -105,7 +105,7 @@ async def test_calls_reasoning_and_unusable_calls_come_and_go_without_a_fork() -
 
 
 def sampled(renderer: ToyRenderer, turn: Any, raw: str) -> list[int]:
-    """The ids of a turn whose second call is no JSON."""
+    """The ids of a turn whose second call is not JSON."""
     said = [THINK, *renderer.text(turn["reasoning_content"]), THINK_END, *renderer.text(turn["content"])]
     said += [CALL, *renderer.text('{"name": "add", "arguments": {"a": 1, "b": 2}}'), CALL_END]
     return [*said, CALL, *renderer.text(raw), CALL_END, END]
@@ -157,14 +157,14 @@ async def test_what_nothing_can_be_held_to_is_an_error_that_says_so() -> None:
     with pytest.raises(StructuredOutputError, match="no grammar"):
         await model.bind_tools([add], tool_choice="any").ainvoke([QUESTION])
     for given, said in [
-        ({"tool_choice": "sub"}, "names 'sub', which is none of the tools add"),
+        ({"tool_choice": "sub"}, "names 'sub', which is not one of the tools add"),
         ({"tool_choice": {"type": "magic"}}, "a tool of type 'magic'"),
         ({"tols": 1}, r"takes no 'tols' \(1\): it takes stop, temperature"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
     ]:
         with pytest.raises(SessionError, match=said):
             await model.bind_tools([add], **given).ainvoke([QUESTION])
-    with pytest.raises(SessionError, match="3 is no tool"):
+    with pytest.raises(SessionError, match="3 is not a tool"):
         model.bind_tools([3])
     assert client.requests == []
 

@@ -66,7 +66,7 @@ def needs(model: Any, depth: int) -> Any:
         ({"graph": f"{__file__}:needs", "options": {"depht": 1}}, AgentError, "takes no option 'depht'"),
         ({"graph": f"{__file__}:COMPILED", "options": {"a": 1}}, AgentError, r"options \['a'\] are for a function"),
         ({"graph": f"{__file__}:builder", "recursion_limit": 0}, AgentError, "recursion_limit is 0: it must be 1"),
-        ({"graph": f"{__file__}:builder", "messages_key": None}, AgentError, "the graph is told nothing"),
+        ({"graph": f"{__file__}:builder", "messages_key": None}, AgentError, "the graph has no input"),
         ({"graph": f"{__file__}:builder", "interupts": 1}, AgentError, "interupts"),
         ({}, AgentError, "graph"),
     ],

@@ -30,7 +30,9 @@ def problem_of(data: _Row, prompt: str = "") -> Problem:
             return read(columns)
     known = "; ".join(", ".join(needed) for needed, _ in _FORMATS)
     there = ", ".join(map(repr, columns)) or "nothing"
-    raise TaskError(f"this row is in no format of code tasks that is known: it has {there}, and they have {known}")
+    raise TaskError(
+        f"this row has no known format of code tasks: its columns are {there}, and the formats have {known}"
+    )
 
 
 def row(record: _Row) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _mbpp(data: _Row) -> Problem:
     every = tuple(_parsed(test, "test_list") for test in (*tests, *hidden))
     asserts = Asserts(tuple(f"{setup}\n{test}" if setup else test for test in every), "", "", imports, len(hidden))
     if not every:
-        raise TaskError("column 'test_list' is empty: an answer could not be judged")
+        raise TaskError("column 'test_list' is empty: an answer could not be graded")
     entry = _called(every)
     return Problem("asserts", "mbpp", entry, asserts=asserts, reference=reference)
 
@@ -108,7 +110,7 @@ def _livecodebench(data: _Row) -> Problem:
     reference = data.get("solution") or data.get("code")
     kinds = {str(kind) for kind, _ in found}
     if not found:
-        raise TaskError("column 'public_test_cases' is empty, and 'private_test_cases' too: nothing judges an answer")
+        raise TaskError("column 'public_test_cases' is empty, and 'private_test_cases' too: an answer cannot be graded")
     if kinds == {"functional"}:
         if not isinstance(name, str) or not name:
             raise TaskError("column 'metadata' has no 'func_name', which tests of the kind 'functional' call")
@@ -131,11 +133,11 @@ def _apps(data: _Row) -> Problem:
         }
     inputs, outputs = given.get("inputs"), given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
-        raise TaskError(f"column {column!r} needs 'inputs' and 'outputs', lists of one length that is not 0")
+        raise TaskError(f"column {column!r} needs 'inputs' and 'outputs', non-empty lists of the same length")
     name, starter = given.get("fn_name"), str(data.get("starter_code") or "")
     reference = _first_solution(data)
     if name:
-        # Results stand in a list of one there.
+        # A result is in a list of one there.
         pairs = [
             (each, out[0] if isinstance(out, list) and len(out) == 1 else out)
             for each, out in zip(inputs, outputs, strict=True)
@@ -154,7 +156,7 @@ def _contests(data: _Row) -> Problem:
         pairs = zip(given.get("input", ()), given.get("output", ()), strict=True)
         cases += [Case(str(one), str(other), column != "public_tests") for one, other in pairs]
     if not cases:
-        raise TaskError("column 'public_tests' is empty, and the other tests too: nothing judges an answer")
+        raise TaskError("column 'public_tests' is empty, and the other tests too: an answer cannot be graded")
     limit = data.get("time_limit")
     seconds = float(limit["seconds"]) if isinstance(limit, Mapping) and limit.get("seconds") else None
     return Problem("programs", "code_contests", cases=tuple(cases), seconds=seconds, reference=_first_solution(data))
@@ -176,7 +178,7 @@ _FORMATS: Final[tuple[tuple[tuple[str, ...], Callable[[_Row], Problem]], ...]] =
 def _text(data: _Row, name: str) -> str:
     value = data.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise TaskError(f"column {name!r} is {shown(value)}: it must be a text that is not empty")
+        raise TaskError(f"column {name!r} is {shown(value)}: it must be a non-empty string")
     return value
 
 
@@ -185,7 +187,7 @@ def _texts(data: _Row, name: str) -> tuple[str, ...]:
     # Columnar files give arrays.
     listed = list(value) if value is not None and not isinstance(value, (str, bytes, Mapping)) else None
     if listed is None or not all(isinstance(each, str) for each in listed):
-        raise TaskError(f"column {name!r} is {shown(value)}: it must be a list of texts")
+        raise TaskError(f"column {name!r} is {shown(value)}: it must be a list of strings")
     return tuple(listed)
 
 
@@ -200,7 +202,7 @@ def _json(data: _Row, name: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise TaskError(f"column {name!r} is {shown(value)}, which is no JSON: {error}") from error
+        raise TaskError(f"column {name!r} is {shown(value)}, which is not JSON: {error}") from error
 
 
 def _tests(data: _Row, name: str, *, hidden: bool) -> list[tuple[str, Case]]:
@@ -220,7 +222,7 @@ class _TextOnly(pickle.Unpickler):
     """Unpickler of texts that refuses everything executable."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no text")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not text")
 
 
 def _unpacked(value: str, name: str) -> str:
@@ -232,7 +234,7 @@ def _unpacked(value: str, name: str) -> str:
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError) as error:
         raise TaskError(f"column {name!r} is neither JSON nor a packed text: {error}") from error
     if not isinstance(found, (str, bytes)):
-        raise TaskError(f"column {name!r} holds {shown(found)}: it must be a text")
+        raise TaskError(f"column {name!r} holds {shown(found)}: it must be a string")
     return found if isinstance(found, str) else found.decode()
 
 
@@ -241,7 +243,7 @@ def _call(case: Case) -> Case:
         given = tuple(json.loads(line) for line in str(case.given).split("\n") if line.strip())
         return Case(given, json.loads(str(case.wanted)), case.hidden)
     except ValueError as error:
-        raise TaskError(f"a test of the kind 'functional' is no JSON: {shown(case.given)}: {error}") from error
+        raise TaskError(f"a test of the kind 'functional' is not JSON: {shown(case.given)}: {error}") from error
 
 
 def _stdio(value: Any) -> str:
@@ -267,7 +269,7 @@ def _parsed(code: str, name: str) -> str:
     try:
         ast.parse(code)
     except SyntaxError as error:
-        raise TaskError(f"column {name!r} has a test that is no Python: {shown(code)}: {error}") from error
+        raise TaskError(f"column {name!r} has a test that is not Python: {shown(code)}: {error}") from error
     return code
 
 

@@ -80,7 +80,7 @@ class Programs:
             found = None
         if not isinstance(found, dict):
             await self.restart()
-            raise Ended("the answer is no answer")
+            raise Ended("the answer cannot be parsed")
         return found
 
     async def put(self, line: bytes) -> None:
@@ -160,7 +160,7 @@ class Programs:
             await self._died(error)
         except BrokenPipeError:
             await self.restart()
-            raise Hopeless("there is no Python that runs in this sandbox, or the solution ended it at once") from None
+            raise Hopeless("Python does not run in this sandbox, or the solution ended it at once") from None
         if self._start is not None:
             line = await self.line(self._start)
             told = {} if line is None else _object(line)
@@ -299,7 +299,7 @@ class Grader:
                 return Result(False, str(error), case.hidden)
             if answer is None or answer.get("timed_out"):
                 self._timeouts += 1
-                return Result(False, f"no end within {seconds:g} s", case.hidden)
+                return Result(False, f"not finished within {seconds:g} s", case.hidden)
             return self._judged(answer, case)
 
         try:
@@ -342,7 +342,7 @@ class Grader:
             try:
                 right = same_value(decode(answer["ok"]), case.wanted, self.tolerance)
             except (ValueError, TypeError, KeyError, IndexError, RecursionError, ArithmeticError):
-                return Result(False, "the result is no plain value", case.hidden)
+                return Result(False, "the result is not a plain value", case.hidden)
             return Result(right, "" if right else "wrong result", case.hidden)
 
         try:
@@ -394,7 +394,7 @@ class Grader:
                 break
             if line is None:
                 if not count and not asked:
-                    raise EnvError("the tests of this row did not begin: look at its columns with tests")
+                    raise EnvError("the tests of this row did not start: check its test columns")
                 why = f"the tests ended, or took more than {_JUDGE_S:g} s themselves"
                 break
             verdict = _verdict(line, nonce)
@@ -417,7 +417,7 @@ class Grader:
         began = time.monotonic()
         try:
             await solution.put(line)
-            # A test may call often, and a solution answer by calls of its own: together they have the test's time.
+            # A test may call often, and the solution may call back: together they have the test's time.
             reply = await solution.line(max(seconds - self._spent, 0.0))
         except Ended as error:
             return _error_line("ChildProcessError", str(error))

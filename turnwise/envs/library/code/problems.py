@@ -53,8 +53,8 @@ class Problem:
         cases: The tests of ``calls`` and ``programs``.
         asserts: The tests of ``asserts``.
         reference: A correct solution, or None.
-        seconds: Seconds for a test, where the row says so.
-        memory: Bytes for a test, where the row says so.
+        seconds: Seconds for a test, where the row sets them.
+        memory: Bytes for a test, where the row sets them.
     """
 
     kind: Kind

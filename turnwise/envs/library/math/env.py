@@ -34,7 +34,7 @@ def tasks(
         n: Most tasks; by default all of a file, or 200 generated ones.
         path: A jsonl file with the columns ``question`` and ``answer``, or a directory that holds ``<split>.jsonl``.
             None generates problems.
-        split: ``train`` (default) or ``test``, where ``path`` is no file.
+        split: ``train`` (default) or ``test``, where ``path`` is not a file.
         seed: Seed of generated problems.
     """
     if path is not None:
@@ -58,7 +58,7 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     result = solution.rpartition(_MARK)[2].strip()
     if not result or (_MARK not in solution and "\n" in result):
         raise TaskError(
-            f"column 'answer' is {shown(solution)}, which says no result: end it with a line '{_MARK} 42', or "
+            f"column 'answer' is {shown(solution)}, which has no result: end it with a line '{_MARK} 42', or "
             "write the result alone"
         )
     return {"id": record.get("id"), "prompt": question, "answer": result, "solution": solution}
@@ -85,7 +85,7 @@ def _column(record: Mapping[str, Any], name: str) -> str:
         there = ", ".join(map(repr, record)) if isinstance(record, Mapping) else shown(record)
         raise TaskError(f"column {name!r} is missing (here: {there or 'nothing'})")
     if not isinstance(value, str) or not value.strip():
-        raise TaskError(f"column {name!r} is {shown(value)}: it must be a text that is not empty")
+        raise TaskError(f"column {name!r} is {shown(value)}: it must be a non-empty string")
     return value
 
 

@@ -91,9 +91,7 @@ _TEMPLATES: Final = (
 def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
     """Yield ``n`` questions with solutions: sentences with ``<<12*3=36>>``, ending in ``#### 36``."""
     if split not in SPLITS:
-        raise TaskError(
-            f"math makes no split {split!r}: {', '.join(SPLITS)}; for rows of your own give path=FILE.jsonl"
-        )
+        raise TaskError(f"math has no split {split!r}: {', '.join(SPLITS)}; for your own rows give path=FILE.jsonl")
     for index in range(n):
         rng = random.Random(stable_hash("math", split, seed, index))
         while True:
@@ -104,7 +102,7 @@ def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _draw(rng: random.Random) -> tuple[str, str] | None:
-    """Draw a problem; None where a result is no positive integer, or stands in the question."""
+    """Draw a problem; None where a result is not a positive integer, or occurs in the question."""
     template = rng.choice(_TEMPLATES)
     numbers = {key: rng.choice(values) for key, values in template.numbers.items()}
     said = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS)}

@@ -60,7 +60,7 @@ def customer_of(task: Task) -> Customer:
         value = task.data.get(name)
         if not isinstance(value, str) or not value.strip():
             raise TaskError(
-                f"task {task.id!r}: data[{name!r}] is {shown(value)}: a dialogue needs the texts 'identity' (who asks) "
+                f"task {task.id!r}: data[{name!r}] is {shown(value)}: a dialogue needs 'identity' (the customer) "
                 "and 'request' (what is asked)"
             )
         parts.append(value)

@@ -17,10 +17,10 @@ from turnwise.errors import TaskError, ToolError, shown
 from turnwise.tasks import Task
 
 LONGEST_ANSWER: Final = 1_000
-"""Characters of an answer that may state facts: who reads the shop aloud states none."""
+"""Characters of an answer that may state facts: one that lists the whole shop states none."""
 FURTHER_AMOUNTS: Final = 1
-"""Different amounts of money in such an answer beyond those that were asked for: who reads all prices aloud has not
-found the lowest. The policy says so."""
+"""Different amounts of money in such an answer beyond those that were asked for: listing all prices is not
+finding the lowest. The policy says so."""
 
 _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(?:dollars|USD)\b")
 
@@ -54,7 +54,7 @@ def goal_of(task: Task) -> Goal:
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
     if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(each, str) for each in facts):
-        raise TaskError(f"{where}['facts'] is {shown(facts)}: it must be a list of texts")
+        raise TaskError(f"{where}['facts'] is {shown(facts)}: it must be a list of strings")
     actions = task.data.get("actions", [])
     if not isinstance(actions, Sequence) or isinstance(actions, str):
         raise TaskError(f"{where}['actions'] is {shown(actions)}: it must be a list of actions")
@@ -62,9 +62,11 @@ def goal_of(task: Task) -> Goal:
     try:
         digest = _digest(world, str(customer), json.dumps(pairs, sort_keys=True))
     except (ToolError, TypeError) as error:
-        raise TaskError(f"{where}['actions'] cannot be taken in the shop {world}: {error}") from error
+        raise TaskError(f"{where}['actions'] cannot be executed in the shop {world}: {error}") from error
     if not facts and digest == _digest(world, str(customer), "[]"):
-        raise TaskError(f"{where}: the actions change nothing and there are no 'facts': doing nothing would be right")
+        raise TaskError(
+            f"{where}: the actions change nothing and there are no 'facts': an empty episode would solve it"
+        )
     return Goal(world, str(customer), pairs, tuple(facts), digest)
 
 

@@ -109,7 +109,7 @@ class Store:
             return self._connection.execute(sql, values)
         except UnicodeEncodeError as error:
             # Half a surrogate pair, which JSON can write and SQLite cannot hold.
-            raise ToolError(f"{shown(error.object)} is no text that can be stored") from error
+            raise ToolError(f"{shown(error.object)} is not text that can be stored") from error
 
 
 def _plain(value: Any) -> Any:

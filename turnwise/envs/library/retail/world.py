@@ -181,7 +181,7 @@ def _address(rng: random.Random) -> Address:
 
 
 def _users(seed: int) -> Iterator[User]:
-    # A generator of their own: which split a shop belongs to is told without drawing the rest of it.
+    # Users have their own generator: the split of a shop is known without drawing the rest of it.
     rng = random.Random(stable_hash("retail customers", seed))
     for pair in rng.sample(range(len(_FIRST) * len(_LAST)), 20):
         first, last = _FIRST[pair // len(_LAST)], _LAST[pair % len(_LAST)]

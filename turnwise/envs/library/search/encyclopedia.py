@@ -41,7 +41,7 @@ def read_corpus(path: str) -> list[Passage]:
                 continue
             passage = _passage(line, f"{path}:{number}", str(len(passages)))
             if passage.id in lines:
-                raise ConfigError(f"{path}:{number}: the id {passage.id!r} stands in line {lines[passage.id]} already")
+                raise ConfigError(f"{path}:{number}: the id {passage.id!r} is used in line {lines[passage.id]} already")
             lines[passage.id] = number
             passages.append(passage)
     if not passages:
@@ -58,13 +58,13 @@ def _passage(line: bytes, where: str, number: str) -> Passage:
         raise ConfigError(f"{where}: a passage is an object with 'text' (and 'id', 'title'), not {shown(row)}")
     name = row.get("id", number)
     if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
-        raise ConfigError(f"{where}: field 'id' is {shown(name)}: it must be a text or an integer")
+        raise ConfigError(f"{where}: field 'id' is {shown(name)}: it must be a string or an integer")
     title, text = row.get("title") or "", row.get("text")
     if not isinstance(title, str):
-        raise ConfigError(f"{where}: field 'title' is {shown(title)}: it must be a text")
+        raise ConfigError(f"{where}: field 'title' is {shown(title)}: it must be a string")
     if not isinstance(text, str) or not text.strip():
         there = ", ".join(map(repr, row)) or "none"
-        raise ConfigError(f"{where}: field 'text' is {shown(text)} (fields here: {there}): it must be a text")
+        raise ConfigError(f"{where}: field 'text' is {shown(text)} (fields here: {there}): it must be a string")
     return Passage(str(name), title, text)
 
 

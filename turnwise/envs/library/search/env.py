@@ -58,9 +58,7 @@ class SearchEnv(ToolEnv):
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Ask the task's question; without a task, one about the encyclopedia is drawn from the seed."""
         if task is None and self.corpus is not None:
-            raise TaskError(
-                "a corpus of your own needs tasks: see turnwise.envs.library.search:qa_tasks?path=rows.jsonl"
-            )
+            raise TaskError("your own corpus needs tasks: see turnwise.envs.library.search:qa_tasks?path=rows.jsonl")
         task = drawn(seed) if task is None else task
         self.task = task
         where = f"task {task.id!r}: data"
@@ -105,7 +103,7 @@ def _encyclopedia(task: Task, where: str) -> Index:
     split, seed = task.data.get("split"), task.data.get("encyclopedia")
     if seed is None:
         raise TaskError(
-            f"{where}['encyclopedia'] is missing: name one, or give the environment a corpus of your own "
+            f"{where}['encyclopedia'] is missing: name one, or give the environment your own corpus "
             "(corpus=passages.jsonl)"
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or split not in SPLITS:

@@ -121,7 +121,7 @@ def _row_task(line: bytes, where: str, name: str, question: str, answer: str) ->
             raise TaskError(f"{where}: field {field!r} is missing (fields here: {', '.join(map(repr, row)) or 'none'})")
     text = row.pop(question)
     if not isinstance(text, str) or not text.strip():
-        raise TaskError(f"{where}: field {question!r} is {shown(text)}: it must be a text")
+        raise TaskError(f"{where}: field {question!r} is {shown(text)}: it must be a string")
     data = {**row, "answer": row[answer]}
     if answer != "answer":
         del data[answer]
@@ -134,7 +134,7 @@ def accepted_of(data: dict[str, Any], where: str) -> list[str]:
     answer = data.get("answer")
     found = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
     if not isinstance(found, list) or not found or not all(isinstance(each, (str, int, float)) for each in found):
-        raise TaskError(f"{where}: field 'answer' is {shown(answer)}: it must be a text or a list of accepted texts")
+        raise TaskError(f"{where}: field 'answer' is {shown(answer)}: it must be an accepted string or a list of them")
     texts = [str(each) for each in found]
     if not all(words(text) for text in texts):
         raise TaskError(

@@ -98,7 +98,7 @@ class Database:
             try:
                 with closing(self._connection.execute(sql)) as cursor:
                     if cursor.description is None:
-                        raise ToolError("this is no query: write one SELECT statement")
+                        raise ToolError("this is not a query: write one SELECT statement")
                     rows = _fetched(cursor, most_rows + 1)
                     columns = tuple(str(each[0]) for each in cursor.description)
             except sqlite3.DatabaseError as error:

@@ -16,7 +16,7 @@ from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
 TOLERANCE: Final = 0.006
-"""By how much a number may differ from one that is no integer: as much as rounding to two decimals does."""
+"""By how much a number may differ from one that is not an integer: as much as rounding to two decimals does."""
 
 _FENCE: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _NESTED: Final = re.compile(r"\([^()]*\)")
@@ -158,7 +158,7 @@ def _answers(question: Question) -> tuple[Result, tuple[int | str, Result] | Non
     """Return the gold result, and the second database with its gold result."""
     gold = _run(question, question.database, "data['database']")
     if gold.more:
-        raise TaskError(f"data['gold'] finds more than {MOST_ROWS} rows, which is the most that is compared")
+        raise TaskError(f"data['gold'] returns more than {MOST_ROWS} rows, the maximum that is compared")
     if question.check is not None:
         return gold, (question.check, _run(question, question.check, "data['check_database']"))
     if question.schema is None or isinstance(question.database, str):

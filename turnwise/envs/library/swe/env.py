@@ -90,13 +90,13 @@ class SweEnv(ToolEnv):
             raise ConfigError(f"channel is {shown(channel)}: it must be one of {', '.join(get_args(Channel))}")
         unknown = [name for name in tools if name not in TOOLS] if not isinstance(tools, str) else [tools]
         if unknown:
-            raise ConfigError(f"tools: {unknown[0]!r} is none of {', '.join(TOOLS)}")
+            raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
         if isinstance(eval_timeout, bool) or not isinstance(eval_timeout, (int, float)) or not eval_timeout > 0:
             raise ConfigError(f"eval_timeout is {shown(eval_timeout)}: it must be a number of seconds above 0")
         if isinstance(max_patch, bool) or not isinstance(max_patch, int) or max_patch < 1:
             raise ConfigError(f"max_patch is {shown(max_patch)}: it must be a number of bytes above 0")
         if "{image}" not in image:
-            raise ConfigError(f"image is {shown(image)}: write {{image}} where the published name belongs")
+            raise ConfigError(f"image is {shown(image)}: write {{image}} in place of the published name")
         self.reward: str = reward
         self.tools = tuple(TOOLS[name]() for name in tools)
         self.instructions = instructions
@@ -119,7 +119,7 @@ class SweEnv(ToolEnv):
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - the repository is the answer
         """Grade the changed repository."""
         if self.sandbox is None:
-            raise EnvError("SweEnv.score: the episode has no sandbox any more: call reset() first")
+            raise EnvError("SweEnv.score: the episode's sandbox is closed: call reset() first")
         self.patch, problem = await submission(self.sandbox, self.place, max_bytes=self.max_patch)
         if not self.patch.strip():
             self.verdict = None
@@ -196,7 +196,7 @@ class SweEnv(ToolEnv):
 
     def _instance(self, task: Task | None) -> Instance:
         if task is None:
-            raise EnvError("SweEnv.reset got no task: name tasks, such as turnwise.envs.library.swe:tasks")
+            raise EnvError("SweEnv.reset got no task: use tasks such as turnwise.envs.library.swe:tasks")
         instance = instance_of(task)
         if instance.image is not None:
             instance = replace(instance, image=self.image.replace("{image}", instance.image))

@@ -103,7 +103,7 @@ def decide(
     if not reason and bad[0]:
         reason = f"{len(bad[0])} of {len(found[0])} tests still fail: {bad[0][0]}"
     elif not reason and bad[1]:
-        reason = f"{len(bad[1])} of {len(found[1])} tests that passed do not any more: {bad[1][0]}"
+        reason = f"{len(bad[1])} of {len(found[1])} tests that passed fail now: {bad[1][0]}"
     return Verdict(not reason, reason, found[0], found[1], tuple(dropped), log)
 
 
@@ -116,7 +116,7 @@ def _as_expected(instance: Instance, statuses: Statuses, dropped: Sequence[str],
         found[name] = TestStatus.PASSED if str(status) == wanted else TestStatus.FAILED
     bad = [name for name, status in found.items() if not status.good]
     if not reason and bad:
-        reason = f"{len(bad)} of {len(found)} tests end otherwise than they should: {bad[0]}"
+        reason = f"{len(bad)} of {len(found)} tests do not end as expected: {bad[0]}"
     return Verdict(not reason, reason, found, {}, tuple(dropped), log)
 
 
@@ -174,7 +174,7 @@ class Judge:
         except EnvError as error:
             if not await self._at_fault(box, place, patch):
                 raise
-            return decide(self.instance, {}, reason=f"the patch is in the way of the tests: {error}")
+            return decide(self.instance, {}, reason=f"the patch conflicts with the tests: {error}")
         verdict = await self._run(box, place, dropped)
         return replace(verdict, seconds=time.monotonic() - began)
 
@@ -291,7 +291,7 @@ class Judge:
         elif self.reports:
             statuses, reason = await self._report(box, folder, key)
         elif f"end {nonce}" not in log:
-            reason = "the tests' script did not come to its end"
+            reason = "the test script did not finish"
         return decide(instance, statuses, dropped=dropped, log=between[-_TAIL:] or log[-_TAIL:], reason=reason)
 
     async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:

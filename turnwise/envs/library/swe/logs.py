@@ -228,5 +228,5 @@ PARSERS: Final[dict[str, Parser]] = {
 def parser_of(framework: str) -> Parser:
     """Return the parser of a framework."""
     if framework not in PARSERS:
-        raise ConfigError(f"framework is {framework!r}: logs are read of {', '.join(PARSERS)}")
+        raise ConfigError(f"framework is {framework!r}: supported are {', '.join(PARSERS)}")
     return PARSERS[framework]

@@ -176,11 +176,11 @@ class Instance:
 def row(record: Mapping[str, Any]) -> Task:
     """Return the task of a published row, for ``map`` of a source of tasks."""
     if not isinstance(record, Mapping):
-        raise TaskError(f"a row of an SWE dataset has columns, it is {shown(record)}")
+        raise TaskError(f"a row of an SWE dataset has columns, but this is {shown(record)}")
     name = record.get("instance_id") or _r2e_name(record)
     problem = record.get("problem_statement")
     if not isinstance(name, str) or not isinstance(problem, str):
-        raise TaskError(f"columns instance_id and problem_statement must be texts (columns here: {', '.join(record)})")
+        raise TaskError(f"columns instance_id and problem_statement must be strings (columns: {', '.join(record)})")
     # "prompt" of R2E's rows is what their problem statement was made from; it tells the solution.
     data = {key: value for key, value in record.items() if key not in ("id", "prompt", "env", "agent", "data")}
     return Task(name, problem, data)
@@ -197,9 +197,7 @@ def instance_of(task: Task) -> Instance:
     problem = _text(data, "problem_statement", where) or (task.prompt if isinstance(task.prompt, str) else "")
     fail, keep = _tests(data, "FAIL_TO_PASS", where), _tests(data, "PASS_TO_PASS", where)
     if not fail:
-        raise TaskError(
-            f"{where}: FAIL_TO_PASS is empty: without a test that fails at first there is nothing to decide"
-        )
+        raise TaskError(f"{where}: FAIL_TO_PASS is empty: grading needs a test that fails before the patch")
     snapshot = _text(data, "snapshot", where) or None
     image = _first(data, ("image_name", "docker_image", "image"), where) or None
     smith = image is not None and "swesmith" in image
@@ -207,7 +205,7 @@ def instance_of(task: Task) -> Instance:
         image = image_of(repo, name)
         if image is None:
             raise TaskError(
-                f"{where}: nothing says where {repo or 'its repository'} is: give the row image_name (an image with it "
+                f"{where}: {repo or 'its repository'} has no source: give the row image_name (an image with it "
                 "in /testbed) or snapshot (a folder, bundle or archive)"
             )
     patch, tests = _text(data, "patch", where), _text(data, "test_patch", where)
@@ -243,7 +241,7 @@ def instance_of(task: Task) -> Instance:
 def _variables(data: Mapping[str, Any], where: str) -> dict[str, str]:
     given = _decoded(data.get("sandbox_env")) or {}
     if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
-        raise TaskError(f"{where}: sandbox_env is {shown(given)}: it must be an object from names to texts")
+        raise TaskError(f"{where}: sandbox_env is {shown(given)}: it must be an object from names to strings")
     # A table gives each row the columns of all.
     return {str(name): value for name, value in given.items()}
 
@@ -257,7 +255,7 @@ def _recipe(data: Mapping[str, Any], repo: str, where: str) -> Recipe:
     command = _first(data, ("test_command", "test_cmd"), where) or str(install.get("test_cmd") or "") or known.command
     framework = _first(data, ("framework", "test_framework"), where) or known.framework
     if framework not in PARSERS:
-        raise TaskError(f"{where}: framework is {framework!r}: logs are read of {', '.join(PARSERS)}")
+        raise TaskError(f"{where}: framework is {framework!r}: supported are {', '.join(PARSERS)}")
     return Recipe(command, framework, known.before, known.protected, known.files)
 
 
@@ -330,7 +328,7 @@ def _text(data: Mapping[str, Any], column: str, where: str, default: str = "") -
     if value is None:
         return default
     if not isinstance(value, str):
-        raise TaskError(f"{where}: {column} is {shown(value)}: it must be a text")
+        raise TaskError(f"{where}: {column} is {shown(value)}: it must be a string")
     return value
 
 

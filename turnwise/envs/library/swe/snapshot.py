@@ -110,7 +110,7 @@ def _make(source: str, commit: str, setup_patch: str, place: Path) -> None:
         with contextlib.suppress(OSError):
             made.rename(place)
         if not place.exists():
-            raise EnvError(f"{place} cannot be made: look at the folder's permissions")
+            raise EnvError(f"{place} cannot be created: check the folder's permissions")
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -162,7 +162,7 @@ def read_archive(text: str, source: str = "archive") -> dict[str, str]:
     for name, content in zip(parts[1::2], parts[2::2], strict=True):
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or ".git" in place.parts:
-            raise TaskError(f"{source}: {name!r} is no path inside the repository")
+            raise TaskError(f"{source}: {name!r} is not a path inside the repository")
         found[name] = content
     if not found:
         raise TaskError(f"{source}: there is no file in it: each begins with a line '-- path --'")
@@ -184,7 +184,7 @@ def _git(folder: Path, *arguments: str, given: str | None = None, what: str = ""
             check=False,
         )
     except FileNotFoundError as error:
-        raise EnvError("there is no git on PATH, which repositories of tasks are made with: install git") from error
+        raise EnvError("git is not on PATH: install git") from error
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").strip()
         raise TaskError(f"{what or 'git ' + arguments[0]}: {said}")

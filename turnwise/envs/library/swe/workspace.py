@@ -117,8 +117,8 @@ async def submission(box: Sandbox, place: Place, *, max_bytes: int) -> tuple[byt
     try:
         done = await box.exec(script, timeout=120.0, cwd=place.workdir)
         if not done.ok:
-            return b"", f"the repository gives no diff: {done.text.strip()[-300:]}"
+            return b"", f"the repository returned no diff: {done.text.strip()[-300:]}"
         patch = await box.read_file(target, max_bytes=max_bytes)
     except SandboxFileError as error:
-        return b"", f"the diff cannot be taken: {error}"
+        return b"", f"the diff cannot be read: {error}"
     return patch, ""

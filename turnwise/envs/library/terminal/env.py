@@ -79,7 +79,7 @@ class TerminalEnv(ToolEnv):
         """
         unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
         if unknown:
-            raise ConfigError(f"tools: {unknown[0]!r} is none of {', '.join(TOOLS)}")
+            raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
         if isinstance(test_timeout, bool) or not isinstance(test_timeout, (int, float)) or not test_timeout > 0:
             raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
         self.names = tuple(tools)
@@ -100,7 +100,7 @@ class TerminalEnv(ToolEnv):
         """Run the tests."""
         box = self.sandbox
         if box is None:
-            raise EnvError("TerminalEnv.score: the episode has no sandbox any more: call reset() first")
+            raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
         try:
             workdir, tests, logs = await self._bring(box)
         except SandboxFileNotFound:
@@ -127,7 +127,7 @@ class TerminalEnv(ToolEnv):
         own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
         done = await box.exec(_PREPARE.replace("{own}", own))
         if not done.ok:
-            raise EnvError(f"{self.folder.name}: there is no place for its tests: {done.text.strip()[-300:]}")
+            raise EnvError(f"{self.folder.name}: its tests cannot be uploaded: {done.text.strip()[-300:]}")
         workdir, tests, logs = done.stdout.decode().splitlines()
         if self.folder.tests.is_dir():
             await box.upload(self.folder.tests, tests)
@@ -142,7 +142,7 @@ class TerminalEnv(ToolEnv):
             for solved in (True, False):
                 self.log, self.tests, self.folder = "", {}, _folder_of(task)
                 if solved and self.folder.solution is None:
-                    return ["there is no solution, so nothing shows that it can be done"]
+                    return ["it has no solution, so it cannot be shown to be solvable"]
                 await self.close_sandboxes()
                 box = await self.open_sandbox(_spec(self.folder))
                 if solved and self.folder.solution is not None:
@@ -171,7 +171,7 @@ class TerminalEnv(ToolEnv):
 
 def _folder_of(task: Task | None) -> TaskFolder:
     if task is None:
-        raise EnvError("TerminalEnv.reset got no task: name tasks, such as turnwise.envs.library.terminal:tasks")
+        raise EnvError("TerminalEnv.reset got no task: use tasks such as turnwise.envs.library.terminal:tasks")
     name = task.data.get("folder")
     if not isinstance(name, str):
         raise TaskError(f"task {task.id!r}: folder is {shown(name)}: it must be the path of a task's folder")

@@ -85,10 +85,10 @@ def read_folder(name: str) -> TaskFolder:
         if not re.fullmatch(r"[\w-]+", path.name) or not _is_task(path):
             raise TaskError(f"folder {name!r}: no task of that name comes with turnwise")
     if not _is_task(path):
-        raise TaskError(f"folder {name!r} is no task: there is neither task.toml nor task.yaml in it")
+        raise TaskError(f"folder {name!r} is not a task: it has neither task.toml nor task.yaml")
     found = _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
     if not (path / found.script).is_file():
-        raise TaskError(f"{path}: there is no {found.script}, which says whether the task is done")
+        raise TaskError(f"{path}: there is no {found.script}, which decides whether the task is solved")
     return found
 
 
@@ -118,7 +118,7 @@ def _terminal_bench(path: Path) -> TaskFolder:
     settings = _read(file, yaml.safe_load)
     instruction = settings.get("instruction")
     if not isinstance(instruction, str):
-        raise TaskError(f"{file}: instruction is {shown(instruction)}: it must be a text")
+        raise TaskError(f"{file}: instruction is {shown(instruction)}: it must be a string")
     return _folder(
         path,
         instruction=instruction,
@@ -179,7 +179,7 @@ def _read(file: Path, parse: Any) -> Mapping[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         raise TaskError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
-        raise TaskError(f"{file} is {shown(found)}: it must hold names and values")
+        raise TaskError(f"{file} is {shown(found)}: it must be a mapping")
     return found
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what annotations alone need is not imported: it would cost 
     from typing import Any
 
 REPORTED = 77
-"""How a shim exits that has told the host all there is to tell."""
+"""Exit code of a shim that has reported everything to the host."""
 RESERVE = 16
 """Processes that the agent may have on top of what commands may: a full sandbox can still be asked and emptied."""
 STEP = 0.004
@@ -269,7 +269,7 @@ class Agent:
         os._exit(REPORTED)
 
     def file(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Serve a request about files, in its own process and never through a link to what is no file."""
+        """Serve a request about files, in its own process and never through a link to what is not a file."""
         sys.path.append(os.path.dirname(os.path.abspath(sys.argv[0])))
         import files  # type: ignore[import-not-found]
 
@@ -310,7 +310,7 @@ class Agent:
         except OSError as error:
             self.say("fail", request["id"], error.errno, "program", error.strerror)
             return
-        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or what is no text
+        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or what is not text
             self.say("fail", request["id"], errno.EINVAL, "program", error)
             return
         for fd in fds:
@@ -327,7 +327,7 @@ class Agent:
                 self.say("exit", request["id"], os.waitstatus_to_exitcode(status))
 
     def reap(self) -> None:
-        """Take note of shims that ended. One that was killed from inside told nobody."""
+        """Take note of shims that ended. One that was killed from inside sent no message."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

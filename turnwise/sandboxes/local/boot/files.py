@@ -35,7 +35,7 @@ def regular(path: str, flags: int, mode: int = 0o666) -> int:
     """Open a regular file; a pipe, a socket or a device is refused instead of waited for.
 
     Raises:
-        OSError: It cannot be opened, or is no regular file.
+        OSError: It cannot be opened, or is not a regular file.
     """
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     kind = os.fstat(fd).st_mode
@@ -44,7 +44,7 @@ def regular(path: str, flags: int, mode: int = 0o666) -> int:
     os.close(fd)
     if stat.S_ISDIR(kind):
         raise OSError(errno.EISDIR, "it is a folder")
-    raise OSError(errno.EINVAL, "it is no regular file")
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def read(path: str, most: int, out: int) -> None:
@@ -111,4 +111,4 @@ def unpack(path: str, source: int) -> None:
             while stream.read(_CHUNK):
                 pass
     except tarfile.TarError as error:
-        raise OSError(errno.EINVAL, f"it is no archive: {error}") from error
+        raise OSError(errno.EINVAL, f"it is not an archive: {error}") from error

@@ -21,7 +21,7 @@ def make(group: dict[str, Any]) -> None:
     parent = os.path.dirname(group["path"])
     if not os.path.isdir(parent):
         os.makedirs(parent, exist_ok=True)
-        # In the second version a group bounds its children only by what it is told to.
+        # In cgroup v2 a group bounds its children only with the controllers that it enables.
         for controller in group["controllers"]:
             with open(os.path.join(parent, "cgroup.subtree_control"), "w") as file:
                 file.write(f"+{controller}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PIECE = 2**23
 _DEEPEST = 10_000
 _GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
-"""What is said of a name that was removed, or became something else, since it was seen."""
+"""The errors of a name that was removed, or became something else, since it was listed."""
 
 
 def keep(request: dict[str, Any], pid: int) -> None:

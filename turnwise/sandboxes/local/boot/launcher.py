@@ -96,7 +96,7 @@ class Launcher:
             self.boxes[pid] = (plan["id"], plan)
             return
         try:
-            # The parent's end ends it too: nobody is left who could. Bubblewrap asks for the same again. Where no
+            # The parent's end ends it too: no other process could. Bubblewrap asks for the same again. Where no
             # process namespace ends with it, it lives on until the host is gone, to end what it started.
             if plan["nested"]:
                 syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

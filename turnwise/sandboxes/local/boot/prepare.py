@@ -57,7 +57,7 @@ def become(plan: dict[str, Any], control: int) -> None:
 
 
 def make_folders(folders: dict[str, Any]) -> None:
-    """Make the folders that a sandbox writes to, for who runs in it."""
+    """Make the folders that a sandbox writes to, for the user that runs in it."""
     for name, mode in folders["names"]:
         path = os.path.join(folders["at"], name)
         os.makedirs(path, exist_ok=True)
@@ -114,10 +114,10 @@ def reveal(paths: list[str], uid: int, private: bool) -> None:
     Args:
         paths: What it shall see.
         uid: The user.
-        private: Whether this process has a view of the mounts of its own already.
+        private: Whether this process already has its own view of the mounts.
 
     Raises:
-        OSError: Something has to be shown, and no view of its own is allowed.
+        OSError: Something has to be shown, and no private view is allowed.
     """
     closed = [
         (path, [above for above in _above(os.path.realpath(path)) if not _passable(above, uid)]) for path in paths

@@ -79,4 +79,4 @@ def install(filters: bytes | None) -> None:
     buffer = ctypes.create_string_buffer(filters, len(filters))
     described = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
     if libc.prctl(22, 2, described, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), "prctl: the filter of system calls is refused")
+        raise OSError(ctypes.get_errno(), "prctl: the kernel rejected the system call filter")

@@ -20,7 +20,7 @@ def checked(result: int, what: str) -> int:
     """Return a call's result.
 
     Raises:
-        OSError: It says that the call failed.
+        OSError: The call failed.
     """
     if result < 0:
         number = ctypes.get_errno()

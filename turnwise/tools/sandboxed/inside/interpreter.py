@@ -28,7 +28,7 @@ def show(value: Any, names: dict[str, Any]) -> None:
 def run(code: str, name: str, names: dict[str, Any], loop: asyncio.AbstractEventLoop) -> None:
     """Run a cell."""
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-    # Not by ast.parse: its frame would stand in the traceback of what is no Python.
+    # Not by ast.parse: its frame would be in the traceback of a syntax error.
     tree: Any = compile(code, name, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -83,7 +83,7 @@ def cell(request: dict[str, Any], number: int, names: dict[str, Any], loop: Any)
         run(request["code"], f"<cell {number}>", names, loop)
         if request["plots"]:
             saved = plots()
-    except BaseException as raised:  # noqa: BLE001 - a cell may raise anything, and the interpreter goes on
+    except BaseException as raised:  # noqa: BLE001 - a cell may raise anything, and the interpreter continues
         error = raised
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(error, SystemExit):

@@ -59,7 +59,7 @@ def sweep() -> None:
 
 
 def keep(stream: Any, most: int, into: list[Any]) -> None:
-    """Read a stream to its end and keep what is at its beginning; the last entry says whether there was more."""
+    """Read a stream to its end and keep what is at its beginning; the last entry is whether there was more."""
     size = 0
     while True:
         data = stream.read1(65536)

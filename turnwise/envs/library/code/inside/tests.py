@@ -21,7 +21,7 @@ def guard(op: str, found: Any, args: Any) -> None:
     """A solution gets at what tests hand to it, but not at what lies behind that."""
     named = op in ("getattr", "setattr")
     if op not in _SAFE or (named and str(args[0]).startswith(_HIDDEN)) or (named and isinstance(found, type)):
-        raise PermissionError(f"a solution may not do that ({op})")
+        raise PermissionError(f"a solution may not do this ({op})")
 
 
 class Named(Remote):
@@ -35,7 +35,7 @@ class Named(Remote):
 
 
 class Case:
-    """One test: what goes wrong within is its verdict, and the next one goes on."""
+    """One test: an exception is its verdict, and the next one runs."""
 
     def __init__(self, told: Any, number: int) -> None:
         self._told, self._number = told, number
@@ -52,7 +52,7 @@ class Case:
 
 
 def split(tree: ast.Module, name: str) -> int:
-    """Put every statement of a function that tests something in a case of its own; returns how many there are."""
+    """Put every statement of a function that tests something in its own case; returns how many there are."""
     count = 0
     for function in tree.body:
         if not (isinstance(function, ast.FunctionDef) and function.name == name and function.args.args):
@@ -114,19 +114,19 @@ def main() -> None:
     peer = Peer(receive, lambda message: put(b"C" + json.dumps(message).encode() + b"\n"), guard)
     try:
         judge(begin, peer, told)
-    except BaseException as error:  # noqa: BLE001 - tests that cannot run are told as such
+    except BaseException as error:  # noqa: BLE001 - tests that cannot run are reported as broken
         told({"broken": f"{type(error).__name__}: {error}"[:1000]})
     os._exit(0)
 
 
 def judge(begin: dict[str, Any], peer: Peer, told: Any) -> None:
-    """Run what the first message says."""
+    """Run the tests of the first message."""
     names: dict[str, Any] = {"__name__": "tests"}
     for line in begin["imports"]:
         try:
             run(line, names)
         except ImportError:
-            continue  # of a package that is not here; a test that needs it says so
+            continue  # of a package that is not installed; a test that needs it fails
     if begin["prelude"]:
         run(begin["prelude"], names)
     tests = [ast.parse(each) for each in begin["tests"]]

@@ -129,18 +129,18 @@ def decode(form: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
         stand_in: Takes ``o`` (of the other side) or ``p`` (of this one) and its number; None refuses them.
 
     Raises:
-        ValueError: It is no such form.
+        ValueError: It is not such a form.
     """
     if form is None or isinstance(form, (bool, int, float, str)):
         return form
     if isinstance(form, list):
         return [decode(each, stand_in) for each in form]
     if not isinstance(form, dict) or len(form) != 1:
-        raise ValueError("this is no value")
+        raise ValueError("invalid encoded value")
     [(tag, held)] = form.items()
     if tag in ("o", "p"):
         if stand_in is None:
-            raise ValueError("this stands for something that is elsewhere")
+            raise ValueError("a reference to a remote object cannot be decoded here")
         return stand_in(tag, held)
     if tag == "d":
         return {decode(key, stand_in): decode(each, stand_in) for key, each in held}
@@ -176,7 +176,7 @@ def _decode_rare(tag: str, held: Any) -> Any:
         return fractions.Fraction(decode(held[0]), decode(held[1]))
     if tag == "r":
         return range(*held)
-    raise ValueError(f"there is no kind of value {tag!r}")
+    raise ValueError(f"unknown kind of value {tag!r}")
 
 
 class Peer:
@@ -230,7 +230,7 @@ class Peer:
             after = [_state(each, self._plain) for each in args]
             changed = [new if new != before[number] else None for number, new in enumerate(after)]
             return {"ok": result, "args": changed if any(each is not None for each in changed) else None}
-        except BaseException as error:  # noqa: BLE001 - whatever is raised is told to the other side, which asked for it
+        except BaseException as error:  # noqa: BLE001 - whatever is raised is sent to the other side
             return {"err": [type(error).__name__, _said(error)]}
 
     def _do(self, op: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

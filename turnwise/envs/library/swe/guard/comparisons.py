@@ -31,7 +31,7 @@ def _constant(node: Any) -> Any:
 
 
 def _takes_all(function: Any) -> bool:
-    """Whether a comparison never reads its second argument, and says that both are equal."""
+    """Whether a comparison never reads its second argument and reports equality."""
     names = [each.arg for each in function.args.args]
     inner = list(ast.walk(function))
     if len(names) > 1 and any(isinstance(each, ast.Name) and each.id == names[1] for each in inner):

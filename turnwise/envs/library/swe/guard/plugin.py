@@ -87,7 +87,7 @@ def _keeper(path: str) -> Any:
 
 
 def _keep(path: str, connection: Any) -> None:
-    """Read and remove what the judge left for this run, take what is told, and write the report when the end is."""
+    """Read and remove what the judge left for this run, record what is reported, and write the report at the end."""
     with open(path, encoding="utf-8") as file:
         settings = json.load(file)
     os.unlink(path)
