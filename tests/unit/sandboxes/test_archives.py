@@ -129,7 +129,7 @@ def test_more_than_is_taken_and_what_is_no_archive_are_refused(tmp_path: Path) -
     with pytest.raises(SandboxFileTooLarge, match="max_bytes=3"):
         unpack(archive(("a", FILE, b"12"), ("b", FILE, b"34")), tmp_path / "a", 3)
     for nothing in (b"no archive at all" * 100, bytes(1024), b""):
-        with pytest.raises(SandboxFileError, match="no archive"):
+        with pytest.raises(SandboxFileError, match="archive"):
             unpack(io.BytesIO(nothing), tmp_path / "b", 3)
 
 
@@ -247,6 +247,6 @@ def test_members_are_written_inside_a_folder_on_every_python(tmp_path: Path) -> 
         with tarfile.open(fileobj=archive((name, FILE, b"out")), mode="r|") as made:
             members = iter(made)
             next(members)
-            with pytest.raises(OSError, match="leads out of the folder"):
+            with pytest.raises(OSError, match="points outside the folder"):
                 extract(made, next(members), str(target))
     assert not (tmp_path / "file").exists()

@@ -269,7 +269,8 @@ def test_names_and_ids_of_a_mix_must_differ(tmp_path: Path) -> None:
         open_order([first, second])
     other = SourceConfig(source=second, name="other")
     for opened in (open_order, load_mix):
-        with pytest.raises(TaskError, match=r"b/rows\.jsonl:1: the id 'same' is also the id of .*a/rows\.jsonl:1.*id_prefix"):
+        said = r"b/rows\.jsonl:1: the id 'same' is also the id of .*a/rows\.jsonl:1.*id_prefix"
+        with pytest.raises(TaskError, match=said):
             opened([first, other])
     order, _ = open_order([first, other.model_copy(update={"id_prefix": "o/"})])
     assert {name for name, _ in keys(order, 2)} == {"same", "o/same"}
