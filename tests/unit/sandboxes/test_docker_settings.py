@@ -75,7 +75,7 @@ def test_mounts_are_read_only_and_bring_nothing_below_them(tmp_path: Path) -> No
     ("spec", "given", "message"),
     [
         (SandboxSpec(user="alice"), {}, "user='alice'.*takes root, or numbers"),
-        (SandboxSpec(limits=SandboxLimits(memory=1000)), {}, "limits.memory is 1000: .* at least 6291456"),
+        (SandboxSpec(limits=SandboxLimits(memory=1000)), {}, "limits.memory is 1000: .* minimum is 6291456"),
         (SandboxSpec(mounts=(Mount(Path("/usr"), "/x"),)), {"local": False}, "mounts.*put them into the image"),
         (SandboxSpec(labels={"turnwise.owner": "me"}), {}, r"turnwise\.owner .*begin with 'turnwise\.'"),
     ],
@@ -91,7 +91,7 @@ def test_what_an_engine_cannot_give_is_refused(spec: SandboxSpec, given: dict[st
         ({"imagee": "x"}, "imagee: .*Its keys: image, pull"),
         ({"pull": "sometimes"}, "pull: .*'missing', 'never' or 'always'.*'sometimes'"),
         ({"files": "disk"}, "files: .*'disk'"),
-        ({"user": "alice"}, "user: write root, or numbers.*'alice'"),
+        ({"user": "alice"}, "user: write root, or numeric ids.*'alice'"),
         ({"ttl": 1}, "ttl: .*60.*it is 1"),
         ({"concurrency": 0}, "concurrency"),
     ],

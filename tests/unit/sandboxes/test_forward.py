@@ -146,7 +146,7 @@ async def test_a_backend_that_cannot_says_so() -> None:
     class Far(Reaching):
         backend = "far"
 
-    with pytest.raises(SandboxUnavailable, match=r"'far' cannot be let reach"):
+    with pytest.raises(SandboxUnavailable, match=r"'far' cannot be given access"):
         await Far().expose("127.0.0.1", 80)
 
 

@@ -173,7 +173,7 @@ def test_a_state_folder_that_sandboxes_cannot_reach_is_refused(tmp_path: Path) -
 
 
 def test_configurations_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="isolation is 'jail': known are auto, bubblewrap, landlock, plain"):
+    with pytest.raises(ConfigError, match="isolation is 'jail': it must be one of auto, bubblewrap, landlock, plain"):
         LocalBackend(isolation="jail")
     with pytest.raises(ConfigError, match="unsafe"):
         LocalBackend(isolation="plain")
@@ -186,7 +186,7 @@ def test_specs_are_refused_by_name(tmp_path: Path) -> None:
         (SandboxSpec(workdir="work"), "workdir is 'work'"),
         (SandboxSpec(workspace=tmp_path / "none"), "none' is not a folder"),
         (SandboxSpec(mounts=(Mount(tmp_path, "inside"),)), "not absolute"),
-        (SandboxSpec(mounts=(Mount(tmp_path / "none", "/inside"),)), "is not there"),
+        (SandboxSpec(mounts=(Mount(tmp_path / "none", "/inside"),)), "does not exist"),
     ):
         with pytest.raises(SandboxUnavailable, match=words):
             plans.check(spec)

@@ -163,7 +163,7 @@ class OfferedTools:
         self._episode = episode
         self._endpoint = endpoint
         self._reply = reply
-        self._told: set[str] = set()
+        self._answered: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self.listening: asyncio.Server | None = None
 
@@ -228,7 +228,7 @@ class OfferedTools:
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         wrong = None if isinstance(arguments, dict) else f"the arguments are not a JSON object: {shown(arguments)}"
         found = self._id_of(name, arguments, call_id)
-        self._told.add(found)
+        self._answered.add(found)
         return ToolCall(found, name, arguments if isinstance(arguments, dict) else {}, raw, wrong)
 
     def _id_of(self, name: str, arguments: Any, call_id: str) -> str:
@@ -239,12 +239,12 @@ class OfferedTools:
         calls = [] if last is None else list(last.get("tool_calls") or ())
         # Programs put their own name of the server before a tool's; a tool called from a shell has no call id.
         named = [each for each in calls if each.name == name or each.name.endswith(f"_{name}")]
-        fresh = [each for each in named if each.id not in self._told]
+        fresh = [each for each in named if each.id not in self._answered]
         equal = [each for each in fresh if each.arguments == arguments]
         for candidates in (equal, fresh, named, calls):
             if candidates:
                 return candidates[0].id
-        return f"call_{len(self._told)}"
+        return f"call_{len(self._answered)}"
 
 
 class ToolServer:
@@ -336,15 +336,15 @@ class ToolServer:
         token, _, name = rest.partition("/")
         offered = (self._offered if known is None else known).get(token)
         if offered is None or kind not in ("tools", "mcp"):
-            return _told(404, "no open episode has this address: it may have ended")
+            return _error_response(404, "no open episode has this address: it may have ended")
         if request.content_length is not None and request.content_length > _MOST_BODY:
-            return _told(413, f"the body has more than {_MOST_BODY} bytes")
+            return _error_response(413, f"the body has more than {_MOST_BODY} bytes")
         if kind == "mcp":
             return await self._mcp(offered, request)
         if request.method == "GET" and not name:
             return web.json_response({"tools": [each.to_json() for each in offered.schemas]})
         if request.method != "POST" or not name:
-            return _told(405, "GET lists the tools; POST to a tool's own address calls it")
+            return _error_response(405, "GET lists the tools; POST to a tool's own address calls it")
         body = await request.text() if request.can_read_body else ""
         try:
             arguments = json.loads(body) if body.strip() else {}
@@ -353,7 +353,7 @@ class ToolServer:
         try:
             response = await offered.call(name, arguments, request.headers.get(CALL_ID, ""))
         except EpisodeOver as over:
-            return _told(409, str(over))
+            return _error_response(409, str(over))
         return web.json_response({"content": response.content(), "error": response.error})
 
     async def _mcp(self, offered: OfferedTools, request: web.BaseRequest) -> web.StreamResponse:
@@ -393,5 +393,5 @@ async def _mcp_answer(offered: OfferedTools, asked: Any) -> Mapping[str, Any] | 
     return mcp_result(call, response.content(), error=response.error is not None)
 
 
-def _told(status: int, message: str) -> web.Response:
+def _error_response(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)

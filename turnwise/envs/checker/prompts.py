@@ -62,22 +62,22 @@ async def lengths(exam: CheckContext) -> None:
             for message in played.messages[begun:]:
                 longest = max(longest, (count(text_of(message)), message.get("name") or message["role"]))
     exam.report.figures |= {"prompt tokens, most": max(prompts), "answer tokens, most": longest[0]}
-    context = exam.of.context_length
-    if context is None:
+    limit = exam.of.context_length
+    if limit is None:
         return
-    if max(prompts) >= context:
-        text = f"the prompt with the tools has {max(prompts)} tokens, and the context {context}"
+    if max(prompts) >= limit:
+        text = f"the prompt with the tools has {max(prompts)} tokens, and the context {limit}"
         exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
-    elif max(prompts) + longest[0] >= context:
+    elif max(prompts) + longest[0] >= limit:
         text = (
-            f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {context}"
+            f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {limit}"
         )
         exam.find("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
-    elif 2 * max(prompts) > context:
-        text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {context}"
+    elif 2 * max(prompts) > limit:
+        text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {limit}"
         exam.find("lengths", text, "shorten it, or use a longer context", severity="warning")
-    elif 4 * longest[0] > context:
-        text = f"an answer of {longest[1]!r} has {longest[0]} tokens: more than a quarter of the context, {context}"
+    elif 4 * longest[0] > limit:
+        text = f"an answer of {longest[1]!r} has {longest[0]} tokens: more than a quarter of the context, {limit}"
         exam.find("lengths", text, "limit it: @function_tool(max_output=...)", severity="warning")
 
 
