@@ -117,7 +117,7 @@ def test_a_schema_that_can_be_held_to_is_not_refused(schema: Any) -> None:
 
 def test_a_call_of_no_tool_is_refused() -> None:
     walks = walker("qwen2_5")
-    with pytest.raises(StructuredOutputError, match="'later' is asked for"):
+    with pytest.raises(StructuredOutputError, match="'later' is required"):
         walks.renderer.guides.tagged(Guide(calls=("later",), text=False), walks.prompt, TOOLS)
 
 

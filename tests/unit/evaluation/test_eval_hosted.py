@@ -219,7 +219,7 @@ async def test_what_a_session_asks_for_is_sent_or_refused() -> None:
             "stop": ["\n"],
         }
         assert session.turn_metrics["t0"]["seed"] == 4
-        with pytest.raises(StructuredOutputError, match=r"leave params\.guide out"):
+        with pytest.raises(StructuredOutputError, match=r"remove params\.guide"):
             await session.chat(asked, params=replace(session.params, guide=Guide(schema={"type": "object"})))
         for field, value in (("top_k", 5), ("min_p", 0.1), ("stop_token_ids", (3,)), ("ignore_eos", True)):
             with pytest.raises(SessionError, match=rf"params\.{field}"):

@@ -160,7 +160,7 @@ async def test_wrappers_and_the_group_reward_are_checked_where_there_are_any(mod
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "it has no config.json"),
+        ({}, "no config.json is in it"),
         ({"config.json": "{"}, "its config.json is not JSON"),
         ({"config.json": "[]"}, "holds no JSON object"),
         ({"config.json": "{}"}, "no *.safetensors is in it"),
