@@ -21,11 +21,18 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxUnavailable
-from turnwise.sandboxes.core import Sandbox, SandboxSpec
-from turnwise.sandboxes.local import LocalBackend, host_python
+from turnwise.errors import (
+    SandboxDied,
+    SandboxFileError,
+    SandboxFileNotFound,
+    SandboxStartError,
+    SandboxUnavailable,
+)
+from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
+from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.sandboxes.local.channel import Refused
+from turnwise.sandboxes.local.mount_plan import IsolationLevel
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 ISOLATION = "landlock" if landlock.version() else "plain"
@@ -202,3 +209,31 @@ async def test_what_is_odd_is_refused_and_what_is_cancelled_leaves_nothing(
             await sandbox.exec("sleep 79")
         async with opened(made) as another:
             assert (await another.exec("echo on")).ok
+
+
+@pytest.mark.parametrize("deaths", [2, 3])
+async def test_a_launcher_that_dies_while_isolation_is_probed_is_started_again(
+    deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = isolation_probe._try_isolation
+    killed: list[int] = []
+
+    async def dying(host: LocalBackend, level: IsolationLevel) -> Capabilities:
+        found = await probe(host, level)
+        if len(killed) == deaths:
+            return found
+        killed.append(host.launcher._process.pid)
+        host.launcher._process.kill()
+        while not host.launcher.dead:
+            await asyncio.sleep(0.01)
+        return await probe(host, level)
+
+    monkeypatch.setattr(isolation_probe, "_try_isolation", dying)
+    async with backend() as made:
+        if deaths < 3:
+            async with opened(made) as sandbox:
+                assert (await sandbox.exec("echo on")).ok
+        else:
+            with pytest.raises(SandboxStartError, match="died while isolation was probed"):
+                await made.probe()
+    assert len(set(killed)) == deaths

@@ -69,9 +69,7 @@ async def lengths(exam: CheckContext) -> None:
         text = f"the prompt with the tools has {max(prompts)} tokens, and the context {limit}"
         exam.find("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
     elif max(prompts) + longest[0] >= limit:
-        text = (
-            f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {limit}"
-        )
+        text = f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {limit}"
         exam.find("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
     elif 2 * max(prompts) > limit:
         text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {limit}"

@@ -255,6 +255,7 @@ def _held(found: Path) -> bool:
 
 
 _NAMES = itertools.count(1)
+_PROBE_ATTEMPTS: Final = 3
 _SWITCHES = frozenset({"seccomp", "network", "groups", "pids", "watch", "procsys", "readonly", "userns", "landlock"})
 
 
@@ -320,18 +321,27 @@ class LocalBackend(SandboxBackend):
                     return
                 await self.close()
                 self._snapshots = Snapshots()
-            folder = choose_folder(self._directory, self._uid)
-            made, lock = await asyncio.to_thread(make_folder, folder)
-            self.launcher = Launcher(made, lock)
-            self._state = made
-            try:
-                found = await ladder.select_isolation(self, self._wanted, self._uid, self._without)
-            except BaseException:  # also a cancellation: the launcher is closed, its folder removed
-                self._state = None
-                await self.launcher.close()
-                shutil.rmtree(made, ignore_errors=True)
-                raise
-            self.rung, self.capabilities = found
+            for attempts_left in reversed(range(_PROBE_ATTEMPTS)):
+                try:
+                    self.rung, self.capabilities = await self._start_launcher()
+                    return
+                except SandboxStartError:
+                    if not attempts_left:
+                        raise
+
+    async def _start_launcher(self) -> tuple[IsolationLevel, Capabilities]:
+        """Start a launcher and select the isolation; SandboxStartError if it died meanwhile."""
+        folder = choose_folder(self._directory, self._uid)
+        made, lock = await asyncio.to_thread(make_folder, folder)
+        self.launcher = Launcher(made, lock)
+        self._state = made
+        try:
+            return await ladder.select_isolation(self, self._wanted, self._uid, self._without)
+        except BaseException:  # also a cancellation: the launcher is closed, its folder removed
+            self._state = None
+            await self.launcher.close()
+            shutil.rmtree(made, ignore_errors=True)
+            raise
 
     def make(self, spec: SandboxSpec) -> Sandbox:
         """Return an unstarted sandbox."""
