@@ -35,7 +35,7 @@ def current_episode() -> Episode:
     episode = _ACTING.get(None)
     if episode is None:
         raise AgentError(
-            "no episode runs here: call this inside of an agent; a thread of your own needs the agent's context "
+            "no episode runs here: call this inside of an agent; a thread that you start needs the agent's context "
             "(contextvars.copy_context().run)"
         )
     return episode

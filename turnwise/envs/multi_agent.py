@@ -1,7 +1,7 @@
 """Multi-agent environments: agents act in turns, each with its own observations.
 
-The protocol is in ``info``. ``reset``: ``agents`` (all names), ``turn`` (who acts first), and ``tools`` (allowed names
-by agent) where they differ. ``step``: ``turn`` (who acts next) and ``agent_rewards``. An observation is for the agent
+The protocol is in ``info``. ``reset``: ``agents`` (all names), ``turn`` (the agent that acts first), ``tools`` (allowed names
+by agent) where they differ. ``step``: ``turn`` (the agent that acts next) and ``agent_rewards``. An observation is for the agent
 whose turn is next.
 """
 

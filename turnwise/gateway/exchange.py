@@ -302,7 +302,7 @@ class Exchange:
             else:
                 await self._whole(entry, dialect, request, params)
         except asyncio.CancelledError:
-            # Somebody else may have cancelled this too.
+            # It may have been cancelled from outside too.
             if not departure.seen or self.task.uncancel():
                 raise
         finally:

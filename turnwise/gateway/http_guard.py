@@ -61,10 +61,10 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    # The request that is answered; those behind it wait in ``pipeline``, and the last one of them is ``cycle``.
+    # The request that is answered; those after it wait in ``pipeline``, and the last one of them is ``cycle``.
     _answered: Any = None
     _in_head = False
-    # Bytes of a head in the pieces that came behind its first one, and all bytes of the piece that is read now.
+    # Bytes of a head in the pieces that came after its first one, and all bytes of the piece that is read now.
     _fed = 0
     _size = 0
     _refusal: tuple[int, str, str] | None = None

@@ -82,7 +82,7 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
                     _file(_content(archive, first), first, folder, target.name, _Room(max_bytes))
             else:
                 raise SandboxFileError("the sandbox did not send an archive of a file or a folder")
-        # Whoever packed it is still at its end: it would not know whether that arrived.
+        # The packing process still waits for the end: it would not know whether that arrived.
         while bounded.read(_CHUNK):
             pass
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:

@@ -425,7 +425,7 @@ class ToolRunner:
 
 
 async def _settled(awaitable: Awaitable[Any]) -> tuple[Any, SystemExit | None]:
-    # A task that raises SystemExit ends the event loop, and everybody's episodes with it.
+    # A task that raises SystemExit ends the event loop, and all its episodes with it.
     try:
         return await awaitable, None
     except SystemExit as error:

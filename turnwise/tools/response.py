@@ -257,7 +257,7 @@ def cleaned(text: str | None, limit: OutputLimit | None, count_tokens: CountToke
     if text is None:
         return None
     if not text.isascii():
-        # Half a surrogate pair is not text: neither tokenizers nor files take it.
+        # A lone surrogate is not text: neither tokenizers nor files take it.
         text = text.encode("utf-8", "replace").decode()
     return text if limit is None else limit.cut(text, count_tokens)
 

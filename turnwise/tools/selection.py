@@ -232,7 +232,7 @@ def _read(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[s
             if not isinstance(arguments, Mapping) or not all(isinstance(each, str) for each in arguments):
                 raise TaskError(f"{where}[{name!r}][{key!r}] is {shown(arguments)}: it must be an object")
             _check_taken(f"{where}[{name!r}][{key!r}]", tools[name], key, arguments)
-            # Copies: the row is everybody's, and a tool may change what it is given.
+            # Copies: the row is shared, and a tool may change what it is given.
             given[name][key] = detached(dict(arguments))
     return given
 

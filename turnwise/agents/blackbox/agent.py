@@ -230,7 +230,7 @@ class BlackBoxAgent(Agent):
     async def _watch(self, wait: Callable[[], Awaitable[Any]], acting: _Acting) -> How:
         """Wait for a program's exit, with a grace period once its budget is used up or the episode is over."""
         over = asyncio.ensure_future(wait())
-        # Who has nothing left to sample, or nothing left to do, has a moment to end by itself.
+        # A program with nothing left to sample or to do has a moment to end by itself.
         told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.endpoint.wait_exhausted())]
         if acting.offered is not None:
             told.append(asyncio.ensure_future(acting.offered.over.wait()))

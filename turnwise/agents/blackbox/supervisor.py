@@ -179,7 +179,7 @@ def _report(said: dict[str, object]) -> None:
     try:
         os.write(1, json.dumps(said).encode() + b"\n")
     except OSError:
-        # Nobody listens any more; the tree is swept all the same.
+        # The parent has stopped listening; the tree is swept anyway.
         return
 
 

@@ -265,7 +265,7 @@ def told_of(observation: Sequence[Message]) -> dict[str, str]:
     system = [text_of(each) for each in observation if each["role"] in ("system", "developer")]
     user = [text_of(each) for each in observation if each["role"] not in ("system", "developer")]
     found = {"system": system, "user": user, "task": [*system, *user]}
-    # No program can be given a NUL or half a surrogate pair.
+    # No program can be given a NUL or a lone surrogate.
     return {name: clean("\n\n".join(filter(None, texts))).replace("\0", "\ufffd") for name, texts in found.items()}
 
 

@@ -69,7 +69,7 @@ class CompactionConfig(BaseModel):
 
     Attributes:
         above: Share of the context from which a prompt is preceded by a summary.
-        keep_turns: The last turns, with their tool results, that stay behind the summary.
+        keep_turns: The last turns, with their tool results, that are kept after the summary.
         prompt: User message that asks for the summary.
         summary: Text appended to the head of the conversation; ``{summary}`` is what the model wrote.
         max_tokens: Most tokens of the summary; by default an eighth of the context, within

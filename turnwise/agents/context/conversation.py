@@ -80,8 +80,8 @@ class Compacted:
 async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
     """Ask for a summary of a conversation and return its replacement.
 
-    The request extends the branch. Where it does not fit behind the last turns, it goes before them, and they stay
-    verbatim behind the summary.
+    The request extends the branch. Where it does not fit after the last turns, it goes before them, and they stay
+    verbatim after the summary.
     """
     turns = [index for index, message in enumerate(talk.messages) if message["role"] == "assistant"]
     # At least one turn must go.

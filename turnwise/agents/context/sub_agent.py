@@ -118,7 +118,7 @@ class Team:
                 message = await talk.ask()
             except BudgetExceeded as error:
                 if error.stop_reason != StopReason.CONTEXT_OVERFLOW:
-                    # What is spent is everybody's.
+                    # All conversations share the budget.
                     raise
                 return failure("context_overflow", "the sub-agent ran out of context: give it a smaller task")
             if message.get("tool_calls"):

@@ -89,7 +89,7 @@ class PerLoop(Generic[T]):
             await self._end(loop, held)
 
     async def _end(self, loop: asyncio.AbstractEventLoop, held: _Held[T]) -> None:
-        # Whoever comes first: a loop that ends closes all that it keeps at the same time, and one may hold another.
+        # In any order: a loop that ends closes all that it keeps at the same time, and one may hold another.
         if held.ended:
             return
         held.ended = True

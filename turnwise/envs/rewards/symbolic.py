@@ -145,7 +145,7 @@ class _Pool:
                 await writer.drain()
             return await reader.readline()
         except BaseException:  # also a cancellation
-            # Nobody waits for this answer any more, and the next one must not be taken for it.
+            # This answer has no waiter any more, and must not be taken for the next one.
             _kill(process)
             self._all.discard(process)
             raise

@@ -73,7 +73,7 @@ def read_response_format(
     if not abilities.forced_calls:
         raise unsupported(field, _why_not(abilities, forced=forced, single=bool(single)))
     names = choice.names or tuple(tool.name for tool in told)
-    # Who names one tool asks for one call.
+    # A named tool means exactly one call.
     most = 1 if single or (choice.mode == "named" and len(names) == 1) else None
     return ResponseFormat(told, Guide(schema, names, text=not forced, most=most), field)
 

@@ -258,7 +258,7 @@ def memory(given: dict[str, Any]) -> list[str]:
             signal.alarm(30)
             _hold(each, writing)
         alive.add(pid)
-    # First all take what they can; then long enough for a watcher that looks now and then. Who is still there holds it
+    # First all take what they can; then long enough for a watcher that looks now and then. A survivor holds it
     # in spite of the limit.
     touched: set[int] = set()
     patience, until = time.monotonic() + 20, 0.0

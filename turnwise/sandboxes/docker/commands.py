@@ -291,7 +291,7 @@ class Commands:
         except SandboxDied:
             raise
         except BaseException:  # also a cancellation
-            # Whoever waits for it does no more, or an output takes no more.
+            # The waiter has gone, or an output is closed.
             await self._end_shielded(running)
             raise
         finally:

@@ -379,7 +379,7 @@ class LocalBackend(SandboxBackend):
         if spec.snapshot is not None:
             return self._snapshots.use(spec.snapshot, sandbox.id)
         if spec.image is None:
-            # Who copies or shows it is in another folder.
+            # The process that copies or shows it is in another folder.
             return Origin(layers=() if spec.workspace is None else (spec.workspace.absolute(),))
         folder = self._images.get(spec.image, Path(spec.image))
         if not self.capabilities.images:

@@ -211,7 +211,7 @@ class LocalSandbox(Sandbox):
                     raise SandboxError(f"{shown(command)} did not start: {error.reason}") from error
                 raise missing_program(error, command, cwd) from error
             if request is not None and isinstance(error, asyncio.CancelledError):
-                # Nobody else could end it.
+                # No other process could end it.
                 with contextlib.suppress(SandboxError):
                     await asyncio.shield(self._kill(request))
             raise

@@ -287,7 +287,7 @@ class Dialogue:
             return
         self._output.add(before)
         self._note = note.decode("utf-8", "replace")
-        # What comes behind (of programs in the background) is part of the next answer; the marker is done with.
+        # What follows (from programs in the background) is part of the next answer; the marker is done with.
         self._marker, self._pending = b"", rest
 
 

@@ -56,7 +56,7 @@ def checkout(source: str, *, commit: str = "", setup_patch: str = "", folder: Pa
     """
     key = _key(source, commit, setup_patch)
     place = (folder or state_folder()) / "repositories" / key
-    # One thread makes it; another process may, too, and whoever is first wins.
+    # One thread makes it; another process may, too, and the first one wins.
     with _LOCK:
         if not place.exists():
             _make(source, commit, setup_patch, place)

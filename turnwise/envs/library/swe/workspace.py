@@ -19,7 +19,7 @@ GIT: Final = (
 )
 """git without what a repository's own settings may start, for which a file's name is nothing but that."""
 _GIT_ENV: Final = {
-    # Whoever owns the files, commands may look at them; and commits of an agent need a name.
+    # Commands may read the files regardless of their owner; and commits of an agent need a name.
     "GIT_CONFIG_COUNT": "1",
     "GIT_CONFIG_KEY_0": "safe.directory",
     "GIT_CONFIG_VALUE_0": "*",

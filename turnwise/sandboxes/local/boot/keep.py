@@ -1,6 +1,6 @@
 """Files of a sandbox, copied out of it as they are, with all that an overlay notes in them, and removed.
 
-Whoever runs inside goes on while files are copied, by a process that may do more than they may: every step goes from an
+Programs inside keep running while a more privileged process copies their files: every step goes from an
 open folder to a name in it, and follows no link, so what is swapped meanwhile leads nowhere. Holes stay holes and
 second names stay names, so that a copy takes no more room than the files do.
 """

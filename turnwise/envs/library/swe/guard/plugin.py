@@ -77,7 +77,7 @@ def _keeper(path: str) -> Any:
         os.waitpid(child, 0)
         return ours
     try:
-        # Nobody's child and of no group that tests may end.
+        # Detached: without a parent, and in no process group that tests may end.
         os.setsid()
         if not os.fork():
             ours.close()
@@ -212,7 +212,7 @@ class _Guard:
     @pytest.hookimpl(tryfirst=True)
     def pytest_itemcollected(self, item: Any) -> None:
         self._codes[item.nodeid] = list(_code_of(getattr(item, "function", None)))
-        # Whoever is imported by a file of tests can write to its names.
+        # Any module that a test file imports can write to its names.
         injected = hasattr(getattr(item, "module", None), "pytestmark") and "pytestmark" not in _text(_file_of(item))
         if _marked(item) and not injected:
             self._may_fail.add(item.nodeid)
