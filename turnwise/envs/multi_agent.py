@@ -1,8 +1,8 @@
 """Multi-agent environments: agents act in turns, each with its own observations.
 
-The protocol is in ``info``. ``reset``: ``agents`` (all names), ``turn`` (the agent that acts first), ``tools`` (allowed names
-by agent) where they differ. ``step``: ``turn`` (the agent that acts next) and ``agent_rewards``. An observation is for the agent
-whose turn is next.
+The protocol is in ``info``. ``reset``: ``agents`` (all names), ``turn`` (the agent that acts first), ``tools``
+(allowed names by agent) where they differ. ``step``: ``turn`` (the agent that acts next) and ``agent_rewards``. An
+observation is for the agent whose turn is next.
 """
 
 from __future__ import annotations

@@ -224,8 +224,6 @@ async def test_a_launcher_that_dies_while_isolation_is_probed_is_started_again(
             return found
         killed.append(host.launcher._process.pid)
         host.launcher._process.kill()
-        while not host.launcher.dead:
-            await asyncio.sleep(0.01)
         return await probe(host, level)
 
     monkeypatch.setattr(isolation_probe, "_try_isolation", dying)
