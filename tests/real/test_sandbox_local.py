@@ -78,7 +78,7 @@ async def test_snapshots_lie_on_each_other(backend: LocalBackend, folder: Path) 
         assert (await third.exec("find . -type f | sort; ls -d c")).stdout == b"./a/second\n./b/new\n"
     await backend.drop_snapshot(two)
     assert not list((backend.place("any").state / "snapshots").iterdir())
-    with pytest.raises(SandboxUnavailable, match="is not there"):
+    with pytest.raises(SandboxUnavailable, match="does not exist: it was dropped"):
         await backend.make(SandboxSpec(snapshot=two)).start()
 
 

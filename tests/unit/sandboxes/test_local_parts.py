@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +147,36 @@ async def test_a_collector_keeps_head_and_tail_and_says_what_is_missing() -> Non
 
 
 def test_what_dead_hosts_left_is_removed_and_what_lives_stays(tmp_path: Path) -> None:
-    dead, living, young = (tmp_path / f"turnwise-{os.geteuid()}-1-2-{number}" for number in range(3))
-    for each in (dead, living, young):
-        (each / "boxes" / "one").mkdir(parents=True)
-    (dead / "lock").touch()
-    lock = os.open(living / "lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert state.reap_folders(tmp_path) == 1
-    assert sorted(tmp_path.iterdir()) == [living, young]
+    # Of the second, a removal that was killed left no more than a sandbox's folder.
+    for number, boxes in ((0, ("one", "two")), (1, ("one",))):
+        for box in boxes:
+            (tmp_path / f"turnwise-{os.geteuid()}-1-2-{number}" / "boxes" / box).mkdir(parents=True)
+    living, lock = state.make_folder(tmp_path)
+    assert state.reap_folders(tmp_path) == 3
+    assert list(tmp_path.iterdir()) == [living]
     os.close(lock)
-    os.utime(young, (time.time() - 100, time.time() - 100))
-    assert state.reap_folders(tmp_path) == 2
+    assert state.reap_folders(tmp_path) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_host_removes_as_it_is_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, made = Path.mkdir, []
+
+    def mkdir_and_reap(path: Path, **options: Any) -> None:
+        mkdir(path, **options)
+        if path.parent == tmp_path:
+            made.append(path)
+            if len(made) == 1:
+                state.reap_folders(tmp_path)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_reap)
+    living, lock = state.make_folder(tmp_path)
+    assert len(made) == 2
+    assert made[1] == living
+    assert living.is_dir()
+    os.close(lock)
 
 
 def test_a_state_folder_that_sandboxes_cannot_reach_is_refused(tmp_path: Path) -> None:

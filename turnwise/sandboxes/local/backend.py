@@ -13,7 +13,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +96,6 @@ class Snapshots:
 
 
 _PLACES: Final = ("/var/tmp", "/dev/shm", "/run")
-_MAKING: Final = 60.0
 _BOOT: Final = Path(__file__).parent / "boot"
 
 
@@ -138,22 +136,25 @@ def _reachable(place: Path) -> bool:
 
 
 def make_folder(folder: Path) -> tuple[Path, int]:
-    """Create this process's state folder; return it and the descriptor of its lock.
+    """Create this process's state folder; return it and the descriptor that holds its lock.
 
     This process or its launcher is alive while the lock is held. Pids would be ambiguous between containers that share
-    the folder. Raises SandboxUnavailable.
+    the folder. The lock is the folder's own, so that one whose removal was cut off is still known to be dead. Raises
+    SandboxUnavailable.
     """
     for number in range(1000):
         made = folder / f"turnwise-{os.geteuid()}-{host_name()}-{number}"
         try:
             made.mkdir(mode=0o711)
+            lock = _lock(made)
         except FileExistsError:
             continue
         except OSError as error:
             raise SandboxUnavailable(f"the state of sandboxes cannot be stored in {folder}: {error}") from error
-        break
-    lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+        if lock is not None:
+            break
+    else:
+        raise SandboxUnavailable(f"the state of sandboxes cannot be stored in {folder}: remove turnwise-* there")
     made.chmod(0o711)
     for name in ("boot", "etc", "boxes", "snapshots", "stage", "lib"):
         (made / name).mkdir()
@@ -220,11 +221,15 @@ def reap_folders(folder: Path) -> int:
     """Remove state folders, control groups and processes of this user's dead hosts; return the sandbox count."""
     count = 0
     for found in folder.glob(f"turnwise-{os.geteuid()}-*"):
-        if found.is_symlink() or not found.is_dir() or found.stat().st_uid != os.geteuid() or _held(found):
+        if found.is_symlink() or not found.is_dir() or found.stat().st_uid != os.geteuid():
+            continue
+        lock = _lock(found)
+        if lock is None:
             continue
         with contextlib.suppress(OSError):
             count += len(list((found / "boxes").iterdir()))
         remove_folder(found)
+        os.close(lock)
     return count
 
 
@@ -234,24 +239,20 @@ def remove_folder(folder: Path) -> None:
         keep.remove(str(folder))
 
 
-def _held(found: Path) -> bool:
-    """Whether a live process holds the lock of a state folder."""
+def _lock(made: Path) -> int | None:
+    """Lock a state folder; None if a live process holds it, or it was removed meanwhile."""
     try:
-        lock = os.open(found / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # It is being made, or removed: what stays that way for a minute is neither.
-        with contextlib.suppress(OSError):
-            return time.time() - found.stat().st_mtime < _MAKING
-        return True
-    except OSError:
-        return True
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+        if os.path.samestat(os.fstat(lock), made.stat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    return None
 
 
 _NAMES = itertools.count(1)
@@ -340,7 +341,7 @@ class LocalBackend(SandboxBackend):
         except BaseException:  # also a cancellation: the launcher is closed, its folder removed
             self._state = None
             await self.launcher.close()
-            shutil.rmtree(made, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, made)
             raise
 
     def make(self, spec: SandboxSpec) -> Sandbox:
