@@ -37,30 +37,15 @@ else:
     )
 settings.load_profile("turnwise")
 
-# Whole runs in this process pass over what is loaded, as the tests do, and undo it when they end.
-WITH_RUNS = ("e2e", "compat")
-
-
-def pass_over_what_is_loaded() -> None:
-    """Let collections pass over all that is there, as a server of ours does once it has started."""
-    gc.collect()
-    gc.freeze()
-
 
 def pytest_collection_finish() -> None:
     """Begin when every test module is loaded."""
     if "support.trainer.lookup_run" in sys.modules:
         # It gets ready while the first tests run.
         warm_process()
+    # Collections pass over all that is loaded, as in a server of ours once it has started.
+    gc.freeze()
     gc.enable()
-    pass_over_what_is_loaded()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Do it again after a run that undid it."""
-    if item.path.parent.name in WITH_RUNS and gc.get_freeze_count() == 0:
-        pass_over_what_is_loaded()
 
 
 @pytest.fixture
@@ -68,6 +53,5 @@ def python_s_own_collections() -> Iterator[None]:
     """For tests of the collections themselves: nothing is passed over when they begin."""
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
     gc.enable()
-    pass_over_what_is_loaded()

@@ -15,7 +15,10 @@ from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
-pytest.importorskip("peft")
+
+@pytest.fixture(scope="module", autouse=True)
+def peft() -> Any:
+    return pytest.importorskip("peft")
 
 
 @pytest.fixture(scope="module")

@@ -51,16 +51,20 @@ class GarbageCollector:
         self._busy = busy
         self._least = least
         self._left = 0
+        self._froze = False
 
     def start(self) -> None:
-        """Take over; existing objects (code and settings) are frozen."""
-        gc.collect()
-        gc.freeze()
+        """Take over; existing objects (code and settings) are frozen, unless the program has frozen its own."""
+        self._froze = not gc.get_freeze_count()
+        if self._froze:
+            gc.collect()
+            gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
         """Restore automatic collection."""
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
         gc.enable()
 
     async def run(self) -> None:

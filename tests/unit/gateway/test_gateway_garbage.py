@@ -111,3 +111,11 @@ def test_it_looks_by_itself_until_it_is_cancelled() -> None:
             await task
 
     asyncio.run(main())
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    collector = started(busy=False)
+    collector.stop()
+    assert gc.get_freeze_count() == before > 0

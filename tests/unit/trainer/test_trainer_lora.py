@@ -24,7 +24,12 @@ from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.model.policy import load_model, try_adapters
 from turnwise.trainer.observe.audit import is_float32
 
-peft = pytest.importorskip("peft")
+
+@pytest.fixture(scope="module", autouse=True)
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
 Row = Callable[..., TrainRow]
 
 
@@ -95,7 +100,9 @@ def test_only_the_adapters_train_and_they_begin_as_nothing(base: Path, rows: lis
     assert sum(each.numel() for each in exported.values()) == sum(4 * sum(weights[name].shape) for name in targets)
 
 
-def test_server_trainer_peft_and_merged_model_are_one(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_server_trainer_peft_and_merged_model_are_one(
+    base: Path, rows: list[TrainRow], tmp_path: Path, peft: Any
+) -> None:
     learner = trained(learner_of(base, {"alpha": 3.0}), rows, 4)
     want = logprobs(learner, rows)
     learner.save(tmp_path / "saved")

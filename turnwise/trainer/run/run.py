@@ -339,9 +339,10 @@ async def open_run(
             # Servers were launched with the model that the configuration names.
             await run.sync_weights()
         # What was imported and loaded stays: collections between steps need not look at it again.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # else the program has frozen its objects, and they stay frozen after the run
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         yield run
         run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
 
