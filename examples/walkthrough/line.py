@@ -33,7 +33,7 @@ from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.records import BatchWriter, TrajectoryWriter
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import Fifo
-from turnwise.tasks import HeldOrder, load_tasks
+from turnwise.tasks import InMemoryOrder, load_tasks
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
@@ -181,7 +181,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
 async def walk(parts: Parts) -> Walked:
     """Walk the line: one train step."""
     # From the dataset to a finished group.
-    stream = TaskStream(HeldOrder(load_tasks(parts.start.rows), seed=0, shuffle=False))
+    stream = TaskStream(InMemoryOrder(load_tasks(parts.start.rows), seed=0, shuffle=False))
     requests = stream.take(groups=1, group_size=2)
     parts.producer.generate_sequences(requests)
     batch, waiting = await parts.buffer.sample(1, "train", 1)

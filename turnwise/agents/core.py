@@ -385,7 +385,7 @@ class Episode:
     ) -> list[Message]:
         """Cut a turn's tool results (``share`` for a single call) to the room left plus ``spare``."""
         session, count_tokens = self._sessions.get(agent), self._env.count_tokens
-        left = None if session is None or turn is None or not calls else session.room_behind(turn)
+        left = None if session is None or turn is None or not calls else session.context_left(turn)
         if left is None or count_tokens is None:
             return messages
         room = tool_result_budget(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)

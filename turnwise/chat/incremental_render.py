@@ -32,7 +32,7 @@ Shape = tuple[tuple[Kind, ...], int, int]
 JsonTools = Sequence[Mapping[str, Any]]
 
 
-class Declined(Exception):
+class CannotExtend(Exception):
     """A turn cannot be extended; ``args[0]`` is the fork reason."""
 
 
@@ -79,7 +79,7 @@ class TurnSuffix:
     ) -> tuple[str, Delta]:
         """Return the text that follows the turn, and how it was rendered.
 
-        Raises :class:`Declined` if the shape is not proven or the template raised on these messages.
+        Raises :class:`CannotExtend` if the shape is not proven or the template raised on these messages.
 
         Args:
             last: Name and id of each call of the turn.
@@ -93,7 +93,7 @@ class TurnSuffix:
                 self._proofs.clear()
             proof = self._proofs[shape] = self._prove(shape, tools)
         if isinstance(proof, str):
-            raise Declined(proof)
+            raise CannotExtend(proof)
         text = self._render([USER, self._turn(last, called=proof.called), *new], tools if proof.tools else None)
         return self._behind(text, called=proof.called), proof
 
@@ -105,7 +105,7 @@ class TurnSuffix:
         try:
             return self._facts.template.render(messages, tools, generate=generate)
         except RenderError as error:
-            raise Declined(f"template_error: {error}") from error
+            raise CannotExtend(f"template_error: {error}") from error
 
     def _turn(self, calls: Sequence[tuple[str, str]], *, called: bool) -> Wire:
         if not called:
@@ -124,13 +124,13 @@ class TurnSuffix:
         """Return the text after the sentinel; in a call, from the close of the turn on."""
         at = text.find(SENTINEL)
         if at < 0:
-            raise Declined("message_dropped")
+            raise CannotExtend("message_dropped")
         at += len(SENTINEL)
         if not called:
             return text[at:]
         stop = self._stops.search(text, at) if self._stops else None
         if stop is None:
-            raise Declined("no_bridge")
+            raise CannotExtend("no_bridge")
         return text[stop.start() :]
 
     def _prove(self, shape: Shape, tools: JsonTools) -> Delta | str:
@@ -140,7 +140,7 @@ class TurnSuffix:
             for with_tools in (False, True) if tools else (False,):
                 try:
                     return self._check(shape, tools, called=called, with_tools=with_tools)
-                except Declined as declined:
+                except CannotExtend as declined:
                     why = why or str(declined.args[0])
         return why
 
@@ -153,12 +153,12 @@ class TurnSuffix:
             head = common_start(self._render(history, own), self._render(history, own, generate=False))
             text = self._render([*history, turn, *new], own)
             if not text.startswith(head):
-                raise Declined("depends_on_history")
+                raise CannotExtend("depends_on_history")
             if text.count(SENTINEL) > 1:
-                raise Declined("no_bridge")
+                raise CannotExtend("no_bridge")
             tails.append(self._behind(text, called=called))
         if any(tail != tails[0] for tail in tails):
-            raise Declined("depends_on_history")
+            raise CannotExtend("depends_on_history")
         self._complete(tails[0], words)
         self._separable(tails[0])
         return self._closed(turn, tails[0], called, tools if with_tools else None)
@@ -180,14 +180,14 @@ class TurnSuffix:
             try:
                 self._render(history, tools or None)
                 self._render([*history, reply, USER], tools or None)
-            except Declined:
+            except CannotExtend:
                 continue
             taken += 1
             yield history, tools or None
             if taken == 2:
                 return
         if taken == 0:
-            raise Declined("depends_on_history")
+            raise CannotExtend("depends_on_history")
 
     def _examples(self, kinds: Sequence[Kind], calls: Sequence[tuple[str, str]]) -> tuple[list[Wire], list[list[str]]]:
         """Return messages of these kinds, and the words of each that must be rendered."""
@@ -224,9 +224,9 @@ class TurnSuffix:
         for message in words:
             places = [tail.find(word) for word in message]
             if any(place < 0 for place in places):
-                raise Declined("message_dropped")
+                raise CannotExtend("message_dropped")
             if places and min(places) < reached:
-                raise Declined("depends_on_history")
+                raise CannotExtend("depends_on_history")
             reached = max([reached, *places])
 
     def _separable(self, tail: str) -> None:
@@ -235,7 +235,7 @@ class TurnSuffix:
             return
         for before in _BEFORE:
             if self._tokens.encode(before + tail) != self._tokens.encode(before) + token_ids:
-                raise Declined("no_bridge")
+                raise CannotExtend("no_bridge")
 
     def _closed(self, turn: Wire, tail: str, called: bool, tools: JsonTools | None) -> Delta:
         """Find out whether the turn has its own close, whatever follows.
@@ -245,7 +245,7 @@ class TurnSuffix:
         none = Delta(called, tools is not None, closes=False, lead=0)
         try:
             own = self._behind(self._render([USER, turn], tools, generate=False), called=called)
-        except Declined:
+        except CannotExtend:
             return none
         if self._tokens.first_added(tail.lstrip()) is not None:
             closes = self._tokens.first_added(own.lstrip()) is not None

@@ -17,7 +17,7 @@ from turnwise.chat.formats.core import ChatFormat, TurnText
 from turnwise.chat.formats.detect import Choice, configured, detect, stored
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.chat.formats.tags import Tag, unheld
-from turnwise.chat.incremental_render import Declined, Shape, TurnSuffix, kind_of
+from turnwise.chat.incremental_render import CannotExtend, Shape, TurnSuffix, kind_of
 from turnwise.chat.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
 from turnwise.chat.template import ChatTemplate, TemplateFacts, template_digest
 from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
@@ -247,7 +247,7 @@ class TemplateRenderer:
         """Return the ids that follow ``tail + completion`` when ``new`` is appended; see the contract."""
         try:
             return as_ids(self._following(tail, completion.tolist(), last, new, tools))
-        except Declined as declined:
+        except CannotExtend as declined:
             self.why = str(declined.args[0])
             return None
 
@@ -262,12 +262,12 @@ class TemplateRenderer:
         """Return the missing close of the turn, the new messages and the generation prompt."""
         stopped = bool(token_ids) and token_ids[-1] in self.stop_ids
         if not self.stop_ids.isdisjoint(token_ids[:-1]):
-            raise Declined("ids_after_stop")
+            raise CannotExtend("ids_after_stop")
         thinking = self._format.reasons and self._format.reasoning_open(self._turn_text(token_ids, tail))
         if thinking and stopped:
-            raise Declined("stop_in_reasoning")
+            raise CannotExtend("stop_in_reasoning")
         if any(call.value is None for message in new for call in message.calls):
-            raise Declined("no_bridge")
+            raise CannotExtend("no_bridge")
         json_tools, number = self._form.tools(tools)
         shape: Shape = (tuple(map(kind_of, new)), len(last.calls), number)
         form = self._form

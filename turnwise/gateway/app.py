@@ -302,9 +302,9 @@ class GatewayApp(SessionApp):
 
 def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
     """Return a request with its template arguments. Raises ApiError if the template does not take them."""
-    if request.wishes is NO_TEMPLATE_OPTIONS:
+    if request.options is NO_TEMPLATE_OPTIONS:
         return request
-    return replace(request, template_args=template_args(request.wishes, reader))
+    return replace(request, template_args=template_args(request.options, reader))
 
 
 def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:

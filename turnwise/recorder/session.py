@@ -145,7 +145,7 @@ class Session:
         """Return the number of calls of the turn that issued a call id; 0 for unknown ids."""
         return self._echoes.calls_beside(call_id)
 
-    def room_behind(self, turn_id: str) -> int | None:
+    def context_left(self, turn_id: str) -> int | None:
         """Return the tokens of context left after a turn, or None for an unknown turn."""
         for node in reversed(self._tree.nodes):
             if node.turn_id == turn_id:

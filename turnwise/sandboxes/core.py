@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Self, TypeAlias
 
-from turnwise.sandboxes.forwarding import Reaching
+from turnwise.sandboxes.forwarding import PortForwarding
 
 MAX_OUTPUT: Final = 65_536
 """Bytes that are kept of each of a command's two streams, half of them from its beginning and half from its end."""
@@ -179,7 +179,7 @@ class SandboxProcess(ABC):
         """Wait for its end and return its exit code, as a shell reports it."""
 
 
-class Sandbox(Reaching, ABC):
+class Sandbox(PortForwarding, ABC):
     """An isolated environment for commands: started once, closed once, with any number of concurrent commands.
 
     An async context manager that starts and closes it. All paths are resolved inside: none leads out by links or

@@ -22,7 +22,7 @@ _PIECE: Final = 65_536
 _CONNECT_S: Final = 10.0
 
 
-class Reaching:
+class PortForwarding:
     """Forwarding into a sandbox. Backends implement ``listen`` and stop relays when they close."""
 
     backend: ClassVar[str]

@@ -13,7 +13,7 @@ from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import CurriculumConfig, SourceConfig, Sources, sources_of
 from turnwise.tasks.core import Task
-from turnwise.tasks.order import CurriculumOrder, HeldOrder, LazyOrder, TaskOrder, left_out
+from turnwise.tasks.order import CurriculumOrder, InMemoryOrder, StreamingOrder, TaskOrder, left_out
 from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
@@ -238,7 +238,7 @@ def _order(
             report = [SourceReport(source.name, len(tasks), left)]
             if curriculum is None:
                 named = source.label
-                return HeldOrder(tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=left), report
+                return InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=left), report
             drawn = CurriculumOrder(
                 tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=left
             )
@@ -248,7 +248,7 @@ def _order(
             f"{source.label} is streamed, and a curriculum draws among all of its tasks: set stream: false with a "
             "limit, or remove curriculum"
         )
-    lazy = LazyOrder(reader, seed=seed, shuffle=shuffle, buffer=config.shuffle_buffer, limit=limit, state=state)
+    lazy = StreamingOrder(reader, seed=seed, shuffle=shuffle, buffer=config.shuffle_buffer, limit=limit, state=state)
     return lazy, [SourceReport(source.name, None, Counter(lazy.dropped()))]
 
 

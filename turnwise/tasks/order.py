@@ -52,7 +52,7 @@ class TaskOrder(ABC):
         return []
 
 
-class HeldOrder(TaskOrder):
+class InMemoryOrder(TaskOrder):
     """Repeats tasks in memory, shuffled per epoch; TaskError if ``state`` does not match them."""
 
     def __init__(
@@ -114,7 +114,7 @@ class HeldOrder(TaskOrder):
         return [int(index) for index in rng.permutation(len(self._tasks))]
 
 
-class LazyOrder(TaskOrder):
+class StreamingOrder(TaskOrder):
     """Streams tasks and shuffles them through a ``buffer`` of those read last; ``limit`` tasks per epoch.
 
     An epoch ends when source and buffer are exhausted: each task was then taken once. The state holds the row numbers
@@ -298,7 +298,7 @@ class CurriculumOrder(TaskOrder):
         if state is not None and "curriculum" not in state:
             raise TaskError(f"the checkpoint was made without a curriculum for {name}: {REMEDY}")
         first = None if state is None else {"ids": state["ids"]}
-        self._first = HeldOrder(tasks, seed=seed, shuffle=shuffle, state=first, name=name, dropped=dropped)
+        self._first = InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=first, name=name, dropped=dropped)
         self._tasks, self._config, self._seed = tasks, config, seed
         self._places = {task.id: number for number, task in enumerate(tasks)}
         self.position = 0 if state is None else int(state["position"])

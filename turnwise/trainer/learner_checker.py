@@ -26,7 +26,7 @@ _WHOLE, _SPLIT = 1000, 14
 
 
 @dataclass(frozen=True, slots=True)
-class _Exam:
+class _Checked:
     make: Callable[[], Learner]
     rows: Sequence[TrainRow]
     tolerance: float
@@ -74,7 +74,7 @@ def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: fl
     rows = [_row(random, number, length, vocabulary) for number, length in enumerate(_LENGTHS)]
     found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        exam = _Exam(make, rows, tolerance, Path(folder))
+        exam = _Checked(make, rows, tolerance, Path(folder))
         for check in (_splits, _trees, _scores, _idle, _exports, _checkpoints, _offloads):
             try:
                 found += check(exam)
@@ -83,7 +83,7 @@ def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: fl
     return found
 
 
-def _splits(exam: _Exam) -> list[str]:
+def _splits(exam: _Checked) -> list[str]:
     found = []
     ways = {"one call": (_WHOLE, 1), "small micro-batches": (_SPLIT, 1), "three calls": (_SPLIT, 3)}
     results = []
@@ -102,7 +102,7 @@ def _splits(exam: _Exam) -> list[str]:
     return found
 
 
-def _trees(exam: _Exam) -> list[str]:
+def _trees(exam: _Checked) -> list[str]:
     """Compare rows laid out as a tree (``MicroBatch.segments`` with parents) with the same rows end to end."""
     begin = np.concatenate([row.sample.input_ids for row in exam.rows])[: SHORTEST_SHARED + 1]
     exam = replace(exam, rows=[_behind(begin, row) for row in exam.rows])
@@ -120,7 +120,7 @@ def _trees(exam: _Exam) -> list[str]:
     ]
 
 
-def _scores(exam: _Exam) -> list[str]:
+def _scores(exam: _Checked) -> list[str]:
     learner, found = exam.make(), []
     batches = pack(exam.rows, _SPLIT)
     scored = learner.logprobs(batches)
@@ -141,7 +141,7 @@ def _scores(exam: _Exam) -> list[str]:
     return found
 
 
-def _idle(exam: _Exam) -> list[str]:
+def _idle(exam: _Checked) -> list[str]:
     learner, found = exam.make(), []
     before = _exported(learner)
     exam.logprobs(learner)
@@ -161,7 +161,7 @@ def _idle(exam: _Exam) -> list[str]:
     return found
 
 
-def _exports(exam: _Exam) -> list[str]:
+def _exports(exam: _Checked) -> list[str]:
     learner, found = exam.make(), []
     exam.step(learner)
     exported = list(learner.export_weights())
@@ -188,7 +188,7 @@ def _exports(exam: _Exam) -> list[str]:
     return found
 
 
-def _checkpoints(exam: _Exam) -> list[str]:
+def _checkpoints(exam: _Checked) -> list[str]:
     learner, found = exam.make(), []
     for _ in range(2):
         exam.step(learner)
@@ -207,7 +207,7 @@ def _checkpoints(exam: _Exam) -> list[str]:
     return found
 
 
-def _offloads(exam: _Exam) -> list[str]:
+def _offloads(exam: _Checked) -> list[str]:
     learner, other, found = exam.make(), exam.make(), []
     for each in (learner, other):
         exam.step(each)

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from turnwise.errors import SandboxUnavailable
-from turnwise.sandboxes.forwarding import Reaching, listen_in
+from turnwise.sandboxes.forwarding import PortForwarding, listen_in
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Inside(Reaching):
+class Inside(PortForwarding):
     """The part of a sandbox that is tested here."""
 
     backend = "inside"
@@ -143,7 +143,7 @@ async def test_connections_are_bounded() -> None:
 
 
 async def test_a_backend_that_cannot_says_so() -> None:
-    class Far(Reaching):
+    class Far(PortForwarding):
         backend = "far"
 
     with pytest.raises(SandboxUnavailable, match=r"'far' cannot be given access"):

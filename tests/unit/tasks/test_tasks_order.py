@@ -16,7 +16,7 @@ from support.envs.task_rows import CALLS
 from support.property_tests import examples
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
-from turnwise.tasks import HeldOrder, SourceConfig, Task, TaskOrder, load_mix, mix, open_order, reader
+from turnwise.tasks import InMemoryOrder, SourceConfig, Task, TaskOrder, load_mix, mix, open_order, reader
 from turnwise.tasks.mix import Shares
 
 KINDS = ("held", "streamed", "in order", "function", "starting", "parquet", "dataset", "mix")
@@ -106,7 +106,7 @@ def test_each_epoch_takes_each_task_once(kind: str, buffer: int, folder: Path) -
 def test_held_tasks_are_shuffled_as_a_whole_by_seed_and_epoch() -> None:
     """The order of a run is part of what it is: these are the draws that every earlier version made."""
     tasks = [Task(str(n), "p") for n in range(20)]
-    order = HeldOrder(tasks, seed=5)
+    order = InMemoryOrder(tasks, seed=5)
     expected = [
         (str(index), epoch)
         for epoch in range(2)

@@ -10,7 +10,7 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, TaskError
-from turnwise.tasks import HeldOrder, Task
+from turnwise.tasks import InMemoryOrder, Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect
 from turnwise.trainer.config.train import TrainConfig
@@ -42,7 +42,7 @@ def ids(stream: TaskStream, groups: int) -> list[tuple[str, int]]:
 
 
 def test_requests_of_a_step_go_on_over_the_end_of_an_epoch() -> None:
-    stream = TaskStream(HeldOrder([Task(name, "p") for name in "abc"], shuffle=False))
+    stream = TaskStream(InMemoryOrder([Task(name, "p") for name in "abc"], shuffle=False))
     requests = stream.take(2, 4) + stream.take(2, 4)
     assert [(r.task.id, r.epoch, r.group_size, r.partition) for r in requests] == [
         ("a", 0, 4, "train"), ("b", 0, 4, "train"), ("c", 0, 4, "train"), ("a", 1, 4, "train"),

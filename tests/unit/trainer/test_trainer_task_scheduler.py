@@ -17,7 +17,7 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import Choice, Fifo, Filtered, Mixed, Strategy
 from turnwise.tasks import Task
-from turnwise.tasks.order import HeldOrder
+from turnwise.tasks.order import InMemoryOrder
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -51,7 +51,7 @@ class Asked:
 class Told(TaskStream):
     """Notes the tasks of which it is told what their groups earned."""
 
-    def __init__(self, order: HeldOrder) -> None:
+    def __init__(self, order: InMemoryOrder) -> None:
         super().__init__(order)
         self.told: list[str] = []
 
@@ -89,7 +89,7 @@ def make_scheduler(
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
     asked, buffer = Asked(), LocalReplayBuffer(strategy)
-    stream = Told(HeldOrder(TASKS, shuffle=False, state=state))
+    stream = Told(InMemoryOrder(TASKS, shuffle=False, state=state))
     return TaskScheduler(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
 
 
@@ -344,7 +344,7 @@ async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, ex
 async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
     learned: list[str] = []
 
-    class Watched(HeldOrder):
+    class Watched(InMemoryOrder):
         def learn(self, task_id, rewards):
             learned.append(task_id)
 

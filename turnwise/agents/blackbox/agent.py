@@ -144,9 +144,9 @@ class BlackBoxAgent(Agent):
 
     async def _once(self, acting: _Acting) -> _End:
         info = acting.episode.info
-        given = info.get("workspace")
+        workspace = info.get("workspace")
         config = self._config
-        places = await asyncio.to_thread(Workdir.make, config.scratch, config.workspace, given)
+        places = await asyncio.to_thread(Workdir.make, config.scratch, config.workspace, workspace)
         failed = True
         try:
             end = await self._in_places(acting, places, dict(info.get("files") or {}))
@@ -158,14 +158,14 @@ class BlackBoxAgent(Agent):
 
     async def _in_places(self, acting: _Acting, places: Workdir, files: dict[str, str]) -> _End:
         home, root = str(places.home), places.root
-        given = self._given(acting, home=home, work=str(places.work), root=str(root))
-        places.write({**files, **given.files})
+        launch = self._given(acting, home=home, work=str(places.work), root=str(root))
+        places.write({**files, **launch.files})
         path = os.environ.get("PATH", os.defpath)
         if acting.offered is not None:
             path = f"{places.install_tool(acting.offered.url)}{os.pathsep}{path}"
         env = self._environment(acting, str(root / "tmp"), path)
         most = self._config.output_bytes
-        program = await Program.start(given.argv, env=env, cwd=places.work, stdin=given.stdin, most_output=most)
+        program = await Program.start(launch.argv, env=env, cwd=places.work, stdin=launch.stdin, most_output=most)
         try:
             how = await self._watch(program.wait, acting)
         finally:
@@ -186,14 +186,14 @@ class BlackBoxAgent(Agent):
         quarters = await ProgramFolder.make(sandbox, self._config.workspace)
         if not self._config.mount_program:
             acting.values["python"] = "python3"
-        given = self._given(acting, home=quarters.home, work=quarters.work, root=quarters.root)
-        await quarters.write({**(acting.episode.info.get("files") or {}), **given.files})
+        launch = self._given(acting, home=quarters.home, work=quarters.work, root=quarters.root)
+        await quarters.write({**(acting.episode.info.get("files") or {}), **launch.files})
         path = os.pathsep.join([quarters.path, *paths_within(self._mounts)])
         if acting.offered is not None:
             path = f"{await quarters.install_tool(acting.offered.url)}:{path}"
         env = self._environment(acting, f"{quarters.root}/tmp", path)
         most = self._config.output_bytes
-        program = await SandboxedProgram.start(quarters, given.argv, env=env, stdin=given.stdin, most_output=most)
+        program = await SandboxedProgram.start(quarters, launch.argv, env=env, stdin=launch.stdin, most_output=most)
         how: How | None = None
         try:
             how = await self._watch(program.wait, acting)
@@ -231,19 +231,19 @@ class BlackBoxAgent(Agent):
         """Wait for a program's exit, with a grace period once its budget is used up or the episode is over."""
         over = asyncio.ensure_future(wait())
         # A program with nothing left to sample or to do has a moment to end by itself.
-        told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.endpoint.wait_exhausted())]
+        stops: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.endpoint.wait_exhausted())]
         if acting.offered is not None:
-            told.append(asyncio.ensure_future(acting.offered.over.wait()))
+            stops.append(asyncio.ensure_future(acting.offered.over.wait()))
         try:
             async with asyncio.timeout(self._config.timeout):
-                await asyncio.wait({over, *told}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({over, *stops}, return_when=asyncio.FIRST_COMPLETED)
                 if not over.done():
                     await asyncio.wait({over}, timeout=self._config.grace)
                 return "ended" if over.done() else "lingered"
         except TimeoutError:
             return "timeout"
         finally:
-            for each in (over, *told):
+            for each in (over, *stops):
                 each.cancel()
 
     # -- workers
@@ -255,12 +255,12 @@ class BlackBoxAgent(Agent):
             serving: asyncio.Task[WorkerReply | None] = asyncio.ensure_future(worker.serve(job))
             try:
                 how = await self._watch(lambda: asyncio.shield(serving), acting)
-                said = serving.result() if how == "ended" else None
+                result = serving.result() if how == "ended" else None
             finally:
                 serving.cancel()
-            if said is not None:
-                goes_on = Exit(0 if said.error is None else 1, _NO_OUTPUT, _NO_OUTPUT, 0)
-                return _End(how, goes_on, said.answer, said.error)
+            if result is not None:
+                goes_on = Exit(0 if result.error is None else 1, _NO_OUTPUT, _NO_OUTPUT, 0)
+                return _End(how, goes_on, result.answer, result.error)
             return _End(how, await worker.end())
 
     async def _start_worker(self, stdin: int, on_line: Callable[[bytes], None]) -> tuple[Program, Callable[[], None]]:
@@ -356,11 +356,11 @@ class BlackBoxAgent(Agent):
 
     def _story(self, how: str, end: _End) -> str:
         """Return how a program ended and the tail of its output, without secrets of this process."""
-        said = end.error or end.exit.stderr.end() or end.exit.stdout.end() or "it wrote nothing"
+        reason = end.error or end.exit.stderr.end() or end.exit.stdout.end() or "it wrote nothing"
         for name in self._config.pass_env:
             secret = os.environ.get(name, "")
-            said = said.replace(secret, f"<{name}>") if len(secret) > 3 else said
-        return f"the program {shown(Path(self._recipe.command[0]).name)} failed: {how}: {said}"
+            reason = reason.replace(secret, f"<{name}>") if len(secret) > 3 else reason
+        return f"the program {shown(Path(self._recipe.command[0]).name)} failed: {how}: {reason}"
 
 
 _JOB = (

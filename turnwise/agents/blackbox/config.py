@@ -189,19 +189,19 @@ class BlackBoxConfig(BaseModel):
     keep: Literal["never", "failed", "always"] = "never"
 
 
-def read_config(given: Mapping[str, Any]) -> BlackBoxConfig:
+def read_config(values: Mapping[str, Any]) -> BlackBoxConfig:
     """Validate keyword arguments."""
     try:
-        return BlackBoxConfig.model_validate(dict(given))
+        return BlackBoxConfig.model_validate(dict(values))
     except ValidationError as error:
-        told = []
+        problems = []
         for each in error.errors():
             name = ".".join(map(str, each["loc"]))
             if each["type"] == "extra_forbidden":
-                told.append(f"{name}: no such key{nearest(name, list(BlackBoxConfig.model_fields))}")
+                problems.append(f"{name}: no such key{nearest(name, list(BlackBoxConfig.model_fields))}")
             else:
-                told.append(f"{name}: {each['msg']}, not {shown(each['input'])}")
-        raise AgentError("blackbox: " + "; ".join(told)) from None
+                problems.append(f"{name}: {each['msg']}, not {shown(each['input'])}")
+        raise AgentError("blackbox: " + "; ".join(problems)) from None
 
 
 def resolve_recipe(config: BlackBoxConfig) -> Recipe:
@@ -228,8 +228,8 @@ def resolve_recipe(config: BlackBoxConfig) -> Recipe:
     )
     _check(config, recipe)
     texts = (*recipe.command, *recipe.env.values(), *recipe.files.values(), recipe.stdin)
-    told = named(texts) & {"prompt", "prompt_file", "task", "system", "user"}
-    if told or config.stdin is not None or config.workers:
+    used = named(texts) & {"prompt", "prompt_file", "task", "system", "user"}
+    if used or config.stdin is not None or config.workers:
         return recipe
     return replace(recipe, stdin="{prompt}")
 
@@ -243,8 +243,8 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
         if folder is not None and not folder.is_dir():
             raise AgentError(f"blackbox: {key} is {shown(str(folder))}: there is no such folder")
     if config.sandbox:
-        for key, said in (("workers", config.workers), ("scratch", config.scratch), ("keep", config.keep != "never")):
-            if said:
+        for key, value in (("workers", config.workers), ("scratch", config.scratch), ("keep", config.keep != "never")):
+            if value:
                 raise AgentError(f"blackbox: {key} applies outside a sandbox only: remove it, or remove 'sandbox'")
     elif config.mounts or not config.mount_program:
         key = "mounts" if config.mounts else "mount_program"

@@ -107,16 +107,16 @@ class Program:
         """
         mark = secrets.token_hex(16)
         stdout, stderr = Capture(most_output, on_line), Capture(most_output)
-        given = _file_of(stdin)
+        stdin_file = _file_of(stdin)
         try:
             theirs = [await stdout.open(), await stderr.open()]
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(given.fileno()), *map(str, theirs)),
+                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(stdin_file.fileno()), *map(str, theirs)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
-                    pass_fds=(given.fileno(), *theirs),
+                    pass_fds=(stdin_file.fileno(), *theirs),
                     start_new_session=True,
                 )
             finally:
@@ -126,7 +126,7 @@ class Program:
             await asyncio.gather(stdout.close(0), stderr.close(0))
             raise ProgramError(f"cannot start a process: {error}") from error
         finally:
-            given.close()
+            stdin_file.close()
         program = cls(process, mark, stdout, stderr)
         async with undo_on_error_async(program.end):
             await program._begin({"argv": list(argv), "cwd": str(cwd), "env": {**env, MARK: mark}})
@@ -177,12 +177,12 @@ class Program:
         self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        while said := await self._line():
-            if "status" in said:
-                self._status = said["status"]
+        while report := await self._line():
+            if "status" in report:
+                self._status = report["status"]
                 self._over.set()
-            if "swept" in said:
-                self._swept, self._all_swept = said["swept"], said["left"] == 0
+            if "swept" in report:
+                self._swept, self._all_swept = report["swept"], report["left"] == 0
         # Without a status it was ended from here, or its supervisor was killed.
         self._over.set()
 
@@ -365,13 +365,13 @@ class Worker:
 
     def _read(self, line: bytes) -> None:
         try:
-            said = json.loads(line)
+            response = json.loads(line)
         except ValueError:
             return
-        waiting = self._waiting.get(str(said.get("id"))) if isinstance(said, dict) else None
-        if waiting is None or waiting.done() or not ({"answer", "error"} & said.keys()):
+        waiting = self._waiting.get(str(response.get("id"))) if isinstance(response, dict) else None
+        if waiting is None or waiting.done() or not ({"answer", "error"} & response.keys()):
             return
-        answer, error = said.get("answer"), said.get("error")
+        answer, error = response.get("answer"), response.get("error")
         waiting.set_result(WorkerReply(None if answer is None else str(answer), None if error is None else str(error)))
 
 

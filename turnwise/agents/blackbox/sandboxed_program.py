@@ -48,10 +48,10 @@ class ProgramFolder:
     async def make(cls, sandbox: Sandbox, workspace: Path | None) -> Self:
         """Create the folders."""
         made = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
-        said = made.stdout.decode("utf-8", "replace").split("\n")
-        if not made.ok or len(said) < 3:
+        lines = made.stdout.decode("utf-8", "replace").split("\n")
+        if not made.ok or len(lines) < 3:
             raise AgentError(f"cannot create the program's folders in its sandbox: {made.text.strip()[-500:]}")
-        root, work, path = said[:3]
+        root, work, path = lines[:3]
         if workspace is not None:
             await sandbox.upload(workspace, work)
         return cls(sandbox, root, f"{root}/home", work, path)
@@ -106,11 +106,11 @@ class SandboxedProgram:
 
     async def wait(self) -> None:
         """Wait for the program's exit; its descendants may still run."""
-        said = b""
+        output = b""
         try:
             while piece := await self._process.read():
-                said = (said + piece)[-self._most :]
-                _, found, rest = said.rpartition(_STATUS)
+                output = (output + piece)[-self._most :]
+                _, found, rest = output.rpartition(_STATUS)
                 if found and rest.endswith(b"\n"):
                     self._status = _status(rest)
                     return
@@ -145,10 +145,10 @@ class SandboxedProgram:
         return Exit(self._status, stdout, stderr, None)
 
 
-def _status(said: bytes) -> int | None:
+def _status(text: bytes) -> int | None:
     """Parse the exit status that the sandbox's shell reports; negative after a signal."""
     try:
-        code = int(said)
+        code = int(text)
     except ValueError:
         return None
     return 128 - code if 128 < code < 160 else code

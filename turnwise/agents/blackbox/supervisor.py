@@ -50,15 +50,15 @@ def main(stdin: int, stdout: int, stderr: int) -> None:
 
 
 def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
-    told, telling = os.pipe()
+    wake, waker = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _become(spec, descriptors, telling)
-    os.close(telling)
+        _become(spec, descriptors, waker)
+    os.close(waker)
     why = b""
-    while more := os.read(told, 4096):
+    while more := os.read(wake, 4096):
         why += more
-    os.close(told)
+    os.close(wake)
     if why:
         os.waitpid(pid, 0)
         _report({"failed": why.decode("utf-8", "replace")})
@@ -175,9 +175,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _report(said: dict[str, object]) -> None:
+def _report(report: dict[str, object]) -> None:
     try:
-        os.write(1, json.dumps(said).encode() + b"\n")
+        os.write(1, json.dumps(report).encode() + b"\n")
     except OSError:
         # The parent has stopped listening; the tree is swept anyway.
         return

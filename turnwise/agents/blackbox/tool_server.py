@@ -220,8 +220,8 @@ class OfferedTools:
         result = await self._episode.step(message)
         if result.terminated or result.truncated:
             self.over.set()
-        said = "\n\n".join(text_of(each) for each in as_messages(result.observation))
-        return ToolResponse(text=said or ("The episode is over." if self.over.is_set() else ""))
+        text = "\n\n".join(text_of(each) for each in as_messages(result.observation))
+        return ToolResponse(text=text or ("The episode is over." if self.over.is_set() else ""))
 
     def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
         """Return the call under the id of the model's own, so that its reward is noted on its turn."""

@@ -205,7 +205,7 @@ class Conversation:
         Computed only from half a context on: below that, results are not cut.
         """
         config, before = self._config.drop_tool_results, self.messages[:-1]
-        room = self.session.room_behind(self._turn) if self._turn is not None else None
+        room = self.session.context_left(self._turn) if self._turn is not None else None
         if config is None or room is None or room > self.limit // 2:
             return 0
         # The answers that are to come are among the last ones.

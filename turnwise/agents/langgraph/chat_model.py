@@ -133,7 +133,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
 def schema_of(tool: Any) -> ToolSchema:
     """Convert a tool in any LangChain form to a schema."""
     if isinstance(tool, EpisodeTool):
-        return tool.told
+        return tool.tool_schema
     if not (isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool):
         try:
             tool = convert_to_openai_tool(tool)
@@ -262,8 +262,8 @@ class ChatTurnwise(BaseChatModel):
         Raises:
             SessionError: One is not a tool.
         """
-        told = [schema_of(tool).to_json() for tool in tools]
-        return self.bind(tools=told, tool_choice=tool_choice, **kwargs)
+        schemas = [schema_of(tool).to_json() for tool in tools]
+        return self.bind(tools=schemas, tool_choice=tool_choice, **kwargs)
 
     def with_structured_output(
         self,
@@ -330,7 +330,7 @@ class ChatTurnwise(BaseChatModel):
     ) -> ChatResult:
         node = _node(run_manager)
         run = self._run()
-        work = self._ask(run, messages, self._wishes(run, stop, kwargs), node)
+        work = self._ask(run, messages, self._read_request(run, stop, kwargs), node)
         return run.block(work) if run is not None else blocked(work, self._loop)
 
     async def _agenerate(
@@ -341,7 +341,7 @@ class ChatTurnwise(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         run = self._run()
-        work = self._ask(run, messages, self._wishes(run, stop, kwargs), _node(run_manager))
+        work = self._ask(run, messages, self._read_request(run, stop, kwargs), _node(run_manager))
         if run is not None:
             return await run.here(work)
         self._loop = asyncio.get_running_loop()
@@ -355,7 +355,7 @@ class ChatTurnwise(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         run = self._run()
-        wishes = self._wishes(run, stop, kwargs)
+        request = self._read_request(run, stop, kwargs)
         session, node = self._session(run), _node(run_manager)
         if session.recorded_as != "tokens" or (run is not None and not run.at_home):
             result = await self._agenerate(messages, stop, run_manager, **kwargs)
@@ -363,61 +363,61 @@ class ChatTurnwise(BaseChatModel):
             return
         if run is None:
             self._loop = asyncio.get_running_loop()
-            async for chunk in self._pieces(run, session, messages, wishes, node):
+            async for chunk in self._pieces(run, session, messages, request, node):
                 yield chunk
             return
         with run.working():
-            async for chunk in self._pieces(run, session, messages, wishes, node):
+            async for chunk in self._pieces(run, session, messages, request, node):
                 yield chunk
 
     async def _ask(
-        self, run: GraphRun | None, messages: list[BaseMessage], wishes: ModelRequest, node: str
+        self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> ChatResult:
         if run is None:
-            message = await self._record(run, messages, wishes, node)
+            message = await self._record(run, messages, request, node)
         else:
             with run.working():
-                message = await self._record(run, messages, wishes, node)
+                message = await self._record(run, messages, request, node)
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     async def _record(
-        self, run: GraphRun | None, messages: list[BaseMessage], wishes: ModelRequest, node: str
+        self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> AIMessage:
         session = self._session(run)
         asked = await conversation(messages, self._known_to(run), self._name(run), run)
         if isinstance(session, TextSession):
-            said = await session.chat(asked, wishes.tools, wishes.params, template_args=wishes.template_args)
-            told = session.turn_metrics.get(said["turn_id"], {})
-            sizes = [int(told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+            answer = await session.chat(asked, request.tools, request.params, template_args=request.template_args)
+            metrics = session.turn_metrics.get(answer["turn_id"], {})
+            sizes = [int(metrics.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
         elif session.recorded_as != "tokens":
             # Sessions recorded elsewhere return whole messages, without their tokens.
-            said = await session.chat(
-                asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+            answer = await session.chat(
+                asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
             sizes = [0, 0, 0]
         else:
             done = await session.record(
-                asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+                asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
-            said, opened = done.message, done.opened
+            answer, opened = done.message, done.opened
             sizes = [opened.prompt_tokens, len(done.completion.token_ids), opened.known_tokens]
-        return self._told(run, session, said, wishes, node, _usage(*sizes))
+        return self._to_message(run, session, answer, request, node, _usage(*sizes))
 
     async def _pieces(
-        self, run: GraphRun | None, session: Session, messages: list[BaseMessage], wishes: ModelRequest, node: str
+        self, run: GraphRun | None, session: Session, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> AsyncIterator[ChatGenerationChunk]:
         """Stream settled text, then the calls and the finish reason."""
         known = self._known_to(run)
         message_id = known.stream_id(session.id)
         asked = await conversation(messages, known, self._name(run), run)
         reader = session.renderer
-        if wishes.template_args:
-            reader = reader.under(template_arguments(wishes.template_args))
-        stops = (wishes.params or session.params).stop
+        if request.template_args:
+            reader = reader.under(template_arguments(request.template_args))
+        stops = (request.params or session.params).stop
         live: LiveTurn | None = None
-        usage, told = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
+        usage, streamed = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
         stream = session.stream(
-            asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+            asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
         )
         async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
             async for item in items:
@@ -427,41 +427,43 @@ class ChatTurnwise(BaseChatModel):
                 elif isinstance(item, TokenDelta):
                     usage = add_usage(usage, _usage(0, len(item.token_ids), 0))
                     for piece in live.feed(item.token_ids.tolist()) if live is not None else ():
-                        told[piece.kind] += len(piece.text)
+                        streamed[piece.kind] += len(piece.text)
                         yield _chunk(message_id, piece.kind, piece.text)
                 else:
-                    last = _as_chunk(self._told(run, session, item, wishes, node, usage, message_id))
-                    last.content = text_of(item)[told["text"] :]
-                    thoughts = (item.get("reasoning_content") or "")[told["reasoning"] :]
+                    last = _as_chunk(self._to_message(run, session, item, request, node, usage, message_id))
+                    last.content = text_of(item)[streamed["text"] :]
+                    thoughts = (item.get("reasoning_content") or "")[streamed["reasoning"] :]
                     last.additional_kwargs = {REASONING: thoughts} if thoughts else {}
                     yield ChatGenerationChunk(message=last)
 
-    def _told(
+    def _to_message(
         self,
         run: GraphRun | None,
         session: Session,
-        said: Message,
-        wishes: ModelRequest,
+        answer: Message,
+        request: ModelRequest,
         node: str,
         usage: UsageMetadata,
         message_id: str | None = None,
     ) -> AIMessage:
-        name = message_id or f"{session.id}/{said['turn_id']}"
-        usable, unusable = self._known_to(run).say(said, agent=self._name(run), message_id=name, offered=wishes.offered)
+        name = message_id or f"{session.id}/{answer['turn_id']}"
+        usable, unusable = self._known_to(run).say(
+            answer, agent=self._name(run), message_id=name, offered=request.offered
+        )
         if run is not None:
-            run.sampled(self.agent, said, node, usage["output_tokens"])
-        thoughts = said.get("reasoning_content")
+            run.sampled(self.agent, answer, node, usage["output_tokens"])
+        thoughts = answer.get("reasoning_content")
         return AIMessage(
-            content=text_of(said),
+            content=text_of(answer),
             id=name,
             tool_calls=usable,
             invalid_tool_calls=unusable,
             additional_kwargs={REASONING: thoughts} if thoughts else {},
             usage_metadata=usage,
             response_metadata={
-                "finish_reason": "tool_calls" if said.get("tool_calls") else said["finish_reason"],
+                "finish_reason": "tool_calls" if answer.get("tool_calls") else answer["finish_reason"],
                 "model_name": "turnwise",
-                "turn_id": said["turn_id"],
+                "turn_id": answer["turn_id"],
             },
         )
 
@@ -482,7 +484,7 @@ class ChatTurnwise(BaseChatModel):
         assert self.session is not None
         return self.session
 
-    def _wishes(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> ModelRequest:
+    def _read_request(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> ModelRequest:
         own = {
             "temperature": self.temperature,
             "top_p": self.top_p,

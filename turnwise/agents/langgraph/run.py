@@ -273,7 +273,7 @@ def current_run() -> GraphRun:
 class EpisodeTool(BaseTool):
     """A tool of the current episode's environment."""
 
-    told: ToolSchema = Field(exclude=True, repr=False)
+    tool_schema: ToolSchema = Field(exclude=True, repr=False)
 
     def _run(self, *, arguments: dict[str, Any], call_id: str | None) -> Any:
         return current_run().block(self._arun(arguments=arguments, call_id=call_id))
@@ -296,20 +296,20 @@ class EpisodeTool(BaseTool):
         return (), {"arguments": dict(tool_input), "call_id": tool_call_id}
 
 
-def tools_of(told: Sequence[ToolSchema]) -> list[BaseTool]:
+def tools_of(schemas: Sequence[ToolSchema]) -> list[BaseTool]:
     """Return tools as LangChain's, for use inside an episode's graph.
 
     Args:
-        told: Their schemas: ``episode.tools``.
+        schemas: Of the tools: ``episode.tools``.
     """
     return [
         EpisodeTool(
             name=schema.name,
             description=schema.description,
             args_schema=copy.deepcopy(schema.parameters),
-            told=schema,
+            tool_schema=schema,
         )
-        for schema in told
+        for schema in schemas
     ]
 
 

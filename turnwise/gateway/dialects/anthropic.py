@@ -19,6 +19,7 @@ from turnwise.gateway.dialects.core import (
     ChatRequest,
     Fields,
     ToolChoice,
+    call_for_client,
     check_names,
     echoed_call,
     image_part,
@@ -27,7 +28,6 @@ from turnwise.gateway.dialects.core import (
     read_template_options,
     read_tool,
     text_part,
-    told_call,
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_response_format
 from turnwise.gateway.errors import ApiError, invalid, unsupported
@@ -63,7 +63,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         guide=held.guide,
         guide_field=held.field,
         reasoning=thinking != "disabled",
-        wishes=read_template_options(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
+        options=read_template_options(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
     )
 
 
@@ -290,7 +290,7 @@ class Anthropic:
         if answer.text or not answer.calls:
             content.append({"type": "text", "text": answer.text})
         for call in answer.calls:
-            name, arguments = told_call(call, raw=False)
+            name, arguments = call_for_client(call, raw=False)
             content.append({"type": "tool_use", "id": call.id, "name": name, "input": json.loads(arguments)})
         reason, stop = _stop_reason(answer)
         return {
@@ -400,7 +400,7 @@ class EventWriter:
             events.append(self._into("text") + self._delta("text_delta", "text", ""))
         events.append(self._close(answer))
         for call in answer.calls:
-            name, arguments = told_call(call, raw=False)
+            name, arguments = call_for_client(call, raw=False)
             self._index += 1
             block = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
             events.append(self._start(block) + self._delta("input_json_delta", "partial_json", arguments))

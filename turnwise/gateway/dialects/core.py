@@ -68,19 +68,19 @@ def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any
     return TemplateOptions(effort, thinking, kwargs or {})
 
 
-def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[str, Any]:
+def template_args(options: TemplateOptions, renderer: TemplateSupport) -> dict[str, Any]:
     """Return the template arguments of a request. Raises ApiError for one that the template does not take."""
-    if wishes is NO_TEMPLATE_OPTIONS:
+    if options is NO_TEMPLATE_OPTIONS:
         return {}
     found: dict[str, Any] = {}
-    thinking = wishes.thinking
-    if wishes.effort == _NO_EFFORT and not renderer.takes(EFFORT, _NO_EFFORT):
+    thinking = options.thinking
+    if options.effort == _NO_EFFORT and not renderer.takes(EFFORT, _NO_EFFORT):
         thinking = False
-    elif wishes.effort and renderer.takes(EFFORT, wishes.effort):
-        found[EFFORT] = wishes.effort
+    elif options.effort and renderer.takes(EFFORT, options.effort):
+        found[EFFORT] = options.effort
     if thinking is not None:
         found |= {name: thinking for name in SWITCHES if renderer.takes(name, thinking)}
-    for name, value in wishes.kwargs.items():
+    for name, value in options.kwargs.items():
         if value is None:
             continue
         if not renderer.takes(name, value):
@@ -147,7 +147,7 @@ class ChatRequest:
         guide_field: The field of the body that asks for it.
         logprobs: Whether log-probabilities of sampled tokens are returned.
         reasoning: Whether the reasoning is returned.
-        wishes: Requested template options.
+        options: Requested template options.
         template_args: Template arguments derived from them.
         extra: Dialect-specific data for the response.
     """
@@ -164,7 +164,7 @@ class ChatRequest:
     guide_field: str = ""
     logprobs: bool = False
     reasoning: bool = True
-    wishes: TemplateOptions = NO_TEMPLATE_OPTIONS
+    options: TemplateOptions = NO_TEMPLATE_OPTIONS
     template_args: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -278,7 +278,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{_PROCESS}{next(_NUMBERS):08x}"
 
 
-def told_call(call: ToolCall, *, raw: bool) -> tuple[str, str]:
+def call_for_client(call: ToolCall, *, raw: bool) -> tuple[str, str]:
     """Return the name and JSON arguments of a call as sent to an agent.
 
     External agents must not execute invalid calls. Arguments that no client can read as JSON, not even partially, are

@@ -19,6 +19,7 @@ from turnwise.gateway.dialects.core import (
     ChatRequest,
     Fields,
     ToolChoice,
+    call_for_client,
     check_names,
     echoed_call,
     image_part,
@@ -27,7 +28,6 @@ from turnwise.gateway.dialects.core import (
     read_template_options,
     read_tool,
     text_part,
-    told_call,
 )
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.model.core import Renderer
@@ -196,7 +196,7 @@ class OpenAIChat:
             guide=held.guide,
             guide_field=held.field,
             logprobs=logprobs,
-            wishes=read_template_options(
+            options=read_template_options(
                 fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")
             ),
         )
@@ -374,7 +374,7 @@ def _finish_reason(answer: Answer) -> str:
 def _calls(answer: Answer) -> list[dict[str, Any]]:
     calls = []
     for call in answer.calls:
-        name, arguments = told_call(call, raw=True)
+        name, arguments = call_for_client(call, raw=True)
         calls.append({"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
 

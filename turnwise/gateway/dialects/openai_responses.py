@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.gateway.dialects import core as sse
-from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, new_id, told_call
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, call_for_client, new_id
 from turnwise.gateway.dialects.openai_chat import openai_error
 from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_request
 from turnwise.gateway.errors import ApiError
@@ -183,7 +183,7 @@ class _Response:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def call(self, place: int, call: ToolCall) -> dict[str, Any]:
-        name, arguments = told_call(call, raw=True)
+        name, arguments = call_for_client(call, raw=True)
         item: dict[str, Any]
         text = call.arguments.get("input")
         if call.error is None and name in self._tools.custom and isinstance(text, str):

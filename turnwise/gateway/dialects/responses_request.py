@@ -82,7 +82,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
         guide=held.guide,
         guide_field=held.field,
         logprobs="message.output_text.logprobs" in fields.items("include"),
-        wishes=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
+        options=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
         extra={"body": body, "tools": tools, "conversation": (previous or None, new)},
     )
 
@@ -229,8 +229,8 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    before: _Kept | None
+class _StoredResponse:
+    before: _StoredResponse | None
     messages: tuple[Message, ...]
 
 
@@ -240,13 +240,13 @@ class Conversations:
     __slots__ = ("_kept", "_most")
 
     def __init__(self, most: int = 4096) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _StoredResponse] = {}
         self._most = most
 
     def keep(self, response_id: str, previous: str | None, messages: Sequence[Message]) -> None:
         """Store the messages that a response added to an earlier conversation, its own last."""
         before = self._kept.get(previous) if previous is not None else None
-        self._kept[response_id] = _Kept(before, tuple(messages))
+        self._kept[response_id] = _StoredResponse(before, tuple(messages))
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
 

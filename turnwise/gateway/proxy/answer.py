@@ -12,7 +12,7 @@ import orjson
 
 from turnwise.errors import BudgetExceeded, InferenceError, TurnwiseError
 from turnwise.gateway.errors import ApiError
-from turnwise.gateway.proxy.request import read_said
+from turnwise.gateway.proxy.request import read_answer
 from turnwise.gateway.proxy.session import Usage
 from turnwise.model.canonical import clean
 from turnwise.types import Message, StopReason
@@ -111,7 +111,7 @@ class AnswerReader(ABC):
 
     def _message(self, parts: Any, *, cut: bool) -> UpstreamAnswer:
         try:
-            return UpstreamAnswer(read_said(self.dialect, parts), cut)
+            return UpstreamAnswer(read_answer(self.dialect, parts), cut)
         except _UNREADABLE:
             told = json.dumps(parts, ensure_ascii=False, default=str)
             return UpstreamAnswer({"role": "assistant", "content": told}, cut, read=False)

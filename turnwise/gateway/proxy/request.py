@@ -64,7 +64,7 @@ def read_asked(
         messages = _chat(body) if dialect == "openai_chat" else _anthropic(body)
     except (_Refused, SessionError) as error:
         if isinstance(error, _Refused):
-            raise error.told from None
+            raise error.refusal from None
         return unread(body)
     except (ApiError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return unread(body)
@@ -74,7 +74,7 @@ def read_asked(
     return Asked(messages, tools, prefill, count, sampling)
 
 
-def read_said(dialect: str, parts: Any) -> Message:
+def read_answer(dialect: str, parts: Any) -> Message:
     """Return the assistant message of an answer, with the endpoint's call ids. Raises ApiError.
 
     ``parts``: a Chat Completions message, the items of a response, or the blocks of an Anthropic message.
@@ -86,28 +86,28 @@ def read_said(dialect: str, parts: Any) -> Message:
         found = _read_items([{**part, "id": None} for part in parts if isinstance(part, Mapping)])
     else:
         asked = {"role": "user", "content": "-"}
-        said = {"role": "assistant", "content": [_block(part) for part in parts]}
-        found = read_anthropic({"messages": [asked, said]}, _ANY).messages[1:]
+        turn = {"role": "assistant", "content": [_block(part) for part in parts]}
+        found = read_anthropic({"messages": [asked, turn]}, _ANY).messages[1:]
     text, thoughts = "", ""
     calls: list[ToolCall] = []
     for message in found:
         text += text_of(message)
         thoughts += message.get("reasoning_content") or ""
         calls += [_call(cast("Mapping[str, Any]", call)) for call in message.get("tool_calls") or ()]
-    told: Message = {"role": "assistant", "content": text}
+    answer: Message = {"role": "assistant", "content": text}
     if thoughts:
-        told["reasoning_content"] = thoughts
+        answer["reasoning_content"] = thoughts
     if calls:
-        told["tool_calls"] = calls
-    return told
+        answer["tool_calls"] = calls
+    return answer
 
 
 class _Refused(Exception):
     """A request that must not be sent, because its answer could not be recorded."""
 
-    def __init__(self, told: ApiError) -> None:
-        super().__init__(told.message)
-        self.told = told
+    def __init__(self, refusal: ApiError) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:
@@ -189,8 +189,8 @@ def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
 
 def unread(body: Mapping[str, Any]) -> Asked:
     """Return a request with an unparsable conversation: its body as one message."""
-    told = json.dumps(body, ensure_ascii=False, sort_keys=True)
-    return Asked([{"role": "user", "content": clean(told)}], sampling=_sampling(body), read=False)
+    answer = json.dumps(body, ensure_ascii=False, sort_keys=True)
+    return Asked([{"role": "user", "content": clean(answer)}], sampling=_sampling(body), read=False)
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, float]:

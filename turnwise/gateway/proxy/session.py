@@ -297,7 +297,7 @@ class TextSession(Session):
         only = named.pop() if len(named) == 1 else None
         return {} if only is None else {"temperature": only}
 
-    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
+    def context_left(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
         """Return None: the context length is unknown."""
         return None
 

@@ -97,7 +97,7 @@ class RemoteSession(Session):
         """Return the id of the turn that made a call."""
         return self._calls.get(call_id)
 
-    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - the run cuts answers to fit
+    def context_left(self, turn_id: str) -> int | None:  # noqa: ARG002 - the run cuts answers to fit
         """Return None: only the run knows."""
         return None
 

@@ -40,7 +40,7 @@ from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Snapshot:
     origin: Origin
     parent: str | None
     users: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Snapshots:
     """The snapshots of one backend, reference-counted."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _Snapshot] = {}
         self._numbers = itertools.count(1)
 
     def new(self, state: Path) -> tuple[str, Path]:
@@ -61,7 +61,7 @@ class Snapshots:
 
     def add(self, name: str, origin: Origin, parent: str | None) -> None:
         """Register a complete snapshot, which holds a reference to its parent."""
-        self._kept[name] = _Kept(origin, parent)
+        self._kept[name] = _Snapshot(origin, parent)
         if parent is not None:
             self._kept[parent].users.add(name)
 

@@ -146,7 +146,7 @@ _AFTERMATH_S: Final = 0.2
 """How long the last output of a program that was ended is waited for."""
 
 
-class Ends:
+class HeadTailBuffer:
     """The head and tail (half of ``limit`` bytes each) of a byte stream; what is between is only counted."""
 
     def __init__(self, limit: int) -> None:
@@ -195,7 +195,7 @@ class Dialogue:
 
     def __init__(self, process: SandboxProcess, limit: int) -> None:
         self._process = process
-        self._output = Ends(limit)
+        self._output = HeadTailBuffer(limit)
         self._marker = b""
         self._pending = b""
         self._note: str | None = None

@@ -24,7 +24,7 @@ _START: Final = (
 _ENV: Final = {"PS1": "", "PS2": "", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "HISTFILE": "/dev/null"}
 # The marker is written to a copy of the output that a command cannot redirect.
 _SETUP: Final = "exec 9>&1; PS1=; PS2=; set +H 2>/dev/null; set +o history 2>/dev/null\n"
-# Ends what descends from process $1, but for the trees of the processes behind it (jobs in the background).
+# HeadTailBuffer what descends from process $1, but for the trees of the processes behind it (jobs in the background).
 _KILL: Final = r"""
 top=$1; shift; spared=" $* "; all=; for f in /proc/[0-9]*/stat; do
   read -r line 2>/dev/null < "$f" || continue; rest=${line##*) }; set -- $rest; all="$all ${line%% *}:$2"; done
