@@ -164,7 +164,7 @@ class CausalLM:
 
     def forward(
         self,
-        ids: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         plan: AttentionPlan,
         keep: npt.NDArray[np.int64],
@@ -172,13 +172,13 @@ class CausalLM:
         """Run one packed step and return logits [len(keep), vocabulary].
 
         Args:
-            ids: int64 of shape [T].
+            token_ids: int64 of shape [T].
             positions: int64 of shape [T]: position of each token in its own sequence.
             plan: Attention plan.
             keep: int64: indices of the tokens whose logits are returned.
         """
         output = self._model(
-            input_ids=torch.from_numpy(ids).to(self.device).unsqueeze(0),
+            input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0),
             position_ids=torch.from_numpy(positions).to(self.device).unsqueeze(0),
             use_cache=False,
             logits_to_keep=torch.from_numpy(keep).to(self.device),
@@ -237,10 +237,10 @@ class CausalLM:
 
     def _probe(self) -> Geometry:
         probe = GeometryProbe()
-        ids = np.zeros(2, dtype=np.int64)
+        token_ids = np.zeros(2, dtype=np.int64)
         try:
             with torch.inference_mode():
-                self.forward(ids, np.arange(2), probe, np.arange(1))
+                self.forward(token_ids, np.arange(2), probe, np.arange(1))
             return probe.geometry()
         except (TypeError, ValueError) as error:
             raise InferenceError(
@@ -254,7 +254,7 @@ class CausalLM:
     def _verify(self) -> None:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
-        ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
+        token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
         pool = KVPool(self.geometry, 32, self.dtype, self.device)
         pool.resize(2)
         # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
@@ -262,13 +262,13 @@ class CausalLM:
         with torch.inference_mode():
             for start, stop in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
                 whole = start == 0
-                logits = self._verify_step(pool, ids, start, stop, whole)
+                logits = self._verify_step(pool, token_ids, start, stop, whole)
                 found.append(logits[: stop - start])
                 if whole:
                     found.append(logits[stop - start :])
             self._model.set_attn_implementation("eager")
             expected = (
-                self._model(input_ids=torch.from_numpy(ids).to(self.device).unsqueeze(0), use_cache=False)
+                self._model(input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0), use_cache=False)
                 .logits[0]
                 .float()
             )
@@ -283,16 +283,16 @@ class CausalLM:
             )
 
     def _verify_step(
-        self, pool: KVPool, ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool
+        self, pool: KVPool, token_ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool
     ) -> torch.Tensor:
         size, heads = stop - start, np.arange(self.geometry.heads)[None, :]
         positions = np.arange(start, stop)
-        tokens, lines = ids[start:stop], np.zeros(size, dtype=np.int64)
+        tokens, lines = token_ids[start:stop], np.zeros(size, dtype=np.int64)
         starts, sizes, rows = np.array([start]), np.array([size]), np.array([0])
         if whole:
-            count = len(ids)
+            count = len(token_ids)
             positions = np.concatenate([positions, np.arange(count)])
-            tokens, lines = np.concatenate([tokens, ids]), np.concatenate([lines, np.ones(count, dtype=np.int64)])
+            tokens, lines = np.concatenate([tokens, token_ids]), np.concatenate([lines, np.ones(count, dtype=np.int64)])
             starts, sizes, rows = np.array([0, 0]), np.array([size, count]), np.array([0, 1])
         index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
         decode, prefills = None, []

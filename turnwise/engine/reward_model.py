@@ -117,7 +117,7 @@ class RewardApp:
             await answer_json(send, status, wire.encode_error(str(error), status=status, field=field))
             return
         self._received += 1
-        running = [asyncio.wrap_future(self._submit(ids)) for ids in inputs]
+        running = [asyncio.wrap_future(self._submit(token_ids)) for token_ids in inputs]
         try:
             outputs = await asyncio.gather(*running)
         except InferenceError as error:
@@ -163,12 +163,12 @@ class RewardApp:
         if ("input" in body) == ("messages" in body):
             raise BadRequest("input", "give either input (a text, or several) or messages (a conversation)")
         inputs = self._chat(body) if "messages" in body else self._plain(body)
-        for ids in inputs:
-            if not ids:
+        for token_ids in inputs:
+            if not token_ids:
                 raise BadRequest("input", "an input has no tokens: there is nothing to score")
-            if len(ids) > self._served.max_context:
+            if len(token_ids) > self._served.max_context:
                 raise BadRequest(
-                    "input", f"an input has {len(ids)} tokens; the context length is {self._served.max_context}"
+                    "input", f"an input has {len(token_ids)} tokens; the context length is {self._served.max_context}"
                 )
         return inputs
 
@@ -303,16 +303,16 @@ class Classifier:
         padding = self._padding
         if padding is None:
             # A decoder's last token is the last that is not padding: pad with an id that no input contains.
-            used = {token for ids in inputs for token in ids}
+            used = {token for token_ids in inputs for token in token_ids}
             padding = next(token for token in range(self.vocabulary) if token not in used)
             self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding
-        ids = torch.full((len(inputs), length), padding, dtype=torch.int64)
+        token_ids = torch.full((len(inputs), length), padding, dtype=torch.int64)
         mask = torch.zeros((len(inputs), length), dtype=torch.int64)
         for row, each in enumerate(inputs):
-            ids[row, : len(each)] = torch.tensor(each, dtype=torch.int64)
+            token_ids[row, : len(each)] = torch.tensor(each, dtype=torch.int64)
             mask[row, : len(each)] = 1
         with torch.inference_mode():
-            output = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
+            output = self._model(input_ids=token_ids.to(self._device), attention_mask=mask.to(self._device))
         result: list[list[float]] = output.logits.float().cpu().tolist()
         return result
 
@@ -336,10 +336,10 @@ class ClassifierBatcher:
         self._max_tokens = max_batch_tokens
         self._waiting: queue.SimpleQueue[tuple[list[int], Future[list[float]]]] = queue.SimpleQueue()
 
-    def submit(self, ids: list[int]) -> Future[list[float]]:
+    def submit(self, token_ids: list[int]) -> Future[list[float]]:
         """Queue an input; the future resolves to its raw outputs."""
         future: Future[list[float]] = Future()
-        self._waiting.put((ids, future))
+        self._waiting.put((token_ids, future))
         return future
 
     def run(self) -> None:
@@ -360,11 +360,11 @@ class ClassifierBatcher:
         return max(1, min(len(taken), self._max_seqs, self._max_tokens // longest))
 
     def _pass(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
-        live = [(ids, future) for ids, future in batch if future.set_running_or_notify_cancel()]
+        live = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]
         if not live:
             return
         try:
-            outputs = self._classifier.forward([ids for ids, _ in live])
+            outputs = self._classifier.forward([token_ids for token_ids, _ in live])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: it serves on, and who waits hears of it
             _log.exception("a forward pass failed")
             for _, future in live:
@@ -372,7 +372,7 @@ class ClassifierBatcher:
             return
         self.stats.batches += 1
         self.stats.inputs += len(live)
-        self.stats.tokens += sum(len(ids) for ids, _ in live)
+        self.stats.tokens += sum(len(token_ids) for token_ids, _ in live)
         for (_, future), values in zip(live, outputs, strict=True):
             future.set_result(values)
 
@@ -400,8 +400,8 @@ class Encoder:
 
     def text(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of a text; spelled control tokens become control ids."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return token_ids
 
     def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
         """Return the ids of a conversation; spelled control tokens stay text. Raises RenderError."""

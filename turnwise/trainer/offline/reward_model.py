@@ -199,13 +199,13 @@ def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
     return right / len(pairs)
 
 
-def scored_row(ids: Sequence[int], name: str) -> TrainRow:
+def scored_row(token_ids: Sequence[int], name: str) -> TrainRow:
     """Return the row of a conversation, with a dummy token as the trained one."""
-    length = len(ids) + 1
+    length = len(token_ids) + 1
     mask = np.zeros(length, np.bool_)
     mask[-1] = True
     sample = TrainSample(
-        input_ids=np.array([*ids, ids[-1]], np.int32),
+        input_ids=np.array([*token_ids, token_ids[-1]], np.int32),
         loss_mask=mask,
         rollout_logprobs=np.zeros(length, np.float32),
         weight_versions=np.full(length, -1, np.int32),
@@ -247,12 +247,12 @@ def _written(preferences: Sequence[Preference], encoder: Encoder, console: Conso
 
 def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, name: str) -> TrainRow:
     try:
-        ids = encoder.chat([dict(message) for message in messages], arguments={})
+        token_ids = encoder.chat([dict(message) for message in messages], arguments={})
     except RenderError as error:
         raise TaskError(f"{where}: {error}") from error
-    if not ids:
+    if not token_ids:
         raise TaskError(f"{where}: the chat template renders nothing of it")
-    return scored_row(ids, name)
+    return scored_row(token_ids, name)
 
 
 def _within(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:
