@@ -35,7 +35,15 @@ AGENTS ?= mini-swe-agent==2.4.6 mcp==2.3.0 swe-rex==1.4.0
 AGENTS_BIN := .venv-agents/bin
 CLIENTS ?= openai==3.52.0 anthropic==2.11.0 langchain-openai==1.7.3 langchain-anthropic==1.7.7 openai-agents==0.24.0
 CLIENTS_BIN := .venv-clients/bin
-AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# CrewAI pins an older openai than the newest.
+FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" inspect-ai==0.3.285 openai==3.54.0
+FRAMEWORKS_BIN := .venv-frameworks/bin
+CREWAI ?= crewai==1.15.30
+CREWAI_BIN := .venv-crewai/bin
+AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
+AI_SDK_DIR := .cache/ai-sdk
+FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed
+AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
 # Loggers whose packages are too large for every checkout.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
@@ -164,6 +172,23 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
 	@touch $@
 
+.venv-frameworks/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(FRAMEWORKS_BIN)/python || $(PYTHON) -m venv .venv-frameworks
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
+	@touch $@
+
+.venv-crewai/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(CREWAI_BIN)/python || $(PYTHON) -m venv .venv-crewai
+	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
+	@touch $@
+
+$(AI_SDK_DIR)/.turnwise-installed: | real-needs
+	mkdir -p $(AI_SDK_DIR)
+	cd $(AI_SDK_DIR) && $(NPM_INSTALL) $(AI_SDK)
+	@touch $@
+
 lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -184,5 +209,5 @@ bench: $(STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed  ## Run every be
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients .venv-frameworks .venv-crewai build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,6 +27,7 @@ from support.chat.model_dirs import renderer_for
 from support.gateway.broken_streams import Cut, Stumble, StumblingClient, cutting
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import SessionSettings
+from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.sessions import GatewayLimits, Sessions
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer
@@ -186,10 +187,10 @@ def _noting(app: GatewayApp, routes: set[str]) -> Any:
 
 def _scripted(renderer: Renderer, script: Script | Sequence[Line | Stumble]) -> ScriptedClient:
     if callable(script):
-        return ScriptedClient(renderer, script, context_length=CONTEXT)
+        return ScriptedClient(renderer, script, context_length=CONTEXT, guides=True)
     lines = [line for line in script if not isinstance(line, Stumble)]
     if len(lines) == len(script):
-        return ScriptedClient(renderer, lines, context_length=CONTEXT)
+        return ScriptedClient(renderer, lines, context_length=CONTEXT, guides=True)
     return StumblingClient(renderer, script, context_length=CONTEXT)
 
 
@@ -216,7 +217,8 @@ async def caged(
 
     served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.jsonl")
     routes: set[str] = set()
-    app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT)
+    abilities = abilities_of(renderer, guides=True)
+    app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)
     process, control, listener = await _started()
     server = uvicorn.Server(
         uvicorn.Config(
