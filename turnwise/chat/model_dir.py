@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
@@ -94,7 +94,16 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer  # type: ignore[no-any-return]
 
 
+_SLOW: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
+"""Files of a tokenizer that transformers converts."""
+
+
 def _slow_tokenizer(path: Path) -> Tokenizer:
+    if not any(file for pattern in _SLOW for file in path.glob(pattern)):
+        raise RenderError(
+            f"model {str(path)!r} holds no tokenizer (tokenizer.json, or one of {', '.join(_SLOW)}): name a whole "
+            "model directory, or copy the files of its tokenizer into it"
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

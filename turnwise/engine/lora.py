@@ -143,6 +143,8 @@ def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
             raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
         chain.insert(0, read_adapter(base))
         base = chain[0].base
+    if not (base / "config.json").is_file():
+        raise FormatError(f"{base} holds no config.json: name a whole model directory in Hugging Face's format")
     return base, chain
 
 

@@ -438,9 +438,10 @@ def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
         raise ToolSchemaError(f"tool {label!r}: a class method cannot be a tool: write a method or a static one")
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            plain = "list[str]" if parameter.kind is parameter.VAR_POSITIONAL else "dict[str, str]"
             raise ToolSchemaError(
                 f"tool {label!r}: {parameter} cannot be described to a model: name the parameters, take one of type "
-                "dict[str, str], or give the schema with @function_tool(schema={...})"
+                f"{plain}, or give the schema with @function_tool(schema={{...}})"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolSchemaError(

@@ -50,6 +50,8 @@ def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
         return _typed_dict(annotation, label, above)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _dataclass(annotation, label, above)
+    if annotation is complex:
+        raise ToolSchemaError(f"tool {label!r}: complex is no type of JSON: take two floats, or a str")
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
         inner = plain_hint(arguments[0], label, above)
@@ -78,8 +80,17 @@ def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     fields: dict[str, Any] = {}
     for key, hint in hints.items():
         inner = plain_hint(hint, label, (*above, annotation))
-        fields[key] = Required[inner] if key in annotation.__required_keys__ else NotRequired[inner]
+        fields[key] = Required[inner] if _is_required(hint, key in annotation.__required_keys__) else NotRequired[inner]
     return _named(_TypedDict(annotation.__name__, fields), annotation)
+
+
+def _is_required(hint: Any, default: bool) -> bool:
+    """Whether a key must be given; ``__required_keys__`` does not see qualifiers where annotations are strings."""
+    origin = get_origin(hint)
+    if origin in (Required, NotRequired):
+        return origin is Required
+    wraps = origin in (typing.Annotated, typing_extensions.ReadOnly)
+    return _is_required(get_args(hint)[0], default) if wraps else default
 
 
 def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:

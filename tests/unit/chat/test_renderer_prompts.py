@@ -194,6 +194,9 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(RenderError, match=r"tokenizer\.json is not a tokenizer"):
         load_renderer(path, chat_template="{{ x }}")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(RenderError, match=r"holds no tokenizer \(tokenizer.json, or one of .*: name a whole model"):
+        load_renderer(path, chat_template="{{ x }}")
     with pytest.raises(RenderError, match="special_in_text: 'raw' is unknown; allowed: escape, template"):
         load_renderer(model_dir("own"), special_in_text="raw")  # type: ignore[arg-type]
 

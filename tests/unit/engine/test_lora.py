@@ -11,7 +11,7 @@ import torch
 
 from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.lora import BaseWeights, merged
+from turnwise.engine.lora import BaseWeights, adapter_chain, merged
 from turnwise.engine.weights import read_weights, write_weights
 from turnwise.errors import FormatError
 from turnwise.inference import wire
@@ -153,3 +153,8 @@ def test_a_server_that_is_sent_no_adapter_keeps_no_copy() -> None:
     assert [each is served["a.weight"] for each in seen] == [True]
     kept.replaced()
     assert not kept._base
+
+
+def test_a_model_directory_without_settings_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"holds no config\.json: name a whole model directory"):
+        adapter_chain(tmp_path)

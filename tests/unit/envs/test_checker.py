@@ -38,6 +38,13 @@ class Good(ToolEnv):
         yield f"seen {text_of(seen).removeprefix('here ')}"
 
 
+class Rewardless(ToolEnv):
+    score_range = (0.0, 1.0)
+
+    async def reset(self, task=None, *, seed=None):
+        return "go", {}
+
+
 COUNT = itertools.count()
 SHARED: list[str] = []
 
@@ -446,6 +453,7 @@ async def test_one_that_needs_a_task():
 @pytest.mark.parametrize(
     ("env", "check", "words"),
     [
+        (Rewardless, "rewards", "nothing can earn a reward: define score(self, final)"),
         (Unseeded, "group", "different observation"),
         (UnseededTool, "determinism", "step 3 differs"),
         (Leaky, "reuse", "second reset"),
@@ -526,10 +534,10 @@ async def test_a_tool_that_exits_is_an_answer_and_no_exit():
 @pytest.mark.parametrize(
     ("env", "check", "ran"),
     [
-        (Hangs, "reset", 3),
-        (HoldsThreads, "reset", 3),
-        (HangsInStep, "final messages", 5),
-        (HangsInClose, "reset", 3),
+        (Hangs, "reset", 4),
+        (HoldsThreads, "reset", 4),
+        (HangsInStep, "final messages", 6),
+        (HangsInClose, "reset", 4),
         (HangsInInit, "construct", 0),
     ],
 )

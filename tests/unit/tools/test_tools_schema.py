@@ -261,7 +261,7 @@ class TestRefusals:
         def double(**kwargs: str):
             pass
 
-        with pytest.raises(ToolSchemaError, match=r"\*args.*name the parameters"):
+        with pytest.raises(ToolSchemaError, match=r"\*args.*name the parameters, take one of type list\[str\]"):
             function_schema(stars)
         with pytest.raises(ToolSchemaError, match=r"\*\*kwargs"):
             function_schema(double)

@@ -4,6 +4,8 @@ import dataclasses
 import enum
 import itertools
 import json
+import sys
+import types
 import typing
 from typing import Annotated, Any, Literal, Optional
 
@@ -11,12 +13,14 @@ import annotated_types
 import jsonschema
 import pydantic
 import pytest
+import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat.model_dirs import renderer_for
 from support.property_tests import examples
 from support.tools.schema_values import values_of
+from turnwise.errors import ToolSchemaError
 from turnwise.model.canonical import canonical_messages
 from turnwise.tools import as_schema, function_schema, function_tool
 from turnwise.tools.sample_arguments import example_arguments
@@ -287,3 +291,32 @@ def words_of(schema: Any) -> list[Any]:
     if isinstance(schema, list):
         return [word for value in schema for word in words_of(value)]
     return [schema] if isinstance(schema, (str, int)) and not isinstance(schema, bool) else []
+
+
+def tool_of(hint: Any) -> Any:
+    def fn(value): ...
+
+    fn.__annotations__["value"] = hint
+    return function_schema(fn)[0]
+
+
+def test_qualifiers_of_keys_hold_where_annotations_are_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"NotRequired": typing.NotRequired, "Required": typing.Required, "Annotated": Annotated}
+    for kind in (typing.TypedDict, typing_extensions.TypedDict):
+        scope: dict[str, Any] = {"kind": kind, "__name__": f"made_{next(NUMBERS)}", **names}
+        exec(
+            "from __future__ import annotations\n"
+            "class All(kind):\n    a: NotRequired[int]\n    b: int\n    c: Annotated[NotRequired[int], 'third']\n"
+            "class Few(kind, total=False):\n    a: Required[int]\n    b: int\n",
+            scope,
+        )
+        monkeypatch.setitem(sys.modules, scope["__name__"], types.SimpleNamespace(**scope))
+        for name, required in (("All", ["b"]), ("Few", ["a"])):
+            schema = tool_of(scope[name]).parameters["properties"]["value"]
+            assert schema.get("required") == required
+
+
+@pytest.mark.parametrize("hint", [complex, list[complex], complex | None, Annotated[complex, "z"]])
+def test_a_complex_number_is_no_argument(hint: Any) -> None:
+    with pytest.raises(ToolSchemaError, match="complex is no type of JSON: take two floats"):
+        tool_of(hint)

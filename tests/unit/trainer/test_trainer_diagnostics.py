@@ -192,6 +192,20 @@ def test_rules_know_their_setting() -> None:
     assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, WarningContext()) == []
 
 
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"dropped/cut_tokens": 4.0, "dropped/dead_tokens": 0.0}, "dropped/* in metrics.jsonl has the counts"),
+        ({"dropped/cut_tokens": 0.0, "correction/rejected": 1.0}, "the rollout correction rejected all"),
+        ({"dropped/cut_tokens": 0.0}, "rewards are equal within each group"),
+    ],
+)
+def test_a_step_in_vain_has_its_reason(metrics: dict[str, float], reason: str) -> None:
+    nothing, _ = AMISS["nothing_trained"]
+    warned = [each for each in find_warnings(nothing | metrics, WarningContext()) if each.name == "nothing_trained"]
+    assert [reason in each.text for each in warned] == [True]
+
+
 def test_a_step_of_the_critic_alone_is_no_step_in_vain() -> None:
     nothing, _ = AMISS["nothing_trained"]
     assert find_warnings({**nothing, "critic/loss": 0.3}, WarningContext()) == []

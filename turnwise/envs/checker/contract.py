@@ -18,6 +18,7 @@ from jsonschema.exceptions import SchemaError
 from turnwise.envs.checker.context import CheckContext, StallTimeout, brief, place, some_calls
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.tool_env import ToolEnv
+from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import EnvError, TurnwiseError
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
@@ -51,6 +52,16 @@ async def signature(exam: CheckContext) -> None:
             found.bind(*args, **kwargs)
         except TypeError as error:
             exam.find("signature", f"{name}{found} cannot be called as {text}: {error}", f"write it as {text}")
+
+
+async def rewards(exam: CheckContext) -> None:
+    """Check that something can earn a reward: a score, a step of the environment's own, or a tool."""
+    env = exam.first.unwrapped if isinstance(exam.first, Wrapper) else exam.first
+    methods = ("step", "score", "extra_rewards")
+    own = any(getattr(type(env), name) not in (getattr(Env, name), getattr(ToolEnv, name)) for name in methods)
+    if not own and not env.toolset():
+        text = "it has neither score, nor tools, nor a step of its own: nothing can earn a reward"
+        exam.find("rewards", text, "define score(self, final); without it each episode has reward 0")
 
 
 async def tools(exam: CheckContext) -> None:

@@ -73,6 +73,7 @@ DEFAULT_TASKS: Final = 3
 # What each check needs: after a finding of one of these it would only say the same again.
 CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
     "signature": (contract.signature, ()),
+    "rewards": (contract.rewards, ("signature",)),
     "tools": (contract.tools, ("signature",)),
     "reset": (contract.reset, ("signature",)),
     "group": (repeats.group, ("reset", "json")),
@@ -111,11 +112,11 @@ async def check_env(
 ) -> CheckReport:
     """Play short episodes with random tool calls in an environment, and report violations of its contract.
 
-    Checks: signatures; tool schemas; the shape of reset; equal starts in a group; any final message; calls of every
-    kind, together and single; equal episodes from equal seeds, also in a reused environment and beside another one;
-    close, also after errors, without leaked threads or files; tools in the rendered prompt; lengths against the
-    context; answers leaked in the prompt; trivial policies at the floor and the reference solution at the maximum;
-    every task (``check_task``); the cost of a step.
+    Checks: signatures; that a reward can be earned; tool schemas; the shape of reset; equal starts in a group; any
+    final message; calls of every kind, together and single; equal episodes from equal seeds, also in a reused
+    environment and beside another one; close, also after errors, without leaked threads or files; tools in the
+    rendered prompt; lengths against the context; answers leaked in the prompt; trivial policies at the floor and
+    the reference solution at the maximum; every task (``check_task``); the cost of a step.
 
     Args:
         env: A registered name or reference, a spec, a class or function that makes one, or an environment (with fewer

@@ -78,7 +78,14 @@ def nothing_trained(metrics: Metrics, setting: WarningContext) -> str | None:  #
     """No token was trained, and no critic warm-up explains it."""
     if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
         return None
-    return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
+    if any(value > 0 for name, value in metrics.items() if name.startswith("dropped/")):
+        return "no token of this step was trained: they were dropped: dropped/* in metrics.jsonl has the counts"
+    if metrics.get("correction/rejected", 0.0) >= 1.0:
+        return "no token of this step was trained: the rollout correction rejected all; widen its bounds"
+    return (
+        "no token of this step was trained: no row has an advantage, since rewards are equal within each group. If "
+        "they are the highest, stop or mix in harder tasks; else raise rollout.group_size, or reward partial success"
+    )
 
 
 def short(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
