@@ -486,6 +486,21 @@ def test_an_update_in_flight_is_seen_in_the_spans_and_in_the_tokens(checkpoints,
     assert desk.result(late).weight_versions == ((3, 0, 20),)
 
 
+def test_what_waits_during_an_update_is_of_the_new_version_from_its_first_id_on(checkpoints, rng):
+    _, directory = checkpoints("qwen3")
+    new, _ = checkpoints("qwen3", 1)
+    desk = Desk(directory, max_seqs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    running, waiting = (desk.submit(random_prompt(rng, size), params) for size in (10, 5))
+    for _ in range(4):
+        desk.engine.step()
+    desk.engine.update_weights(state(new), 3)
+    desk.drain()
+    (first, _, middle), (second, start, end) = desk.result(running).weight_versions
+    assert (first, second, start, end) == (0, 3, middle, 12)
+    assert desk.result(waiting).weight_versions == ((3, 0, 12),)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -263,3 +263,22 @@ def check_engine(engine: Engine) -> None:
     held = np.flatnonzero(cache.state != FREE)
     assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == held.tolist()
     assert not (cache.state == ACTIVE).any()
+
+
+@pytest.mark.parametrize("poisoned", [True, False])
+def test_values_that_are_not_finite_do_not_stay_for_the_next_sequence(poisoned: bool) -> None:
+    cache = KVCache(GEOMETRY, torch.float32, torch.device("cpu"), slots=2, longest=32, budget=64)
+    slot = cache.take(np.arange(1, 10, dtype=np.int32))
+    fill(cache, slot)
+    pool, row = cache.pools[cache.pool_of[slot]], int(cache.row_of[slot])
+    for layer in range(GEOMETRY.layers):
+        pool.keys[layer][row, 0, 3] = float("nan")
+        pool.values[layer][row, 1, 4] = float("inf")
+    cache.release(slot, poisoned=poisoned)
+    finite = all(
+        bool(torch.isfinite(each[layer][row]).all())
+        for each in (pool.keys, pool.values)
+        for layer in range(GEOMETRY.layers)
+    )
+    # What attention masks out is multiplied by 0, which leaves a NaN.
+    assert finite == poisoned

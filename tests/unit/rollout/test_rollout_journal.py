@@ -247,6 +247,7 @@ async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_a
     assert [group.id for group in await buffer.fetch(ref)] == [f"0-g{number}" for number in range(8)]
     await buffer.release(ref)
     assert buffer._store.cached_bytes == 0
+    assert journal._state.entries == {}, "what was trained is on disk only"
     # A process that goes on from before the step finds all of them, one after it none.
     again = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=0))
     requests = [RolloutRequest(Task(f"g{number}", "go")) for number in range(8)]

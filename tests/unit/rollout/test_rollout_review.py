@@ -538,6 +538,20 @@ async def test_tags_partitions_and_run_seeds_decide_the_seeds() -> None:
     assert seeds[1, "val", "sampled"][1] != seeds[1, "val", "other"][1]
 
 
+async def test_an_epoch_samples_apart_from_the_one_before() -> None:
+    renderer, found = ToyRenderer(), []
+    for epoch in (0, 1):
+        client = ScriptedClient(renderer, ["42"])
+        config = RolloutConfig(env=SpecConfig(name=HERE + "World"))
+        producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer, run_seed=1))
+        [group] = await producer.gather([RolloutRequest(Task("t", "go"), epoch)])
+        await producer.close()
+        found.append((group.trajectories[0].seed, client.requests[0].params.seed))
+    (first, sampled), (second, sampled_later) = found
+    assert first != second
+    assert sampled != sampled_later
+
+
 async def test_closing_a_producer_cancels_what_runs_and_writes_it() -> None:
     asked = asyncio.Event()
 

@@ -157,6 +157,21 @@ def test_normalized_weights_have_mean_one(rows: list[TrainRow]) -> None:
     )
 
 
+def test_weights_are_normalized_over_the_tokens_that_are_left(rows: list[TrainRow]) -> None:
+    # Weights 2, 1 | 1, 1, 1 | 1/8, 1, of which 1/8 is rejected: the mean of the others is 7/6.
+    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 0.0], [-3 * LN2, 0.0]])
+    config = CorrectionConfig.model_validate(
+        {"normalize": True, "reject": [{"statistic": "k1", "high": 5.0, "level": "token"}]}
+    )
+    found = correct(rows, told, config)
+    weights = [
+        weight
+        for each in found.rows[:3]
+        for weight in np.asarray(each.importance)[each.sample.loss_mask].tolist()  # of the rejected one nothing is left
+    ]
+    assert weights == pytest.approx([12 / 7, *[6 / 7] * 5])
+
+
 class Watched:
     """A learner that notes batches and keeps gradients instead of taking a step."""
 

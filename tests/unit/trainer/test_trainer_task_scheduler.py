@@ -171,6 +171,7 @@ async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_bac
         await kept.put(again.group(number))
     first = await take(later, kept)
     assert told.told == [], "t0 is known, and t1, which is dropped"
+    assert later._learned == set(), "of what was given out or dropped nothing is kept"
     later.take_back({first})
     assert [(each["task"]["id"], each["learned"]) for each in later.state()] == [("t0", True), ("t2", False)]
     await take(later, kept)
