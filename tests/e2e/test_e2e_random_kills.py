@@ -59,7 +59,7 @@ class Fixtures:
             while self.killed.total() < kills:
                 with training(self.config) as process:
                     below = self._live(process, kills)
-                    wait_until(lambda left=below: gone(left), "the end of what a dead trainer had started")
+                    wait_until(lambda left=below: gone(left), f"the end of what a dead trainer had started: {below}")
                 self.lives.append(left_on_disk(self.run))
 
     def _live(self, process: Turnwise, kills: int) -> list[psutil.Process]:

@@ -86,6 +86,7 @@ class Launcher:
     def start(self, plan: dict[str, Any], fds: list[int]) -> None:
         """Fork what becomes a sandbox."""
         self.boxes_group(plan)
+        plan["parent"] = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -99,7 +100,7 @@ class Launcher:
             # The parent's end ends it too: no other process could. Bubblewrap asks for the same again. Where no
             # process namespace ends with it, it lives on until the host is gone, to end what it started.
             if plan["nested"]:
-                syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+                syscalls.die_with(plan["parent"])
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control, errors = fds

@@ -35,7 +35,7 @@ def become(plan: dict[str, Any], control: int) -> None:
         os.setresuid(plan["uid"], plan["uid"], plan["uid"])
         # A change of user takes the wish back that the parent's end ends this.
         if plan["nested"]:
-            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 9)
+            syscalls.die_with(plan["parent"])
     if plan["landlock"] is not None:
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         landlock.restrict(plan["landlock"])

@@ -57,6 +57,17 @@ def prctl(option: int, value: int) -> None:
     checked(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
 
 
+def die_with(parent: int) -> None:
+    """Have this process killed when its parent ends; it ends here if that has happened already.
+
+    Raises:
+        OSError: It is not allowed.
+    """
+    prctl(PR_SET_PDEATHSIG, 9)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 class _MountAttributes(ctypes.Structure):
     _fields_ = (
         ("attr_set", ctypes.c_uint64),
