@@ -375,7 +375,8 @@ def serve(spec: ServerSpec) -> None:
     """
     # Most of a start is imports, which make no garbage: a tenth of it went into looking for some.
     gc.disable()
-    process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
+    config = spec.config
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
     outbox = Outbox()
     engine, stop_strings, guides = _load(spec, outbox.deliver)
     if spec.paused:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
-from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.inference.config import HostPattern, InferenceConfig, RendererConfig
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.types import SamplingParams
 
@@ -158,6 +158,7 @@ class GatewayConfig(BaseModel):
             and key.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
         port: Port that the gateway binds; 0 for a free one.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
         log_level: Of the gateway's log.
         temperature: Default sampling temperature of requests.
         top_p: Default nucleus mass in (0, 1].
@@ -188,6 +189,7 @@ class GatewayConfig(BaseModel):
     out: ConfigPath
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    allowed_hosts: list[HostPattern] = []
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

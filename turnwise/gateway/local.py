@@ -276,11 +276,13 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.process import bind, server_without_signal_handlers
+        from turnwise.inference.process import bind, check_host, server_without_signal_handlers
 
         limits = self._sessions.limits
-        options = server_options(self._dispatch, limits, limits.connections)
         listener = bind(self._host, self._wanted)
+        with undo_on_error(listener.close):
+            app = check_host(self._dispatch, listener, self.form.hosts)
+            options = server_options(app, limits, limits.connections)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
         server = server_without_signal_handlers(options)

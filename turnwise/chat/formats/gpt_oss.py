@@ -211,6 +211,18 @@ class GptOss(ChatFormat):
         parsed.reasoning = "\n".join(filter(None, (text.strip() for text in thoughts)))
         return parsed
 
+    def reasoning_spans(self, turn: TurnText) -> list[tuple[int, int]]:
+        """Return the (start, end) of each body of the reasoning channel that a turn's text holds."""
+        begun, whole, at = len(self._begun(turn.prefix)), self._whole(turn), 0
+        spans = []
+        for header, body, _ in self._messages(whole):
+            if body is not None:
+                start = whole.index(self._message + body, at) + len(self._message)
+                at = start + len(body)
+                if self._reasons(header) and at > begun:
+                    spans.append((max(start - begun, 0), at - begun))
+        return spans
+
     def _call(self, recipient: str, body: str | None, *, unclosed: bool) -> ToolCall:
         name = recipient.removeprefix(self.markers["recipient"]).split("<", 1)[0]
         text = self.marks.plain(body or "").strip()

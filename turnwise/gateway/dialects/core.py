@@ -189,7 +189,7 @@ class Answer:
     Attributes:
         message: The assistant message with the session's call ids.
         cached_tokens: Prompt tokens served from the cache.
-        reasoning_tokens: Sampled tokens of reasoning; 0 if not counted.
+        reasoning_tokens: Sampled tokens of reasoning, without its markers.
         logprobs: Of the sampled tokens, if requested.
         stop: The stop string that ended it, or None.
     """
@@ -510,6 +510,9 @@ class Reader(Protocol):
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion."""
+
+    def reasoning_tokens(self, completion: TokenIds, tail: TokenIds) -> int:
+        """Return how many ids of a completion after ``tail`` are reasoning."""
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of ids."""
