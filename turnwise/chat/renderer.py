@@ -110,8 +110,8 @@ class TemplateRenderer:
 
     __slots__ = (
         "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media", "stop_ids",
-        "text", "why",
+        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media",
+        "stop_ids", "text", "why",
     )  # fmt: skip
 
     def __init__(

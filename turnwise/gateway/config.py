@@ -101,7 +101,10 @@ def base_url(url: str | None) -> str:
 _NOT_HOSTED = (
     "name", "temperature", "top_p", "top_k", "min_p", "fixed_sampling", "seed", "context_length",
     "max_tokens_per_turn", "reasoning", "renderer",
+    "lenient",
 )  # fmt: skip
+Lenient = Literal["tool_choice", "server_tools"]
+"""What a request may ask for in vain: a forced call without structured output; tools that the provider runs."""
 PositiveInt = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -175,6 +178,9 @@ class GatewayConfig(BaseModel):
             which forks.
         echo: An assistant message rewritten under its call ids: ``same`` takes it as the sampled turn, ``strict``
             forks.
+        lenient: What is ignored instead of refused, and counted in the trajectory's metrics (``ignored_...``):
+            ``tool_choice``, a forced call where the engine cannot force one; ``server_tools``, tools that the
+            provider runs.
         limits: Resource limits for agents.
         renderer: Chat template and format.
         inference: Settings of the inference server.
@@ -203,6 +209,7 @@ class GatewayConfig(BaseModel):
     max_total_tokens: PositiveInt | None = None
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
+    lenient: list[Lenient] = []
     limits: GatewayLimits = GatewayLimits()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -318,6 +325,7 @@ class SessionSettings:
         max_turns: Maximum model calls.
         reasoning: Policy for the reasoning of earlier turns.
         echo: Policy for turns that come back rewritten.
+        lenient: What is ignored instead of refused.
     """
 
     seed: int | None = None
@@ -332,6 +340,7 @@ class SessionSettings:
     max_turns: int | None = None
     reasoning: ReasoningPolicy | None = None
     echo: EchoPolicy | None = None
+    lenient: frozenset[Lenient] | None = None
 
     def params(self, own: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""

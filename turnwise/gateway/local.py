@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Self
 
 from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayLimits, SessionSettings
+from turnwise.gateway.config import GatewayLimits, Lenient, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
@@ -165,6 +166,7 @@ class LocalGateway:
         limits: GatewayLimits | None = None,
         endpoint: Endpoint | None = None,
         guides: bool = False,
+        lenient: Collection[Lenient] = (),
     ) -> None:
         """Configure a gateway; nothing is started.
 
@@ -178,6 +180,7 @@ class LocalGateway:
             limits: Limits for agents.
             endpoint: Hosted endpoint to forward requests to; sessions are then recorded as text.
             guides: Whether the engine supports structured output.
+            lenient: What is ignored instead of refused.
         """
         self._renderer = renderer
         self._host = host
@@ -194,7 +197,7 @@ class LocalGateway:
                 admin_key=key,
                 model=model,
                 context_length=context_length,
-                abilities=abilities_of(renderer, guides=guides),
+                abilities=abilities_of(renderer, guides=guides, lenient=lenient),
                 # The session's own settings determine its sampling.
                 fixed=FIXED_SAMPLING,
             )

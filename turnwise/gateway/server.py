@@ -153,7 +153,7 @@ async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
         admin_key=key,
         model=config.name or config.directory.resolve().name,
         context_length=context,
-        abilities=abilities_of(renderer, guides=info.guides),
+        abilities=abilities_of(renderer, guides=info.guides, lenient=config.lenient),
         fixed=FIXED_SAMPLING if config.fixed_sampling else frozenset(),
     )
     return app, {"max_model_len": context, "admin_key": key}
