@@ -150,7 +150,7 @@ CALLED: Any = {
 async def test_items_are_referenced_as_the_ai_sdk_does(stream: bool) -> None:
     """Its default provider sends what was answered as references, and everything else in full."""
     async with serving(
-        [CALLED, "Done."], tools=[ToolSchema("exec_command", ""), ToolSchema("apply_patch", "")]
+        [CALLED, "Done.", "Again."], tools=[ToolSchema("exec_command", ""), ToolSchema("apply_patch", "")]
     ) as served:
         opened, other = await served.open(), await served.open()
 

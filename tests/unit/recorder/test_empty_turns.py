@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.chat.model_dirs import renderer_for
+from support.gateway.server import serving
 from support.rollout.audited import assert_sound
 from support.trainer.credited import build, told, trajectory
 from turnwise.compat.verl_agent_loop import TokenOutput
@@ -102,3 +103,36 @@ def test_every_credit_takes_a_turn_without_ids(credit: str, place: int) -> None:
     if credit == "last":
         # Of the last turn that holds ids: the reward would teach nothing otherwise.
         assert found == {"a": [0.0, 0.5], "b": [0.0, -0.5]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize(
+    ("route", "ends"),
+    [
+        ("chat/completions", {"stop": '"finish_reason":"stop"', "length": '"finish_reason":"length"'}),
+        ("responses", {"stop": '"status":"completed"', "length": '"status":"incomplete"'}),
+        ("messages", {"stop": '"stop_reason":"stop_sequence"', "length": '"stop_reason":"max_tokens"'}),
+    ],
+)
+async def test_every_api_answers_with_an_empty_turn(
+    route: str, ends: dict[str, str], finish: FinishReason, stream: bool
+) -> None:
+    async with serving([empty(finish), "Two."]) as served:
+        opened = await served.open()
+        history = [GO]
+        for _ in range(2):
+            key = "input" if route == "responses" else "messages"
+            stops = {"stop_sequences": ["END"]} if route == "messages" else {}
+            body = {"model": "m", "max_tokens": 50, "stream": stream, key: history, **stops}
+            if route == "responses":
+                body["max_output_tokens"] = body.pop("max_tokens")
+            async with served.http.post(f"{opened['path']}/v1/{route}", json=body) as answer:
+                text = await answer.text()
+            assert answer.status == 200, text
+            if history == [GO]:
+                assert ends[finish] in text
+                assert "error" not in text.replace('"error":null', "")
+            history = [GO, {"role": "assistant", "content": ""}, ON]
+        assert [len(each.token_ids) > 0 for each in served.session(opened).segments()] == [True, False, True, True]
+        assert served.session(opened).metrics()["forks"] == 0
