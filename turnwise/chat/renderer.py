@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -330,19 +331,17 @@ class TemplateRenderer:
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion after ``tail``, given the request's stop strings."""
         live = self._format.live(self._prefix(tail[-self._generation :]))
-        return LiveTurn(self._tokens, live, self.stop_ids, stops)
+        return LiveTurn(self._tokens, live, self.stop_ids, stops, partial(self._reasoning_tokens, tail))
 
-    def reasoning_tokens(self, completion: TokenIds, tail: TokenIds) -> int:
-        """Return how many ids of a completion are reasoning, without its markers."""
+    def _reasoning_tokens(self, tail: TokenIds, completion: TokenIds) -> int:
         pieces: list[str] = []
 
         def read(token_ids: list[int]) -> str:
             pieces.extend(map(self._piece, token_ids))
             return "".join(pieces)
 
-        turn = self._turn_text(completion.tolist(), tail, read)
+        spans = self._format.parse(self._turn_text(completion.tolist(), tail, read), ()).spans
         starts = [0, *itertools.accumulate(map(len, pieces[:-1]))]
-        spans = self._format.reasoning_spans(turn)
         return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _piece(self, number: int) -> str:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
+from turnwise.gateway.errors import Lenient
 from turnwise.inference.config import HostPattern, InferenceConfig, RendererConfig
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.types import SamplingParams
@@ -103,8 +104,6 @@ _NOT_HOSTED = (
     "max_tokens_per_turn", "reasoning", "renderer",
     "lenient",
 )  # fmt: skip
-Lenient = Literal["tool_choice", "server_tools"]
-"""What a request may ask for in vain: a forced call without structured output; tools that the provider runs."""
 PositiveInt = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -95,7 +95,7 @@ def _answer(
         prompt_tokens=opened.prompt_tokens,
         completion_tokens=len(sampled),
         cached_tokens=opened.known_tokens,
-        reasoning_tokens=reader.reasoning_tokens(sampled, opened.tail) if message.get("reasoning_content") else 0,
+        reasoning_tokens=reader.live(opened.tail).reasoning_tokens(sampled) if message.get("reasoning_content") else 0,
         logprobs=logprobs,
         stop=_stop_string(reader, params, sampled, message),
     )

@@ -15,11 +15,11 @@ from typing import Any, Final, NoReturn, Self
 
 from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayLimits, Lenient, SessionSettings
+from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
-from turnwise.gateway.errors import ApiError
+from turnwise.gateway.errors import ApiError, Lenient
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions

@@ -19,10 +19,10 @@ from typing import Any, cast, get_args
 
 from turnwise.append_file import AppendFile
 from turnwise.errors import BudgetExceeded, FormatError, RenderError, TurnwiseError, shown
-from turnwise.gateway.config import GatewayLimits, Lenient, SessionSettings
+from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
-from turnwise.gateway.errors import ApiError, invalid
+from turnwise.gateway.errors import ApiError, Lenient, invalid
 from turnwise.model.canonical import clean
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.recorder.session import Session

@@ -18,8 +18,9 @@ from pydantic import (
 from turnwise.agents.roles import TRAINED, Compare
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import ConfigError
-from turnwise.gateway.config import FrozenConfig, Lenient
+from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
+from turnwise.gateway.errors import Lenient
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 

@@ -170,7 +170,7 @@ def test_tokens_of_reasoning_are_counted_as_sampled(family: str, pieces: list[st
     coded = [(text[:1] == "|", renderer._tokens.encode(text.removeprefix("|"))) for text in pieces]
     ids = as_ids([number for _, each in coded for number in each])
     wanted = sum(len(each) for reasoned, each in coded if reasoned)
-    assert renderer.reasoning_tokens(ids, tail_of(family)) == wanted
+    assert renderer.live(tail_of(family)).reasoning_tokens(ids) == wanted
     whole = renderer.parse(ids, tail_of(family), ())
     assert bool(whole.get("reasoning_content")) == bool(wanted)
 

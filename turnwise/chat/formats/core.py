@@ -88,11 +88,12 @@ class TurnText:
 
 @dataclass(slots=True)
 class Parsed:
-    """A parsed turn."""
+    """A parsed turn; ``spans`` are the (start, end) of reasoning in its text, without its markers."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
     def message(self) -> Message:
         """Return the assistant message."""
@@ -257,20 +258,9 @@ class ChatFormat(ABC):
         scan = _Scan(self, turn, tools, (self._open, self._close), self._openers)
         return scan.run()
 
-    def reasoning_spans(self, turn: TurnText) -> list[tuple[int, int]]:
-        """Return the (start, end) of each piece of reasoning in a turn's text, without its markers."""
-        scan = _Scan(self, turn, (), (self._open, self._close), self._openers)
-        scan.run()
-        return scan.spans
-
 
 class _Scan:
-    """One scan of a turn: reasoning, blocks, and the text around them.
-
-    Attributes:
-        thinking: Whether reasoning is open at the end.
-        spans: Where reasoning stands in the text.
-    """
+    """One scan of a turn: reasoning, blocks, and the text around them; ``thinking``: reasoning is open at the end."""
 
     __slots__ = (
         "_content",
@@ -283,7 +273,6 @@ class _Scan:
         "_thoughts",
         "_tools",
         "_turn",
-        "spans",
         "thinking",
     )
 
@@ -306,7 +295,6 @@ class _Scan:
         self._parsed = Parsed()
         self._settled = turn.opened or chat_format.settled_by(turn.prefix)
         self.thinking = False
-        self.spans: list[tuple[int, int]] = []
 
     def run(self) -> Parsed:
         text, end = self._text, len(self._text)
@@ -331,7 +319,7 @@ class _Scan:
                     # Closed by the model but never opened: templates parse the text before it as reasoning.
                     self._thoughts += self._content
                     self._content.clear()
-                    self.spans.append((0, first))
+                    self._parsed.spans.append((0, first))
                 self._settled = True
             else:
                 position = self._block(start)
@@ -367,7 +355,7 @@ class _Scan:
         self._settled = True
         limit = len(text) if close < 0 else close
         self._thoughts.append(text[position:limit])
-        self.spans.append((position, limit))
+        self._parsed.spans.append((position, limit))
         at = position
         while self._openers and (at := self._next_block(at, limit)) >= 0:
             block = self._format.block(Region(text, at, limit, self._tools))

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from turnwise.errors import shown
-from turnwise.gateway.config import Lenient
 from turnwise.gateway.dialects import core as sse
 from turnwise.gateway.dialects.core import (
     Abilities,
@@ -32,7 +31,7 @@ from turnwise.gateway.dialects.core import (
     text_part,
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_response_format
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _BILLING = "x-anthropic-billing-header:"

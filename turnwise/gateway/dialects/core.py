@@ -18,8 +18,7 @@ import orjson
 import pydantic_core
 
 from turnwise.errors import shown
-from turnwise.gateway.config import Lenient
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.model.canonical import EFFORT, SWITCHES, Canonical, TemplateArguments
 from turnwise.types import Guide, Json, Message, SamplingParams, TokenIds, ToolCall, ToolSchema, text_of
 
@@ -528,9 +527,6 @@ class Reader(Protocol):
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion."""
-
-    def reasoning_tokens(self, completion: TokenIds, tail: TokenIds) -> int:
-        """Return how many ids of a completion after ``tail`` are reasoning."""
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of ids."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from turnwise.errors import StructuredOutputError, shown
-from turnwise.gateway.config import Lenient
 from turnwise.gateway.dialects import core as sse
 from turnwise.gateway.dialects.core import (
     Abilities,
@@ -30,7 +29,7 @@ from turnwise.gateway.dialects.core import (
     read_tool,
     text_part,
 )
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.model.core import Renderer
 from turnwise.types import Guide, Message, ToolSchema, as_ids
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from turnwise.errors import shown
-from turnwise.gateway.config import Lenient
 from turnwise.gateway.dialects.core import (
     Abilities,
     ChatRequest,
@@ -26,7 +25,7 @@ from turnwise.gateway.dialects.core import (
     text_part,
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})(\d{2,})\Z")

@@ -95,10 +95,6 @@ class TextRenderer:
         """Raise: there are no ids."""
         raise no_tokens()
 
-    def reasoning_tokens(self, completion: TokenIds, tail: TokenIds) -> NoReturn:  # noqa: ARG002
-        """Raise: there are no ids."""
-        raise no_tokens()
-
     def decode(self, token_ids: TokenIds) -> str:  # noqa: ARG002
         """Return an empty text."""
         return ""
