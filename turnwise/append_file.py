@@ -1,4 +1,7 @@
-"""Append-only files of lines: an append is whole or absent, also across kills and full disks."""
+"""Files of runs and gateways, for their owner only, and append-only files of lines.
+
+An append is whole or absent, also across kills and full disks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,22 @@ from pathlib import Path
 from turnwise.errors import DiskError
 
 
+def private_directory(path: Path) -> None:
+    """Create a directory for its owner only, if missing; missing parents get the usual mode."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """Open a file, created for its owner only: an ``opener`` for :func:`open`."""
+    return os.open(path, flags, 0o600)
+
+
+def write_private(path: Path, data: str | bytes) -> None:
+    """Write a file for its owner only, text as UTF-8."""
+    with open(path, "wb", opener=private_opener) as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+
+
 class AppendFile:
     """An append-only file of lines with a single writer; a line is in the file when :meth:`append` returns.
 
@@ -17,8 +36,8 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, cut: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        private_directory(path.parent)
+        self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._closed = False
         self.size = os.fstat(self._file).st_size
         if self.size and os.pread(self._file, 1, self.size - 1) != b"\n":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,8 +111,8 @@ class TemplateRenderer:
 
     __slots__ = (
         "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media", "stop_ids", "text",
-        "why",
+        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media",
+        "stop_ids", "text", "why",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +148,7 @@ class TemplateRenderer:
         self._closing = tokens.encode(self._format.closing) if self._format.closing else []
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
         self._prefixes: dict[bytes, str] = {}
+        self._pieces: dict[int, str] = {}
         self.guides: StructuralTags = FormatTags(self._format, lambda tail: self._prefix(tail[-self._generation :]))
         self._form = form = TemplateForm(
             facts, tokens, self._format, escape=self._escape, forget=self._skeletons.forget
@@ -327,9 +331,29 @@ class TemplateRenderer:
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion after ``tail``, given the request's stop strings."""
         live = self._format.live(self._prefix(tail[-self._generation :]))
-        return LiveTurn(self._tokens, live, self.stop_ids, stops)
+        return LiveTurn(self._tokens, live, self.stop_ids, stops, partial(self._reasoning_tokens, tail))
 
-    def _turn_text(self, token_ids: list[int], tail: TokenIds) -> TurnText:
+    def _reasoning_tokens(self, tail: TokenIds, completion: TokenIds) -> int:
+        pieces: list[str] = []
+
+        def read(token_ids: list[int]) -> str:
+            pieces.extend(map(self._piece, token_ids))
+            return "".join(pieces)
+
+        spans = self._format.parse(self._turn_text(completion.tolist(), tail, read), ()).spans
+        starts = [0, *itertools.accumulate(map(len, pieces[:-1]))]
+        return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
+
+    def _piece(self, number: int) -> str:
+        """Return the text of one id, cached; half a character is a character of its own."""
+        piece = self._pieces.get(number)
+        if piece is None:
+            piece = self._pieces[number] = self._format.marks.read(self._tokens, [number])
+        return piece
+
+    def _turn_text(
+        self, token_ids: list[int], tail: TokenIds, read: Callable[[list[int]], str] | None = None
+    ) -> TurnText:
         marks = self._format.marks
         prefix = self._prefix(tail[-self._generation :])
         end = len(token_ids)
@@ -340,7 +364,8 @@ class TemplateRenderer:
         stopped = end < len(token_ids)
         if stopped and marks.holds(token_ids[end]):
             end += 1
-        return TurnText(marks.read(self._tokens, token_ids[:end]), prefix, self._format.opened_by(prefix), stopped)
+        text = read(token_ids[:end]) if read is not None else marks.read(self._tokens, token_ids[:end])
+        return TurnText(text, prefix, self._format.opened_by(prefix), stopped)
 
     def _prefix(self, token_ids: TokenIds) -> str:
         """Return the text before a completion, cached: nearly always the same generation prompt."""

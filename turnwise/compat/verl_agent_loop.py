@@ -49,7 +49,8 @@ class TokenOutput(list[int]):
         self.log_probs = log_probs
         self.message = message
         self.stop_reason = "length" if message["finish_reason"] == "length" else "completed"
-        first, last = min(versions), max(versions)
+        # No weights sampled an empty turn.
+        first, last = min(versions, default=-1), max(versions, default=-1)
         self.extra_fields: dict[str, Any] = {
             "global_steps": last, "min_global_steps": first, "max_global_steps": last
         }  # fmt: skip

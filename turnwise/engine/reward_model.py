@@ -447,7 +447,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
     import torch
 
     config = spec.config
-    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
     torch.set_num_threads(config.threads)
     encoder = Encoder(spec.model)
     from transformers.utils import logging as hf_logging

@@ -171,7 +171,7 @@ class App:
             raise BadRequest(
                 "sampling_params.structured_outputs",
                 "sampling_params.structured_outputs needs a served model with tokenizer.json, and the package "
-                "'llguidance': pip install 'turnwise[guided]'",
+                "'llguidance': pip install 'turnwise[serve]'",
             )
         # Grammars of large schemas take a while.
         return await asyncio.to_thread(self._guides.hold, params.guide.tag, params.stop_token_ids)
@@ -375,7 +375,8 @@ def serve(spec: ServerSpec) -> None:
     """
     # Most of a start is imports, which make no garbage: a tenth of it went into looking for some.
     gc.disable()
-    process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
+    config = spec.config
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
     outbox = Outbox()
     engine, stop_strings, guides = _load(spec, outbox.deliver)
     if spec.paused:

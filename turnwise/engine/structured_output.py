@@ -73,7 +73,7 @@ class GrammarCache:
         try:
             import llguidance
         except ImportError as error:
-            raise MissingExtraError("llguidance", "guided", "structured output") from error
+            raise MissingExtraError("llguidance", "serve", "structured output") from error
         self._matcher = llguidance.LLMatcher
         self._vocabulary = vocabulary
         self._eos = tuple(eos)

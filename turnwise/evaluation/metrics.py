@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.agents.roles import TRAINED, role_of
+from turnwise.append_file import private_directory, private_opener, write_private
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -365,10 +366,10 @@ class EvalResult:
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
-        folder.mkdir(parents=True, exist_ok=True)
+        private_directory(folder)
         # JSON knows no NaN: orjson writes null where no episode ended.
-        (folder / "summary.json").write_bytes(orjson.dumps(self.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
-        with (folder / "episodes.jsonl").open("wb") as file:
+        write_private(folder / "summary.json", orjson.dumps(self.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
+        with open(folder / "episodes.jsonl", "wb", opener=private_opener) as file:
             for name, summary in self.parts.items():
                 for row in summary.rows:
                     file.write(orjson.dumps({"part": name, **row.to_json()}) + b"\n")

@@ -18,6 +18,7 @@ from rich.progress import Task as ProgressTask
 from rich.text import Text
 
 from turnwise.agents.roles import role_of
+from turnwise.append_file import private_directory, write_private
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig, EvalPlan
@@ -317,8 +318,8 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
         console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    private_directory(folder)
+    write_private(folder / "config.yaml", dump_config(config))
     async with AsyncExitStack() as stack:
         model = await _model(config, folder, stack)
         # The ledger closes the client too, and marks its end: nothing is in flight any more. Hosted endpoints return

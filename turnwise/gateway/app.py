@@ -37,7 +37,7 @@ from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.gateway.errors import ApiError, api_error, invalid, too_deep
 from turnwise.gateway.exchange import Deadline, Exchange, reader_of
-from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_settings
+from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_id, read_settings
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
 from turnwise.types import StopReason
@@ -184,10 +184,10 @@ class SessionApp(ABC):
             case ("POST", ["sessions"]):
                 fields = Fields(read_json(await exchange.body() or b"{}"))
                 check_known(fields, _MAY_CREATE)
-                name = fields.text("id", "")
+                name = read_id(fields, "id")
                 if "/" in name or name in (".", ".."):
                     raise invalid("id", f"is {shown(name)}, which a path cannot contain: remove '/', '.' and '..'")
-                about = {key: fields.text(key) for key in _ABOUT if fields.get(key) is not None}
+                about = {key: read_id(fields, key) for key in _ABOUT if fields.get(key) is not None}
                 seconds = fields.number("seconds", 0.001, 10 * 365 * 86400)
                 settings = read_settings(fields, self._context_length)
                 entry = self.sessions.create(name or None, about, seconds, settings)
@@ -252,7 +252,9 @@ class GatewayApp(SessionApp):
         if route == "messages/count_tokens":
             await self._count(exchange, entry, dialect, body)
             return
-        request = asked_of(entry.reader, dialect.read(body, self._abilities))
+        request = asked_of(entry.reader, dialect.read(body, self._abilities_for(entry)))
+        for each in request.ignored:
+            entry.session.count(f"ignored_{each}")
         params = request.params(entry.session.params, self._fixed_for(entry))
         if len(entry.temperatures) < _MOST_TEMPERATURES:
             entry.temperatures.add(params.temperature)
@@ -260,6 +262,9 @@ class GatewayApp(SessionApp):
             await exchange.converse(entry, dialect, request, params)
         except StructuredOutputError as error:
             raise api_error(error, request.guide_field) from error
+
+    def _abilities_for(self, entry: GatewaySession) -> Abilities:
+        return self._abilities if entry.lenient is None else replace(self._abilities, lenient=entry.lenient)
 
     def _fixed_for(self, entry: GatewaySession) -> frozenset[str]:
         if entry.fixed_sampling is None:
@@ -269,7 +274,7 @@ class GatewayApp(SessionApp):
     async def _count(
         self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, body: Mapping[str, Any]
     ) -> None:
-        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities))
+        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities_for(entry)))
         reader = reader_of(entry.reader, request)
         tokens = len(reader.render(canonical_messages(request.messages), request.tools))
         await exchange.answer(200, {"input_tokens": tokens})
@@ -311,7 +316,7 @@ def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
     value = fields.number("value", -1e9, 1e9)
     if value is None:
         raise invalid("value", "is required")
-    entry.note_reward(fields.text("turn_id", "") or None, fields.text("name", "reward"), value)
+    entry.note_reward(fields.text("turn_id", "") or None, read_id(fields, "name") or "reward", value)
     return {"id": entry.id, "rewards": len(entry.rewards)}
 
 

@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
-from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.gateway.errors import Lenient
+from turnwise.inference.config import HostPattern, InferenceConfig, RendererConfig
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.types import SamplingParams
 
@@ -101,6 +102,7 @@ def base_url(url: str | None) -> str:
 _NOT_HOSTED = (
     "name", "temperature", "top_p", "top_k", "min_p", "fixed_sampling", "seed", "context_length",
     "max_tokens_per_turn", "reasoning", "renderer",
+    "lenient",
 )  # fmt: skip
 PositiveInt = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -158,6 +160,7 @@ class GatewayConfig(BaseModel):
             and key.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
         port: Port that the gateway binds; 0 for a free one.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
         log_level: Of the gateway's log.
         temperature: Default sampling temperature of requests.
         top_p: Default nucleus mass in (0, 1].
@@ -174,6 +177,9 @@ class GatewayConfig(BaseModel):
             which forks.
         echo: An assistant message rewritten under its call ids: ``same`` takes it as the sampled turn, ``strict``
             forks.
+        lenient: What is ignored instead of refused, and counted in the trajectory's metrics (``ignored_...``):
+            ``tool_choice``, a forced call where the engine cannot force one; ``server_tools``, tools that the
+            provider runs.
         limits: Resource limits for agents.
         renderer: Chat template and format.
         inference: Settings of the inference server.
@@ -188,6 +194,7 @@ class GatewayConfig(BaseModel):
     out: ConfigPath
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    allowed_hosts: list[HostPattern] = []
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -201,6 +208,7 @@ class GatewayConfig(BaseModel):
     max_total_tokens: PositiveInt | None = None
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
+    lenient: list[Lenient] = []
     limits: GatewayLimits = GatewayLimits()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -316,6 +324,7 @@ class SessionSettings:
         max_turns: Maximum model calls.
         reasoning: Policy for the reasoning of earlier turns.
         echo: Policy for turns that come back rewritten.
+        lenient: What is ignored instead of refused.
     """
 
     seed: int | None = None
@@ -330,6 +339,7 @@ class SessionSettings:
     max_turns: int | None = None
     reasoning: ReasoningPolicy | None = None
     echo: EchoPolicy | None = None
+    lenient: frozenset[Lenient] | None = None
 
     def params(self, own: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""

@@ -50,6 +50,13 @@ class EndpointTemplate:
         if self.bases and "{base}" not in self.template:
             raise ConfigError(f"an address {self.template!r} has no {{base}}, so base URLs would never be used")
 
+    @property
+    def hosts(self) -> list[str]:
+        """Host names of the URLs, with ``*`` for fields; the gateway's own are not among them."""
+        own = self.template.startswith(("{base}", "http://{host}", "https://{host}"))
+        urls = [*self.bases, *([] if own else [self.template])]
+        return [urlsplit(_FIELD.sub("*", url)).hostname or "" for url in urls]
+
     def take(self) -> str | None:
         """Assign a base URL to an episode; None for the gateway's own."""
         if not self.bases:

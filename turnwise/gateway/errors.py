@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from turnwise.errors import (
     BudgetExceeded,
@@ -48,6 +49,8 @@ class ApiError(Exception):
 
 
 CONTEXT = "context_length_exceeded"
+Lenient = Literal["tool_choice", "server_tools"]
+"""What a request may ask for in vain: a forced call without structured output; tools that the provider runs."""
 
 
 def invalid(param: str, message: str) -> ApiError:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator,
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from turnwise.chat.formats.live import LiveTurn, StreamedTurn
 from turnwise.errors import TurnwiseError
 from turnwise.gateway.config import GatewayLimits
@@ -87,31 +89,25 @@ def _answer(
             for piece in pieces
             for at in range(len(piece.token_ids))
         )
+    sampled = np.concatenate([piece.token_ids for piece in pieces])
     return Answer(
         message,
         prompt_tokens=opened.prompt_tokens,
-        completion_tokens=sum(len(piece.token_ids) for piece in pieces),
+        completion_tokens=len(sampled),
         cached_tokens=opened.known_tokens,
+        reasoning_tokens=reader.live(opened.tail).reasoning_tokens(sampled) if message.get("reasoning_content") else 0,
         logprobs=logprobs,
-        stop=_stop_string(reader, params, pieces, message),
+        stop=_stop_string(reader, params, sampled, message),
     )
 
 
-def _stop_string(
-    reader: Reader, params: SamplingParams, pieces: Sequence[TokenDelta | Completion], message: Message
-) -> str | None:
+def _stop_string(reader: Reader, params: SamplingParams, sampled: TokenIds, message: Message) -> str | None:
     """Return the stop string that ended a turn, or None."""
     if not params.stop or message.get("finish_reason") != "stop":
         return None
-    last = next(piece.token_ids for piece in reversed(pieces) if len(piece.token_ids))
-    if int(last[-1]) in reader.stop_ids:
+    if len(sampled) and int(sampled[-1]) in reader.stop_ids:
         return None
-    ends: list[TokenIds] = []
-    for piece in reversed(pieces):
-        ends.append(piece.token_ids)
-        if sum(map(len, ends)) >= _TAIL:
-            break
-    text = "".join(reader.decode(token_ids) for token_ids in reversed(ends))
+    text = reader.decode(sampled[-_TAIL:])
     return max(params.stop, key=text.rfind) if any(stop in text for stop in params.stop) else params.stop[0]
 
 

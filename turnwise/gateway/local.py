@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Self
 
@@ -18,7 +19,7 @@ from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
-from turnwise.gateway.errors import ApiError
+from turnwise.gateway.errors import ApiError, Lenient
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions
@@ -165,6 +166,7 @@ class LocalGateway:
         limits: GatewayLimits | None = None,
         endpoint: Endpoint | None = None,
         guides: bool = False,
+        lenient: Collection[Lenient] = (),
     ) -> None:
         """Configure a gateway; nothing is started.
 
@@ -178,6 +180,7 @@ class LocalGateway:
             limits: Limits for agents.
             endpoint: Hosted endpoint to forward requests to; sessions are then recorded as text.
             guides: Whether the engine supports structured output.
+            lenient: What is ignored instead of refused.
         """
         self._renderer = renderer
         self._host = host
@@ -194,7 +197,7 @@ class LocalGateway:
                 admin_key=key,
                 model=model,
                 context_length=context_length,
-                abilities=abilities_of(renderer, guides=guides),
+                abilities=abilities_of(renderer, guides=guides, lenient=lenient),
                 # The session's own settings determine its sampling.
                 fixed=FIXED_SAMPLING,
             )
@@ -276,11 +279,13 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.process import bind, server_without_signal_handlers
+        from turnwise.inference.process import bind, check_host, server_without_signal_handlers
 
         limits = self._sessions.limits
-        options = server_options(self._dispatch, limits, limits.connections)
         listener = bind(self._host, self._wanted)
+        with undo_on_error(listener.close):
+            app = check_host(self._dispatch, listener, self.form.hosts)
+            options = server_options(app, limits, limits.connections)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
         server = server_without_signal_handlers(options)

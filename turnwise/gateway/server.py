@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from turnwise.append_file import private_directory, write_private
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
@@ -117,7 +118,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
     config = spec.config
-    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
     # Only now it is known that uvicorn is there.
     from turnwise.gateway.http_guard import guarded
 
@@ -152,7 +153,7 @@ async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
         admin_key=key,
         model=config.name or config.directory.resolve().name,
         context_length=context,
-        abilities=abilities_of(renderer, guides=info.guides),
+        abilities=abilities_of(renderer, guides=info.guides, lenient=config.lenient),
         fixed=FIXED_SAMPLING if config.fixed_sampling else frozenset(),
     )
     return app, {"max_model_len": context, "admin_key": key}
@@ -172,9 +173,9 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
 
 def _prepare(config: GatewayConfig) -> str:
     """Create the gateway's directory and return its admin key."""
-    config.out.mkdir(parents=True, exist_ok=True)
+    private_directory(config.out)
     key = admin_key(config.out / "admin.key")
-    (config.out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_private(config.out / "config.yaml", dump_config(config))
     return key
 
 

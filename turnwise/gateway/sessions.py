@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from turnwise.append_file import AppendFile
 from turnwise.errors import BudgetExceeded, FormatError, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
-from turnwise.gateway.errors import ApiError, invalid
+from turnwise.gateway.errors import ApiError, Lenient, invalid
 from turnwise.model.canonical import clean
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.recorder.session import Session
@@ -32,6 +32,7 @@ from turnwise.types import StopReason
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """What a request may not choose where what it samples is trained."""
 _MOST = 2**31 - 1
+_MOST_ID = 256
 
 
 def read_settings(body: Fields, context_length: int) -> SessionSettings:
@@ -56,7 +57,17 @@ def read_settings(body: Fields, context_length: int) -> SessionSettings:
         max_turns=body.whole("max_turns", 1, _MOST),
         reasoning=cast("ReasoningPolicy | None", _one_of(body, "reasoning", ("keep", "template"))),
         echo=cast("EchoPolicy | None", _one_of(body, "echo", ("same", "strict"))),
+        lenient=_lenient(body),
     )
+
+
+def read_id(body: Fields, key: str) -> str:
+    """Return an id, empty if missing. Raises ApiError if it is too long or not printable."""
+    name = body.text(key, "")
+    if len(name) > _MOST_ID or not name.isprintable():
+        told = f"must have at most {_MOST_ID} characters, all printable, not the {len(name)} of {shown(name)}"
+        raise invalid(body.name(key), told)
+    return name
 
 
 def check_known(body: Fields, known: Set[str]) -> None:
@@ -64,6 +75,16 @@ def check_known(body: Fields, known: Set[str]) -> None:
     unknown = sorted(key for key in body if key not in known)
     if unknown:
         raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; known: {', '.join(sorted(known))}")
+
+
+def _lenient(body: Fields) -> frozenset[Lenient] | None:
+    if body.get("lenient") is None:
+        return None
+    known: frozenset[Lenient] = frozenset(get_args(Lenient))
+    unknown = [each for each in body.items("lenient") if each not in known]
+    if unknown:
+        raise invalid("lenient", f"must be a list of {' and '.join(sorted(known))}, and has {shown(unknown[0])}")
+    return known.intersection(body.items("lenient"))
 
 
 def _one_of(body: Fields, key: str, allowed: tuple[str, ...]) -> str | None:
@@ -102,7 +123,8 @@ class GatewaySession:
         unrendered: Rendering error of its last request, or None.
         turn_metrics: Metrics by turn id.
         fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
-        noted: Sampling settings for the trajectory's metrics.
+        sampling_metrics: Sampling settings for the trajectory's metrics.
+        lenient: What is ignored instead of refused; None for the gateway's setting.
     """
 
     id: str
@@ -124,6 +146,7 @@ class GatewaySession:
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
     sampling_metrics: dict[str, float] = field(default_factory=dict)
+    lenient: frozenset[Lenient] | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the state for controllers."""
@@ -240,6 +263,7 @@ class Sessions:
         entry = self._enter(session, reader, about, time.monotonic() + lasts)
         entry.fixed_sampling = settings.fixed_sampling
         entry.sampling_metrics = settings.sampling_metrics()
+        entry.lenient = settings.lenient
         return entry
 
     def adopt(self, session: Session, reader: Reader) -> GatewaySession:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,10 @@ from turnwise.config import ConfigReference
 
 if TYPE_CHECKING:
     from turnwise.model.core import Renderer
+
+
+HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
+"""A host name or address without scheme and port; ``*`` stands for any part."""
 
 
 class InferenceConfig(BaseModel):
@@ -30,6 +34,7 @@ class InferenceConfig(BaseModel):
         prefix_cache: Whether KV caches of shared prefixes are reused.
         host: Address that the server binds.
         port: Port that the server binds; 0 for a free one.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
         log_level: Of the server's log file.
         launch_timeout: Seconds until a server that does not become ready counts as failed.
         close_timeout: Seconds before a server that does not stop is killed.
@@ -52,6 +57,7 @@ class InferenceConfig(BaseModel):
     prefix_cache: bool = True
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    allowed_hosts: list[HostPattern] = []
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     launch_timeout: float = Field(default=180.0, gt=0)
     close_timeout: float = Field(default=5.0, gt=0)
@@ -73,6 +79,7 @@ class RewardServerConfig(BaseModel):
         max_context: Maximum tokens of a conversation; longer ones are refused. None for the model's limit.
         host: Address that the server binds.
         port: Port that the server binds; 0 for a free one.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
         log_level: Of the server's log.
         launch_timeout: Seconds until a server that does not become ready counts as failed.
         close_timeout: Seconds before a server that does not stop is killed.
@@ -88,6 +95,7 @@ class RewardServerConfig(BaseModel):
     max_context: int | None = Field(default=None, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    allowed_hosts: list[HostPattern] = []
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     launch_timeout: float = Field(default=180.0, gt=0)
     close_timeout: float = Field(default=5.0, gt=0)

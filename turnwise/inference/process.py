@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fnmatch
+import ipaddress
 import logging
 import os
 import signal
@@ -16,12 +18,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 from pydantic import BaseModel
 
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused, TurnwiseError
+from turnwise.append_file import private_directory, private_opener
+from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused, TurnwiseError, shown
 from turnwise.inference import wire
 from turnwise.inference.wire import BadRequest
 from turnwise.model.core import Replica
@@ -175,8 +179,8 @@ class ServerProcess:
             os.close(report_write)
             raise
         try:
-            self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._log_file.open("ab") as log:
+            private_directory(self._log_file.parent)
+            with open(self._log_file, "ab", opener=private_opener) as log:
                 popen = type(self).launcher(
                     command(report_write, lifeline_read),
                     stdin=subprocess.DEVNULL,
@@ -386,13 +390,16 @@ class HTTPProcess:
         port: Port to bind; 0 for a free one.
         log_level: Of uvicorn.
         lifeline: Inherited descriptor whose end of file ends this process, or None.
+        allowed_hosts: Further names for :func:`check_host`.
 
     Raises:
         InferenceError: The port cannot be bound.
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
 
-    def __init__(self, host: str, port: int, log_level: str, lifeline: int | None) -> None:
+    def __init__(
+        self, host: str, port: int, log_level: str, lifeline: int | None, allowed_hosts: Sequence[str] = ()
+    ) -> None:
         try:
             import uvicorn
         except ImportError as error:
@@ -402,6 +409,7 @@ class HTTPProcess:
         self._began = time.monotonic()
         self._uvicorn = uvicorn
         self._log_level = log_level
+        self._allowed_hosts = allowed_hosts
         self._listener = bind(host, port)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -461,7 +469,7 @@ class HTTPProcess:
 
     def _options(self, app: Any, protocol: type[asyncio.Protocol] | None = None) -> Any:
         return self._uvicorn.Config(
-            app,
+            check_host(app, self._listener, self._allowed_hosts),
             log_config=None,
             log_level=self._log_level,
             access_log=False,
@@ -576,3 +584,54 @@ async def answer_json(send: Send, status: int, body: bytes) -> None:
     headers = [*_JSON, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+_MOST_HOSTS = 64
+"""How many accepted values of ``Host`` are remembered."""
+
+
+def check_host(app: Application, listener: socket.socket, allowed: Sequence[str] = ()) -> Application:
+    """Return an application that answers 403 to a request for another host if its listener has a loopback address.
+
+    A web page can have its own name resolve to 127.0.0.1 (DNS rebinding); its requests still carry that name.
+
+    Args:
+        app: The application.
+        listener: Its bound socket.
+        allowed: Further names, with ``*`` for any part.
+    """
+    if not _is_loopback(str(listener.getsockname()[0])):
+        return app
+    accepted: set[bytes] = set()
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        host = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"localhost")
+        if host not in accepted:
+            name = _host_name(host)
+            if not _is_loopback(name) and not any(fnmatch.fnmatchcase(name, each.lower()) for each in allowed):
+                told = f"Host is {shown(host.decode('latin-1'))}, and this server is bound to a loopback address: "
+                told += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
+                await answer_json(send, 403, wire.encode_error(told, status=403, field="Host"))
+                return
+            if len(accepted) < _MOST_HOSTS:
+                accepted.add(host)
+        await app(scope, receive, send)
+
+    return checked
+
+
+def _host_name(host: bytes) -> str:
+    """Return the name in a ``Host``, ``""`` if there is none."""
+    try:
+        return (urlsplit("//" + host.decode("ascii")).hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

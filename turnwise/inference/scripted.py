@@ -106,13 +106,14 @@ class ScriptedClient(LLMClient):
     ) -> AsyncIterator[TokenDelta]:
         """Stream the scripted completion, one id at a time."""
         completion = await self.generate(prompt, params, session_id=session_id)
-        last = len(completion.token_ids) - 1
+        # Without ids, the end alone.
+        last = max(len(completion.token_ids) - 1, 0)
         versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
         for position in range(last + 1):
             piece = slice(position, position + 1)
             token_ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
             ending = (completion.finish_reason, completion.weight_versions) if position == last else (None, ())
-            yield TokenDelta(token_ids, logprobs, versions[position], *ending)
+            yield TokenDelta(token_ids, logprobs, versions[position] if versions else None, *ending)
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""
@@ -149,7 +150,8 @@ class ScriptedClient(LLMClient):
         if params.max_tokens is not None and end > params.max_tokens:
             end, finish = params.max_tokens, "length"
         token_ids = np.array(token_ids[:end], np.int32)
-        return Completion(token_ids, scripted_logprobs(token_ids), finish, ((self.weight_version, 0, end),))
+        versions = ((self.weight_version, 0, end),) if end else ()
+        return Completion(token_ids, scripted_logprobs(token_ids), finish, versions)
 
 
 def scripted_logprobs(token_ids: TokenIds) -> Logprobs:

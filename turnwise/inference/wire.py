@@ -221,7 +221,8 @@ def _decode_adapter(given: Any) -> AdapterInfo | None:
 
 def encode_error(message: str, *, status: int, field: str | None = None) -> bytes:
     """Return the body of an error response."""
-    kind = "BadRequestError" if status == 400 else "NotFoundError" if status == 404 else "InternalServerError"
+    kinds = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
+    kind = kinds.get(status, "InternalServerError")
     return orjson.dumps({"error": {"message": message, "type": kind, "param": field, "code": status}})
 
 

@@ -13,18 +13,18 @@ from turnwise.types import Completion, Message, SamplingParams, StopReason, Toke
 
 
 def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
-    """Validate a completion. Raises InferenceError for an abnormal end, SessionError for a broken contract."""
+    """Validate a completion, perhaps an empty one. Raises InferenceError (abnormal end) or SessionError (malformed)."""
     token_ids, finish = completion.token_ids, completion.finish_reason
     if finish not in ("stop", "length"):
         raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
     # A sum is finite only if everything in it is.
     if not math.isfinite(sum(completion.logprobs.tolist())):
         raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
-    if len(token_ids) == 0 or len(completion.logprobs) != len(token_ids):
+    if len(completion.logprobs) != len(token_ids):
         raise SessionError(
             f"session {session_id}: a completion of {len(token_ids)} ids came with {len(completion.logprobs)} logprobs"
         )
-    if finish == "stop" and not params.stop and int(token_ids[-1]) not in params.stop_token_ids:
+    if len(token_ids) and finish == "stop" and not params.stop and int(token_ids[-1]) not in params.stop_token_ids:
         raise SessionError(
             f"session {session_id}: the client says 'stop', but the last id {int(token_ids[-1])} is no stop id "
             f"{params.stop_token_ids} and no stop string was given, which breaks the contract of LLMClient"
@@ -49,8 +49,9 @@ def read_completion(
     params: SamplingParams,
 ) -> tuple[Message, bool]:
     """Parse a completion; also return whether a length limit cut the turn (no stop id at its end)."""
-    message = renderer.parse(completion.token_ids, prompt, tools)
-    cut = int(completion.token_ids[-1]) not in renderer.stop_ids
+    token_ids = completion.token_ids
+    message = renderer.parse(token_ids, prompt, tools)
+    cut = not len(token_ids) or int(token_ids[-1]) not in renderer.stop_ids
     if cut and params.stop:
         # The agent is given the text before the stop string; the ids up to it stay recorded.
         text = text_of(message)

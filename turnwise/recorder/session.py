@@ -121,6 +121,7 @@ class Session:
         self._prompt_tokens = 0
         self._encoded_tokens = 0
         self._escaped = 0
+        self._counts: dict[str, float] = {}
 
     @property
     def turns(self) -> int:
@@ -260,7 +261,12 @@ class Session:
             "rewritten_echoes": len(self._echoes.rewritten),
             "special_in_text": self._escaped,
             "tokens_over_limit": 0 if budget is None else max(0, self._tree.tokens - budget),
+            **self._counts,
         }
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a metric of the trajectory."""
+        self._counts[name] = self._counts.get(name, 0.0) + value
 
     # Match and extend
 

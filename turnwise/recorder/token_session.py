@@ -193,7 +193,7 @@ class TokenSession(Session):
             node, before = pending.pop()
             start = before.reach
             end = start + _common(node.token_ids, token_ids[start:])
-            if end == start:
+            if end == start and node.tokens:
                 continue
             turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
             way = _TreePath(node.index, end, turns)
@@ -201,7 +201,7 @@ class TokenSession(Session):
             on = [
                 child
                 for child in node.children
-                if whole and end < len(token_ids) and child.token_ids[0] == token_ids[end]
+                if whole and end < len(token_ids) and (not child.tokens or child.token_ids[0] == token_ids[end])
             ]
             pending.extend((child, way) for child in on)
             if turns and not on:

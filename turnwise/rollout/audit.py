@@ -433,7 +433,8 @@ def _structure(segments: Sequence[Segment]) -> Iterator[str]:
 
 
 def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
-    if len(segment.token_ids) == 0 or int(segment.token_ids.min()) < 0:
+    # A turn may be empty: its server stopped at once.
+    if not (segment.sampled or len(segment.token_ids)) or bool((segment.token_ids < 0).any()):
         yield f"{where} holds no ids, or a negative one"
     if not segment.sampled:
         if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None or segment.left_out:

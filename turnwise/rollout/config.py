@@ -20,6 +20,7 @@ from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
+from turnwise.gateway.errors import Lenient
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
@@ -130,6 +131,8 @@ class AddressConfig(BaseModel):
         port: Port to bind; 0 takes a free one.
         public_urls: Base URLs of proxies or load balancers in front of it; each episode gets the least used. By default
             host and port.
+        lenient: What requests ask for in vain: ``tool_choice``, a forced call where the engine cannot force one;
+            ``server_tools``, tools that the provider runs. Counted as ``ignored_...``; refused by default.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -137,6 +140,7 @@ class AddressConfig(BaseModel):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     public_urls: list[str] = Field(default_factory=list)
+    lenient: list[Lenient] = Field(default_factory=list)
 
     @field_validator("public_urls")
     @classmethod

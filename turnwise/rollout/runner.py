@@ -259,6 +259,7 @@ class EpisodeRunner:
             form=EndpointTemplate(config.address, config.gateway.public_urls),
             endpoint=client.endpoint if isinstance(client, HostedClient) else None,
             guides=guides,
+            lenient=config.gateway.lenient,
         )
         self._agents = AgentTable(config)
         self._held: set[str] = set()

@@ -42,7 +42,13 @@ class Sampler:
         context = min(policy.info.context_length, config.context_length or policy.info.context_length)
         client, renderer = policy.client, policy.renderer
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
-        gateway = LocalGateway(renderer, context_length=context, endpoint=endpoint, guides=policy.info.guides)
+        gateway = LocalGateway(
+            renderer,
+            context_length=context,
+            endpoint=endpoint,
+            guides=policy.info.guides,
+            lenient=config.gateway.lenient,
+        )
         return cls(client, renderer, context, gateway, policy.temperature)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
+from turnwise.append_file import private_directory, write_private
 from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, TaskError, shown
@@ -74,9 +75,9 @@ def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = F
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     file = home / "datasets" / f"{name}-{digest}.jsonl"
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(file.parent)
         draft = file.with_suffix(".draft")
-        draft.write_bytes(content)
+        write_private(draft, content)
         draft.rename(file)
     return str(file.absolute())
 

@@ -144,6 +144,37 @@ def test_what_is_certain_is_shown_at_once(family: str, text: str, expected: tupl
     assert shown(family, ids, list(range(len(ids))))[-1] == expected
 
 
+# What is sampled, in pieces; those of reasoning begin with a bar.
+REASONED = [
+    ("qwen3", ["<think>", "|\nHm 🎉, so.\n", "</think>", "\n\nIt is."]),
+    ("qwen3", ["<think>", "|\nHm, so"]),
+    ("qwen3", ["|It was 🎉 reasoning", "</think>", "The answer"]),
+    ("qwen3", ["<think>", "|One.", "</think>", "So.", "<think>", "|Two.", "</think>", "Yes."]),
+    ("qwen3", ["It is."]),
+    ("qwen3", []),
+    (
+        "gptoss",
+        [
+            *("<|channel|>", "analysis", "<|message|>", "|Hm 🎉. analysis", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "analysis", "<|message|>", "| So.", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "final", "<|message|>", "It is"),
+        ],
+    ),
+    ("gptoss", ["<|channel|>", "final", "<|message|>", "analysis"]),
+]
+
+
+@pytest.mark.parametrize(("family", "pieces"), REASONED)
+def test_tokens_of_reasoning_are_counted_as_sampled(family: str, pieces: list[str]) -> None:
+    renderer = renderer_for(family)
+    coded = [(text[:1] == "|", renderer._tokens.encode(text.removeprefix("|"))) for text in pieces]
+    ids = as_ids([number for _, each in coded for number in each])
+    wanted = sum(len(each) for reasoned, each in coded if reasoned)
+    assert renderer.live(tail_of(family)).reasoning_tokens(ids) == wanted
+    whole = renderer.parse(ids, tail_of(family), ())
+    assert bool(whole.get("reasoning_content")) == bool(wanted)
+
+
 def test_what_stands_before_an_empty_section_may_be_reasoning_yet() -> None:
     renderer = renderer_for("deepseekv3")
     # Behind a prompt that opens no reasoning, as that of another template may be.

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from support.gateway.server import serving
-from turnwise.gateway.dialects.anthropic import Anthropic
+from turnwise.gateway.dialects.anthropic import Anthropic, read_request
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest
 from turnwise.gateway.errors import ApiError
 from turnwise.types import ToolCall, ToolSchema
@@ -142,7 +142,7 @@ def test_what_claude_code_writes_around_a_conversation_is_read_away() -> None:
         context_management={"edits": []},
         output_config={"effort": "high"},
         metadata={"user_id": "{}"},
-        tools=[*TOOLS, {"type": "web_search_20250305", "name": "web_search"}],
+        tools=TOOLS,
     )
     assert [message["role"] for message in request.messages] == ["system", "user", "assistant", "tool", "user"]
     assert request.messages[0]["content"] == "You are a coder."
@@ -204,3 +204,19 @@ def test_a_waiting_stream_shows_life_by_deltas_and_closes_each_block_once() -> N
     for event in events:
         depth += {"content_block_start": 1, "content_block_stop": -1}.get(event, 0)
         assert depth in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250522", "mcp_toolset"]
+)
+def test_a_tool_that_the_provider_runs_is_refused_by_name_or_left_out(kind: str) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Go."}], "tools": [{"type": kind, "name": "x"}]}
+    with pytest.raises(ApiError) as told:
+        read_request(asked, Abilities())
+    assert told.value.param == "tools[0].type"
+    assert kind in told.value.message
+    found = read_request(asked, Abilities(lenient=frozenset({"server_tools"})))
+    assert (found.tools, found.ignored) == ((), {"server_tools"})
+    # One that the agent runs, but whose schema only the provider has, is never left out.
+    with pytest.raises(ApiError, match=r"'computer_20250124'.*describe it as custom"):
+        read_request({**asked, "tools": [{"type": "computer_20250124", "name": "computer"}]}, Abilities())

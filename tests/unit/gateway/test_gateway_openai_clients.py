@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from support.chat.model_dirs import renderer_for
 from support.gateway.server import serving
 from turnwise.trajectory import Segment
 from turnwise.types import ToolCall, ToolSchema
@@ -34,6 +35,11 @@ def client_of(opened: dict[str, Any]) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=opened["base"] + "/v1", api_key="any", max_retries=0, timeout=30)
 
 
+def assert_reasoning(details: Any, text: str) -> None:
+    """Reasoning is counted as it was sampled: with the line breaks around it, without its markers."""
+    assert details.reasoning_tokens == renderer_for("qwen3").count(f"\n{text}\n") > 0
+
+
 async def chat_turn(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) -> dict[str, Any]:
     """One turn as a client that echoes everything would keep it."""
     if not stream:
@@ -41,6 +47,7 @@ async def chat_turn(client: openai.AsyncOpenAI, messages: list[Any], *, stream: 
         choice = whole.choices[0]
         assert whole.usage is not None
         assert whole.usage.prompt_tokens > 0
+        assert_reasoning(whole.usage.completion_tokens_details, choice.message.model_dump()["reasoning_content"])
         return {**choice.message.model_dump(exclude_none=True), "finish": choice.finish_reason}
     said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     chunks = 0
@@ -51,6 +58,7 @@ async def chat_turn(client: openai.AsyncOpenAI, messages: list[Any], *, stream: 
         if not chunk.choices:
             assert chunk.usage is not None
             assert chunk.usage.completion_tokens > 0
+            assert_reasoning(chunk.usage.completion_tokens_details, said["reasoning_content"])
             continue
         delta = chunk.choices[0].delta
         said["content"] += delta.content or ""
@@ -125,6 +133,7 @@ async def test_responses_with_calls(stream: bool, stored: bool) -> None:
         assert first.output_text == "Let me add."
         assert first.output[0].content[0].text == "Two sums, then."
         assert first.status == "completed"
+        assert_reasoning(first.usage.output_tokens_details, "Two sums, then.")
         results: list[Any] = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "?"}
             for item in first.output

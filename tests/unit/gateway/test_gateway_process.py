@@ -149,6 +149,28 @@ def running(
             psutil.wait_procs(each.servers, timeout=60)
 
 
+async def test_a_rebound_page_is_refused_by_gateway_and_server(running: dict[str, Running]) -> None:
+    gateway = running["SIGINT"]
+    (server,) = (each for each in gateway.servers if each.net_connections("tcp"))
+    (port,) = {each.laddr.port for each in server.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    for url in (gateway.url, f"http://127.0.0.1:{port}"):
+        async with aiohttp.ClientSession(url) as http:
+            for host, wanted in (("evil.example:80", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
+                async with http.get("/health", headers={"host": host}) as answer:
+                    told = await answer.read()
+                    assert answer.status == wanted, (url, host)
+                    assert (b"'evil.example:80'" in told and b"allowed_hosts" in told) == (wanted == 403)
+
+
+def test_its_files_are_its_owners_only(running: dict[str, Running]) -> None:
+    out = running["SIGINT"].out
+    modes = {stat.S_IMODE(each.stat().st_mode) for each in [out, *out.rglob("*")] if each.is_dir()}
+    files = {each.name: stat.S_IMODE(each.stat().st_mode) for each in out.rglob("*") if each.is_file()}
+    assert modes == {0o700}
+    assert {"config.yaml", "ledger.jsonl", "trajectories.jsonl", "admin.key"} <= set(files)
+    assert set(files.values()) == {0o600}, files
+
+
 async def test_a_served_model_is_recorded_and_nothing_that_ended_is_lost(
     model: Path, running: dict[str, Running], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
+from support.gateway.server import serving
 from turnwise.gateway.dialects.core import Abilities, Answer
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError
-from turnwise.types import ToolCall
+from turnwise.types import ToolCall, ToolSchema
 
 TOOLS = [
     {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}, "strict": False},
     {"type": "namespace", "name": "multi_agent_v1", "tools": [{"type": "function", "name": "spawn_agent"}]},
     {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-    {"type": "web_search"},
 ]
+SEARCH = {"type": "web_search"}
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -30,7 +32,9 @@ def answer(**message: Any) -> Answer:
 
 def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:
     dialect = OpenAIResponses()
-    request = dialect.read(body(), Abilities())
+    lenient = Abilities(lenient=frozenset({"server_tools"}))
+    request = dialect.read(body(tools=[*TOOLS, SEARCH]), lenient)
+    assert request.ignored == {"server_tools"}
     assert [tool.name for tool in request.tools] == ["exec_command", "multi_agent_v1__spawn_agent", "apply_patch"]
     calls = [
         ToolCall("c1", "exec_command", {"cmd": "ls"}),
@@ -121,3 +125,75 @@ def test_conversations_are_named_by_responses_and_forgotten_in_order() -> None:
         with pytest.raises(ApiError) as caught:
             dialect.read(body(**wrong), Abilities())
         assert caught.value.param == next(iter(wrong))
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview", "file_search", "code_interpreter", "mcp", "x"])
+def test_a_tool_that_the_provider_runs_is_refused_by_name(kind: str) -> None:
+    for tools, field in (
+        ([*TOOLS, {"type": kind}], "tools[3].type"),
+        ([{"type": "namespace", "name": "n", "tools": [{"type": kind}]}], "tools[0].tools[0].type"),
+    ):
+        with pytest.raises(ApiError) as told:
+            OpenAIResponses().read(body(tools=tools), Abilities())
+        assert (told.value.status, told.value.param) == (400, field)
+        assert f"'{kind}' is run by the provider's own servers" in told.value.message
+        assert "offer a tool that the agent runs, or remove it" in told.value.message
+
+
+CALLED: Any = {
+    "role": "assistant", "content": "Let me.", "reasoning_content": "Hm.",
+    "tool_calls": [ToolCall("", "exec_command", {"cmd": "ls"}), ToolCall("", "apply_patch", {"input": "*** Begin"})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_items_are_referenced_as_the_ai_sdk_does(stream: bool) -> None:
+    """Its default provider sends what was answered as references, and everything else in full."""
+    async with serving(
+        [CALLED, "Done.", "Again."], tools=[ToolSchema("exec_command", ""), ToolSchema("apply_patch", "")]
+    ) as served:
+        opened, other = await served.open(), await served.open()
+
+        async def ask(**more: Any) -> tuple[int, Any]:
+            path = f"{opened['path']}/v1/responses"
+            async with served.http.post(path, json={"model": "m", "tools": TOOLS, "stream": stream, **more}) as answer:
+                text = await answer.text()
+            lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+            told = json.loads(lines[-1] if lines else text)
+            return answer.status, told.get("response", told)
+
+        asked: dict[str, Any] = {"role": "user", "content": [{"type": "input_text", "text": "Go."}]}
+        status, first = await ask(input=[asked])
+        assert (status, [item["type"] for item in first["output"]]) == (
+            200, ["reasoning", "message", "function_call", "custom_tool_call"],
+        )  # fmt: skip
+        references: list[Any] = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        del references[1]["type"]
+        calls = [item["call_id"] for item in first["output"][2:]]
+        results = [
+            {"type": "function_call_output", "call_id": calls[0], "output": "ok"},
+            {"type": "custom_tool_call_output", "call_id": calls[1], "output": "ok"},
+        ]
+        status, second = await ask(input=[asked, *references, *results])
+        assert status == 200, second
+        assert served.session(opened).metrics()["branches"] == 1
+        assert served.session(opened).metrics()["forks"] == 0
+        # Of another session, of one that was not to be stored, of none at all.
+        _, loose = await ask(input=[asked], store=False)
+        for unknown in (loose["output"][0]["id"], "msg_1", "x" * 5000, ""):
+            status, told = await ask(input=[asked, {"type": "item_reference", "id": unknown}, asked])
+            assert (status, told["error"]["param"], told["error"]["code"]) == (404, "input", "item_not_found")
+            assert "Item with id" in told["error"]["message"]
+            assert len(told["error"]["message"]) < 400
+        opened = other
+        assert (await ask(input=[asked, *references, *results]))[0] == 404
+
+
+def test_stored_items_are_dropped_with_their_response() -> None:
+    stored = Conversations(most=2)
+    dialect = OpenAIResponses(stored)
+    request = dialect.read(body(), Abilities())
+    items = [dialect.respond(request, [answer(content=str(number))])["output"][0]["id"] for number in range(3)]
+    assert [stored.item(each)["content"][0]["text"] for each in items[1:]] == ["1", "2"]
+    with pytest.raises(ApiError, match="not found"):
+        stored.item(items[0])

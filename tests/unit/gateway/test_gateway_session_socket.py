@@ -71,7 +71,7 @@ async def opened() -> AsyncIterator[Open]:
 
 
 def request(method: str, path: str, body: bytes = BODY, **headers: str) -> bytes:
-    head = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    head = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
     head += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*head, "", ""]).encode() + body
 

@@ -130,8 +130,12 @@ async def _trajectory(served: Served, opened: dict[str, Any]) -> bytes:
         ("reasoning", ["drop", 1, ""]),
         ("echo", ["loose", True]),
         ("fixed_sampling", ["yes", 1]),
-        ("id", [3, []]),
+        ("id", [3, [], "x" * 257, "x" * 2**20, "a\0b", "a\nb"]),
         ("group_id", [3]),
+        ("episode_id", ["x" * 257, "\x7f"]),
+        ("task_id", ["x" * 257]),
+        ("partition", ["\0"]),
+        ("lenient", ["tool_choice", [1], ["tool_choice", "all"], True]),
         ("seconds", [0, -1, "x"]),
     ],
 )
@@ -182,3 +186,52 @@ async def test_the_gateways_own_settings_hold_where_a_session_has_none(tmp_path:
             await held.chat(ASK["messages"], params=hot)
     free = sessions.create(None, {}, settings=SessionSettings(fixed_sampling=False)).session
     assert (await free.chat(ASK["messages"], params=hot))["content"] == "Yes."
+
+
+async def test_the_longest_id_is_an_id() -> None:
+    name = "é" * 256
+    async with serving(["said"]) as served:
+        opened = await served.open(id=name)
+        assert (await ask(served, opened))[0] == 200
+        left = await served.app.sessions.end(name)
+        assert left.id == opened["id"] == name
+
+
+FORCED: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": ASK["messages"], "tool_choice": "required",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    },
+    "responses": {
+        "input": "Go.", "tool_choice": "required",
+        "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+    },
+    "messages": {
+        "messages": ASK["messages"], "tool_choice": {"type": "any"}, "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", FORCED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_had_is_refused_by_name_or_ignored_and_counted(route: str, stream: bool) -> None:
+    body = {"model": "m", "stream": stream, **FORCED[route]}
+    async with serving(["said"]) as served:
+        strict, half = await served.open(), await served.open(lenient=["server_tools"])
+        lenient = await served.open(lenient=["server_tools", "tool_choice"])
+        told = []
+        for opened in (strict, half, lenient):
+            async with served.http.post(f"{opened['path']}/v1/{route}", json=body) as answer:
+                told.append((answer.status, await answer.text()))
+        assert [status for status, _ in told] == [400, 400, 200]
+        if len(body["tools"]) == 2:
+            assert "web_search" in told[0][1]
+            assert "lenient: [server_tools]" in told[0][1]
+        assert "tool_choice is not supported here" in told[1][1]
+        assert "lenient: [tool_choice]" in told[1][1]
+        assert stream or "said" in told[2][1]
+        metrics = [(await finalize(served, opened))["metrics"] for opened in (strict, lenient)]
+    ignored = {name: value for name, value in metrics[1].items() if name.startswith("ignored_")}
+    assert ignored == {"ignored_tool_choice": 1.0, **({"ignored_server_tools": 1.0} if len(body["tools"]) == 2 else {})}
+    assert not any(name.startswith("ignored_") for name in metrics[0])

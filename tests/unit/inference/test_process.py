@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from support.trainer.lookup_run import environment, gone, wait_until
 from turnwise.errors import InferenceError
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import ServerProcess, answer_json, bind, check_host
 
 # A server that starts a process of its own, reports that one's id, and serves until it is told to end.
 SERVER = """
@@ -137,3 +138,28 @@ def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
         finally:
             parent.kill()
     wait_until(lambda: gone(started), "the end of both")
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "status"),
+    [
+        ("127.0.0.1:8000", [], 200), ("LOCALHOST", [], 200), ("[::1]:8000", [], 200), ("app.localhost.", [], 200),
+        ("127.8.9.1", [], 200), ("evil.example", [], 403), ("127.0.0.1.evil.example", [], 403), ("", [], 403),
+        ("10.0.0.1", [], 403), ("[", [], 403), ("é", [], 403), ("gw.example:80", ["GW.example"], 200),
+        ("a.gw.example", ["*.gw.example"], 200), ("gw.example.evil", ["*.gw.example", "gw.example"], 403),
+    ],
+)  # fmt: skip
+async def test_a_request_for_another_host_is_refused_on_loopback(host: str, allowed: list[str], status: int) -> None:
+    async def reply(_: Any, __: Any, send: Any) -> None:
+        await answer_json(send, 200, b"{}")
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    statuses: list[Any] = []
+    for address in ("127.0.0.1", "0.0.0.0"):
+        with bind(address, 0) as listener:
+            scope = {"type": "http", "headers": [(b"host", host.encode("latin-1"))]}
+            await check_host(reply, listener, allowed)(scope, None, send)  # type: ignore[arg-type]
+    # Only an address that other machines cannot reach is one that a page would have to be rebound to.
+    assert [each for each in statuses if each] == [status, 200]

@@ -278,7 +278,7 @@ def completion(ids, finish="stop", *, spans=None, logprobs=None) -> Completion:
     ("line", "error", "words"),
     [
         (completion([101, 102]), SessionError, "no stop id"),
-        (completion([], "length"), SessionError, "0 ids"),
+        (completion([], "length"), SessionError, "do not cover 0 ids"),
         (completion([101, END], logprobs=np.zeros(1, np.float32)), SessionError, "1 logprobs"),
         (completion([101, END], spans=((0, 0, 1),)), SessionError, "do not cover"),
         (completion([101, END], spans=((0, 0, 1), (1, 0, 2))), SessionError, "do not cover"),

@@ -145,6 +145,12 @@ def test_each_episode_is_given_the_base_that_the_fewest_have() -> None:
     assert EndpointTemplate().take() is None
 
 
+def test_the_hosts_of_public_addresses_may_be_requested() -> None:
+    assert EndpointTemplate("{base}/{token}", ["http://a/", "https://[fd00::1]:8/x"]).hosts == ["a", "fd00::1"]
+    assert EndpointTemplate("http://{session}.agents.example:{port}/{token}").hosts == ["*.agents.example"]
+    assert EndpointTemplate().hosts == EndpointTemplate("http://{host}:{port}/{token}").hosts == []
+
+
 def test_all_fields_of_an_address() -> None:
     form = EndpointTemplate("http://{host}:{port}/r/{rollout_id}/{attempt_id}/{session}/{token}/x")
     url = form.url(Place("g/1", "0", "solver/2"), "tok", host="[::1]", port=8)

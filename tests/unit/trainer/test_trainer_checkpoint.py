@@ -34,6 +34,8 @@ def test_save_load_and_keep(tmp_path: Path) -> None:
         path = store.save(state, write_weights(str(step)))
         assert path == tmp_path / "checkpoints" / f"step_{step:06d}"
         assert load_state(path) == state
+    assert {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()} == {0o600}
+    assert {each.stat().st_mode & 0o777 for each in (store.directory, path, path / "sub")} == {0o700}
     assert store.steps() == [5, 10]
     assert store.latest() == tmp_path / "checkpoints" / "step_000010"
     assert sorted(each.name for each in store.directory.iterdir()) == ["step_000005", "step_000010"]

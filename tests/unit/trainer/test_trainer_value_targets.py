@@ -111,6 +111,11 @@ def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
     assert rows[5][2] == pytest.approx([0, 0, 1.55625, 3.1125, 0, 4.45, 0], abs=1e-5)
     assert rows[8][2] == pytest.approx([0, 4.225], abs=1e-5)
     assert found.metrics["critic/open_ended"] == 1
+    # A turn without ids behind it is no state: the end is as open, and the score is on the last token before it.
+    more = interleaved(StopReason.MAX_TURNS)
+    more.segments.append(dataclasses.replace(sampled(7, 6), weight_versions=()))
+    _, silent = experience([more], Reader(StopReason.MAX_TURNS))
+    assert by_first_id(silent)[5][2] == pytest.approx([0, 0, 1.55625, 3.1125, 0, 4.45, 0], abs=1e-5)
     # The last turn is not trained, left out by the agent: the end is as open. G(41) = 2 + 4 + 0.45, G(22) = 1 + 3.225.
     short = interleaved(StopReason.MAX_TURNS)
     short.segments[5] = dataclasses.replace(short.segments[5], left_out=((0, 1),))

@@ -71,6 +71,7 @@ _CLAUDE_CODE: Final = Recipe(
 _CODEX_CONFIG: Final = """model = {model!j}
 model_provider = "turnwise"
 check_for_update_on_startup = false
+web_search = "disabled"
 
 [analytics]
 enabled = false

@@ -88,11 +88,12 @@ class TurnText:
 
 @dataclass(slots=True)
 class Parsed:
-    """A parsed turn."""
+    """A parsed turn; ``spans`` are the (start, end) of reasoning in its text, without its markers."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
     def message(self) -> Message:
         """Return the assistant message."""
@@ -318,6 +319,7 @@ class _Scan:
                     # Closed by the model but never opened: templates parse the text before it as reasoning.
                     self._thoughts += self._content
                     self._content.clear()
+                    self._parsed.spans.append((0, first))
                 self._settled = True
             else:
                 position = self._block(start)
@@ -353,6 +355,7 @@ class _Scan:
         self._settled = True
         limit = len(text) if close < 0 else close
         self._thoughts.append(text[position:limit])
+        self._parsed.spans.append((position, limit))
         at = position
         while self._openers and (at := self._next_block(at, limit)) >= 0:
             block = self._format.block(Region(text, at, limit, self._tools))

@@ -187,14 +187,20 @@ class GptOss(ChatFormat):
         parsed = Parsed()
         content: list[str] = []
         thoughts: list[str] = []
-        messages = self._messages(self._whole(turn))
+        whole, begun, at = self._whole(turn), len(self._begun(turn.prefix)), 0
+        messages = self._messages(whole)
         for number, (header, body, ended_by) in enumerate(messages):
             last = number == len(messages) - 1
             recipient = _RECIPIENT.search(self.marks.plain(header))
             reasons = self._reasons(header)
             text = self.marks.plain(body or "")
+            if body is not None:
+                start = whole.index(self._message + body, at) + len(self._message)
+                at = start + len(body)
             if reasons:
                 thoughts.append(text)
+                if body and at > begun:
+                    parsed.spans.append((max(start - begun, 0), at - begun))
             if recipient is None or recipient[1] == "assistant":
                 if not reasons and body is not None:
                     content.append(text)

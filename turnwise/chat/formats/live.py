@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.chat.tokens import Marks, Tokens
+from turnwise.types import TokenIds
 
 Kind = Literal["text", "reasoning"]
 _BROKEN = "\ufffd"
@@ -178,11 +179,20 @@ class LiveTurn:
         live: The scan of the turn's text.
         stop_ids: Ids that end a turn.
         stops: Stop strings of the request: text ends before the first of them.
+        reasoning_tokens: Returns how many ids of a whole completion are reasoning, without its markers.
     """
 
-    __slots__ = ("_ended", "_kinds", "_live", "_read", "_run", "_stop_ids", "_stops", "_tokens")
+    __slots__ = ("_ended", "_kinds", "_live", "_read", "_run", "_stop_ids", "_stops", "_tokens", "reasoning_tokens")
 
-    def __init__(self, tokens: Tokens, live: Live, stop_ids: frozenset[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        live: Live,
+        stop_ids: frozenset[int],
+        stops: Sequence[str] = (),
+        reasoning_tokens: Callable[[TokenIds], int] = lambda _: 0,
+    ) -> None:
+        self.reasoning_tokens = reasoning_tokens
         self._tokens = tokens
         self._live = live
         self._stop_ids = stop_ids

@@ -23,6 +23,7 @@ from turnwise.gateway.dialects.core import (
     check_names,
     echoed_call,
     image_part,
+    leave_out,
     new_id,
     read_sampling,
     read_template_options,
@@ -30,7 +31,7 @@ from turnwise.gateway.dialects.core import (
     text_part,
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_response_format
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _BILLING = "x-anthropic-billing-header:"
@@ -46,7 +47,8 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
     fields = Fields(body)
     fields.refuse("container", "nothing is run here")
     fields.refuse("mcp_servers", "the gateway runs no tools: connect them in the agent")
-    tools = tuple(_tools(fields))
+    ignored: set[Lenient] = set()
+    tools = tuple(_tools(fields, abilities, ignored))
     check_names(tools)
     choice, single = _choice(fields)
     held = read_response_format(tools, choice, _format(fields), abilities, single=single)
@@ -62,12 +64,13 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         tool_choice=choice,
         guide=held.guide,
         guide_field=held.field,
+        ignored=held.ignored | ignored,
         reasoning=thinking != "disabled",
         options=read_template_options(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
     )
 
 
-def _tools(fields: Fields) -> Iterator[ToolSchema]:
+def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Iterator[ToolSchema]:
     for index, entry in enumerate(fields.items("tools")):
         at = f"tools[{index}]"
         tool = Fields(entry, at)
@@ -77,8 +80,9 @@ def _tools(fields: Fields) -> Iterator[ToolSchema]:
             if schema is not None and not isinstance(schema, dict):
                 raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
             yield read_tool(tool.get("name"), tool.get("description"), schema, at)
-        elif not _RUN_BY_THE_SERVER.match(kind):
-            # Server-side tools are left out: the model must not see tools that it cannot call.
+        elif _RUN_BY_THE_SERVER.match(kind):
+            ignored.add(leave_out(tool, kind, abilities))
+        else:
             raise unsupported(
                 tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
             )

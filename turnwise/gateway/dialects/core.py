@@ -18,7 +18,7 @@ import orjson
 import pydantic_core
 
 from turnwise.errors import shown
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.model.canonical import EFFORT, SWITCHES, Canonical, TemplateArguments
 from turnwise.types import Guide, Json, Message, SamplingParams, TokenIds, ToolCall, ToolSchema, text_of
 
@@ -122,6 +122,7 @@ class Abilities:
         forced_calls: Whether calls can be forced, which needs a call grammar of the chat format.
         most_choices: Maximum answers per request.
         chat_format: Name of the chat format, for error messages.
+        lenient: What is ignored instead of refused.
     """
 
     images: bool = False
@@ -129,6 +130,7 @@ class Abilities:
     forced_calls: bool = False
     most_choices: int = 16
     chat_format: str = ""
+    lenient: frozenset[Lenient] = frozenset()
 
 
 @dataclass(slots=True)
@@ -149,6 +151,7 @@ class ChatRequest:
         reasoning: Whether the reasoning is returned.
         options: Requested template options.
         template_args: Template arguments derived from them.
+        ignored: What was ignored of it; see :attr:`Abilities.lenient`.
         extra: Dialect-specific data for the response.
     """
 
@@ -166,6 +169,7 @@ class ChatRequest:
     reasoning: bool = True
     options: TemplateOptions = NO_TEMPLATE_OPTIONS
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[Lenient] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self, defaults: SamplingParams, fixed: frozenset[str] = frozenset()) -> SamplingParams:
@@ -189,7 +193,7 @@ class Answer:
     Attributes:
         message: The assistant message with the session's call ids.
         cached_tokens: Prompt tokens served from the cache.
-        reasoning_tokens: Sampled tokens of reasoning; 0 if not counted.
+        reasoning_tokens: Sampled tokens of reasoning, without its markers.
         logprobs: Of the sampled tokens, if requested.
         stop: The stop string that ended it, or None.
     """
@@ -442,6 +446,19 @@ def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSche
     if not isinstance(parameters, dict):
         raise invalid(f"{at}.parameters", f"must be a JSON schema, not {shown(parameters)}")
     return ToolSchema(name, description or "", parameters)
+
+
+def leave_out(tool: Fields, kind: str, abilities: Abilities) -> Lenient:
+    """Return ``server_tools``, the reason why a tool that its provider runs is left out. Raises ApiError if it is not.
+
+    The model must not see tools that it cannot call.
+    """
+    if "server_tools" not in abilities.lenient:
+        told = (
+            f"{shown(kind)} is run by the provider's own servers, and nothing is run here; offer a tool that the agent "
+        )
+        raise unsupported(tool.name("type"), f"{told}runs, or remove it (lenient: [server_tools] leaves it out)")
+    return "server_tools"
 
 
 def check_names(tools: Sequence[ToolSchema]) -> None:

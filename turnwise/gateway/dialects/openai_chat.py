@@ -7,8 +7,8 @@ cut by a limit is none) and their ids are known.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from turnwise.errors import StructuredOutputError, shown
@@ -29,7 +29,7 @@ from turnwise.gateway.dialects.core import (
     read_tool,
     text_part,
 )
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.model.core import Renderer
 from turnwise.types import Guide, Message, ToolSchema, as_ids
 
@@ -50,6 +50,7 @@ class ResponseFormat:
     tools: tuple[ToolSchema, ...]
     guide: Guide | None = None
     field: str = ""
+    ignored: frozenset[Lenient] = frozenset()
 
 
 def read_response_format(
@@ -69,6 +70,9 @@ def read_response_format(
     forced = choice.mode in ("required", "named")
     if not told or not (forced or single or schema is not None):
         return ResponseFormat(told) if schema is None else ResponseFormat(told, Guide(schema), answer.at)
+    if forced and not abilities.forced_calls and "tool_choice" in abilities.lenient:
+        free = read_response_format(tools, ToolChoice(), answer, abilities, single=single)
+        return replace(free, ignored=frozenset({"tool_choice"}))
     field = "tool_choice" if forced else single or answer.at
     if not abilities.forced_calls:
         raise unsupported(field, _why_not(abilities, forced=forced, single=bool(single)))
@@ -78,7 +82,7 @@ def read_response_format(
     return ResponseFormat(told, Guide(schema, names, text=not forced, most=most), field)
 
 
-def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
+def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenient] = ()) -> Abilities:
     """Return the capabilities of a renderer and an engine; ``guides``: whether it supports structured output."""
     probe = ToolSchema("f", "")
     try:
@@ -90,6 +94,7 @@ def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
         guided=guides,
         forced_calls=forced,
         chat_format=str(renderer.describe().get("format", "")),
+        lenient=frozenset(lenient),
     )
 
 
@@ -110,6 +115,8 @@ def _why_not(abilities: Abilities, *, forced: bool, single: bool) -> str:
         "forced to call a tool" if forced else "limited to one call" if single else "constrained to JSON beside calls"
     )
     remedy = "use auto or none" if forced else "remove it" if single else "remove the tools"
+    if forced:
+        remedy += ", or set lenient: [tool_choice], under which it is taken for auto"
     if not abilities.guided:
         return f"the engine has no structured output, so a response cannot be {what}; {remedy}"
     return f"the chat format {abilities.chat_format} has no grammar for calls, so a response cannot be {what}; {remedy}"
@@ -195,6 +202,7 @@ class OpenAIChat:
             tool_choice=choice,
             guide=held.guide,
             guide_field=held.field,
+            ignored=held.ignored,
             logprobs=logprobs,
             options=read_template_options(
                 fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")

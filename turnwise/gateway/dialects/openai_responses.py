@@ -47,14 +47,15 @@ class OpenAIResponses:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
-        return read_request(body, abilities, self._conversations.earlier)
+        return read_request(body, abilities, self._conversations)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``response``, which later requests may reference."""
         (answer,) = answers
         response = _Response(request, self._carries_on)
-        self.keep(response.id, request, answer)
-        return response.whole(answer, list(response.items(answer)))
+        items = response.items(answer)
+        self.keep(response.id, request, answer, items)
+        return response.whole(answer, items)
 
     def writer(self, request: ChatRequest) -> ItemWriter:
         """Return the item writer of a stream."""
@@ -68,12 +69,12 @@ class OpenAIResponses:
         """Return the status of an error."""
         return error.status
 
-    def keep(self, response_id: str, request: ChatRequest, answer: Answer) -> None:
+    def keep(self, response_id: str, request: ChatRequest, answer: Answer, items: Sequence[Mapping[str, Any]]) -> None:
         """Store a response unless the request forbids it."""
         if request.extra["body"].get("store") is False:
             return
         previous, new = request.extra["conversation"]
-        self._conversations.keep(response_id, previous, [*new, _echo(answer)])
+        self._conversations.keep(response_id, previous, [*new, _echo(answer)], items)
 
 
 def _echo(answer: Answer) -> Message:
@@ -246,7 +247,7 @@ class ItemWriter:
         events.append(self._close(answer))
         events.extend(self._call(call) for call in answer.calls)
         whole = self._response.whole(answer, self._items)
-        self._dialect.keep(self._response.id, self._request, answer)
+        self._dialect.keep(self._response.id, self._request, answer, self._items)
         events.append(self._event(f"response.{whole['status']}", response=whole))
         return b"".join(events)
 

@@ -6,7 +6,7 @@ Consecutive assistant items form one turn as long as the ids that this gateway g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,29 +18,29 @@ from turnwise.gateway.dialects.core import (
     check_names,
     echoed_call,
     image_part,
+    leave_out,
     read_sampling,
     read_template_options,
     read_tool,
     text_part,
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
-_ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})\d\d\Z")
+_ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})(\d{2,})\Z")
 """An item id of this gateway: its kind, the response that holds it, its place there."""
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-Earlier = Callable[[str], Sequence[Message]]
-"""Returns the conversation up to and with a response; raises ApiError where there is none of this id."""
 
 
 @dataclass(slots=True)
 class ResponsesTools:
-    """The tools of a request: schemas in order, (namespace, own name) by name, and names of tools that take text."""
+    """Tools of a request: schemas in order, (namespace, own name) by name, those that take text, what was ignored."""
 
     schemas: list[ToolSchema] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     custom: set[str] = field(default_factory=set)
+    ignored: set[Lenient] = field(default_factory=set)
 
 
 def namespaced(namespace: Any, name: Any) -> Any:
@@ -48,15 +48,15 @@ def namespaced(namespace: Any, name: Any) -> Any:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
-def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier) -> ChatRequest:
-    """Parse a request body; ``earlier`` finds the conversation of ``previous_response_id``. Raises ApiError."""
+def read_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversations) -> ChatRequest:
+    """Parse a request body; ``stored`` has what ``previous_response_id`` and references name. Raises ApiError."""
     fields = Fields(body)
     fields.refuse("background", "background responses are not supported")
     fields.refuse("conversation", "send the items, or previous_response_id")
     fields.refuse("prompt", "stored prompts are not supported: send instructions and input")
     tools = ResponsesTools()
     for index, entry in enumerate(fields.items("tools")):
-        _tool(tools, Fields(entry, f"tools[{index}]"), "")
+        _tool(tools, Fields(entry, f"tools[{index}]"), "", abilities)
     check_names(tools.schemas)
     schemas = tuple(tools.schemas)
     choice = read_choice(fields)
@@ -65,8 +65,8 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
         raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
     text = Fields(fields.get("text") or {}, "text")
     held = read_response_format(schemas, choice, Format("text.format", text.get("format")), abilities, single=single)
-    before = list(earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
-    new = Reader(abilities, tools.custom).read(fields.get("input"))
+    before = list(stored.earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
+    new = Reader(abilities, tools.custom, stored).read(fields.get("input"))
     if not before and not new:
         raise invalid("input", "must be a string or a non-empty list of items")
     reasoning = Fields(fields.get("reasoning") or {}, "reasoning")
@@ -81,13 +81,14 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
         tool_choice=choice,
         guide=held.guide,
         guide_field=held.field,
+        ignored=held.ignored | tools.ignored,
         logprobs="message.output_text.logprobs" in fields.items("include"),
         options=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
         extra={"body": body, "tools": tools, "conversation": (previous or None, new)},
     )
 
 
-def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
+def _tool(tools: ResponsesTools, tool: Fields, namespace: str, abilities: Abilities) -> None:
     kind = tool.text("type", "function")
     at = tool.name("")[:-1]
     if kind == "function":
@@ -99,10 +100,10 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
     elif kind == "namespace":
         name = tool.text("name")
         for index, entry in enumerate(tool.items("tools")):
-            _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name)
+            _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name, abilities)
         return
     else:
-        # Server-side tools (web_search, file_search, ...): the model must not see tools that it cannot call.
+        tools.ignored.add(leave_out(tool, kind, abilities))
         return
     known = namespaced(namespace, schema.name)
     if namespace:
@@ -113,13 +114,14 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str) -> None:
 
 
 class Reader:
-    """Parser of the items of an input; ``custom`` names the tools that take text."""
+    """Parser of the items of an input; ``custom`` names the tools that take text, ``stored`` has what is referenced."""
 
-    __slots__ = ("_abilities", "_custom", "_messages", "_turn")
+    __slots__ = ("_abilities", "_custom", "_messages", "_stored", "_turn")
 
-    def __init__(self, abilities: Abilities, custom: set[str]) -> None:
+    def __init__(self, abilities: Abilities, custom: set[str], stored: Conversations | None = None) -> None:
         self._abilities = abilities
         self._custom = custom
+        self._stored = stored or Conversations()
         self._messages: list[dict[str, Any]] = []
         self._turn = ""
 
@@ -139,7 +141,8 @@ class Reader:
         return cast("list[Message]", self._messages)
 
     def _item(self, item: Fields) -> None:
-        kind = item.text("type", "message")
+        # OpenAI reads an item with nothing but an id as a reference.
+        kind = item.text("type", "item_reference" if set(item) == {"id"} else "message")
         if kind == "message":
             self._message(item)
         elif kind == "function_call":
@@ -154,7 +157,7 @@ class Reader:
         elif kind == "reasoning":
             self._reasoning(item)
         elif kind == "item_reference":
-            raise unsupported(item.name("type"), "item references are not supported: send the item itself")
+            self._item(Fields(self._stored.item(item.text("id")), item.name("")[:-1]))
         # Other items are server-side tool runs or unknown: not part of this model's conversation.
 
     def _message(self, item: Fields) -> None:
@@ -232,10 +235,11 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 class _StoredResponse:
     before: _StoredResponse | None
     messages: tuple[Message, ...]
+    items: Sequence[Mapping[str, Any]]
 
 
 class Conversations:
-    """Stored conversations for ``previous_response_id``, sharing messages; at most ``most``, oldest dropped first."""
+    """Stored responses for ``previous_response_id`` and ``item_reference``: at most ``most``, oldest dropped first."""
 
     __slots__ = ("_kept", "_most")
 
@@ -243,12 +247,29 @@ class Conversations:
         self._kept: dict[str, _StoredResponse] = {}
         self._most = most
 
-    def keep(self, response_id: str, previous: str | None, messages: Sequence[Message]) -> None:
-        """Store the messages that a response added to an earlier conversation, its own last."""
+    def keep(
+        self,
+        response_id: str,
+        previous: str | None,
+        messages: Sequence[Message],
+        items: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Store the messages that a response added to an earlier conversation, its own last, and its output items."""
         before = self._kept.get(previous) if previous is not None else None
-        self._kept[response_id] = _StoredResponse(before, tuple(messages))
+        self._kept[response_id] = _StoredResponse(before, tuple(messages), items)
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
+
+    def item(self, item_id: str) -> Mapping[str, Any]:
+        """Return an output item by id. Raises ApiError for an unknown id."""
+        named = _ITEM.match(item_id)
+        response = self._kept.get(f"resp_{named[1]}") if named else None
+        found = [item for item in response.items if item["id"] == item_id] if response is not None else []
+        if not found:
+            told = f"Item with id {shown(item_id)} not found. Items are kept for their session (its last {self._most} "
+            told += "responses), and not with store: false: send the item itself, or remove it from your input"
+            raise ApiError(404, f"input: {told}", param="input", code="item_not_found")
+        return found[0]
 
     def earlier(self, response_id: str) -> Sequence[Message]:
         """Return the conversation up to and including a response. Raises ApiError for an unknown id."""

@@ -204,7 +204,6 @@ class TextSession(Session):
         self._repeated: set[str] = set()
         self._used = 0
         self._behind: dict[int, int] = {}
-        self._counts: dict[str, float] = {}
 
     async def chat(
         self,
@@ -278,10 +277,6 @@ class TextSession(Session):
     def fail(self, failure: TurnwiseError) -> None:
         """Set the endpoint's failure, until it answers again."""
         self._failure = failure
-
-    def count(self, name: str, value: float = 1.0) -> None:
-        """Add to a metric of the trajectory."""
-        self._counts[name] = self._counts.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, rewritten echoes, reported tokens (prompt, completion, cached)."""

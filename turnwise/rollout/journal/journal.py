@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import orjson
 
-from turnwise.append_file import AppendFile, writing
+from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import DiskError, FormatError, TrainError
 from turnwise.rollout.journal.state import JOURNAL, SCHEMA_VERSION, Entry, JournalState, Stored, read_journal, seal
 from turnwise.rollout.records import TrajectoryWriter
@@ -193,7 +193,7 @@ class Journal:
             TrainError: The disk refuses.
         """
         say = say or (lambda _: None)
-        directory.mkdir(parents=True, exist_ok=True)
+        private_directory(directory)
         path = directory / JOURNAL
         read = read_journal(path)
         state, offsets = JournalState(), dict[int, int]()

@@ -166,7 +166,11 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         )
     if config.name == "same":
         return TrajectoryCredit(None)
-    return TrajectoryCredit([turn_shares(config.name, len(each), gamma) for each in rewards.turn_lengths])
+    # The last turn is the last one with ids: an empty one has no token that could take its share.
+    reached = [len(np.trim_zeros(np.array(lengths), "b")) for lengths in rewards.turn_lengths]
+    empty = [len(lengths) - turns for lengths, turns in zip(rewards.turn_lengths, reached, strict=True)]
+    shares = [turn_shares(config.name, turns, gamma) for turns in reached]
+    return TrajectoryCredit([np.pad(each, (0, more)) for each, more in zip(shares, empty, strict=True)])
 
 
 def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:

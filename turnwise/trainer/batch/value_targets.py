@@ -164,8 +164,9 @@ class _TokenOrder:
 
 
 def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
-    """Return the row of the last turn, or -1 where it was cut off."""
-    last = sum(segment.sampled for segment in trajectory.segments) - 1
+    """Return the row of the last turn with ids, or -1 where it was cut off."""
+    turns = [segment for segment in trajectory.segments if segment.sampled]
+    last = max((number for number, turn in enumerate(turns) if len(turn.token_ids)), default=-1)
     for number, sample in enumerate(samples):
         whole = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
         # Whether any of it is trained says nothing: an agent's account may leave the last turn out.

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from turnwise.append_file import private_directory
 from turnwise.config import ConfigReference
 from turnwise.errors import MissingExtraError, RegistryError
 from turnwise.plugins import load_object
@@ -149,6 +150,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run: LoggedRun, *, directory: str | None = None) -> None:
         folder = run.directory / "tensorboard" if directory is None else Path(directory)
+        private_directory(folder)
         # What an earlier process logged of later steps is hidden: these are logged again.
         self._writer = _writer()(log_dir=str(folder), purge_step=run.step + 1 if run.step else None)
         if not run.step:

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turnwise.append_file import AppendFile, writing
+from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import ConfigError, FormatError, TurnwiseError
 from turnwise.trainer.observe.loggers import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
 from turnwise.trainer.observe.metrics import figures
@@ -114,7 +114,7 @@ class RunLog(JSONLLogger):
         """
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         with writing(run.directory):
-            run.directory.mkdir(parents=True, exist_ok=True)
+            private_directory(run.directory)
         made: dict[str, Logger] = {}
         for number, each in enumerate(loggers):
             name = each.name if each.name not in made else f"{each.name} ({number})"

@@ -19,6 +19,7 @@ import orjson
 import torch
 from safetensors import SafetensorError
 
+from turnwise.append_file import private_directory, private_opener
 from turnwise.errors import CheckpointError
 from turnwise.trainer.config.train import BestConfig
 
@@ -51,7 +52,7 @@ class BestCheckpoints:
             return
         record = {"metric": self._config.metric, "steps": {str(each): known[each] for each in sorted(known)}}
         draft = self._directory / f".{_FILE}.draft"
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=private_opener) as file:
             file.write(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -179,7 +180,8 @@ class CheckpointStore:
         draft = self.directory / f".draft-{final.name}-{os.getpid()}"
         try:
             self._clean()
-            draft.mkdir(parents=True)
+            private_directory(self.directory)
+            draft.mkdir(mode=0o700)
             # Before the checkpoint is there: a figure without a checkpoint does no harm, the reverse would be lost.
             if self._ratings is not None:
                 self._ratings.note(state.step, figures or {})
@@ -189,6 +191,8 @@ class CheckpointStore:
             record = {**asdict(state), "files": files, "schema_version": SCHEMA_VERSION}
             (draft / STATE_FILE).write_bytes(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
             for file in draft.rglob("*"):
+                # Libraries write weights by the process's umask.
+                file.chmod(0o700 if file.is_dir() else 0o600)
                 _sync(file)
             _sync(draft)
             replaced = self.directory / f".replaced-{final.name}"

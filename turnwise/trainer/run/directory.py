@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 
-from turnwise.append_file import writing
+from turnwise.append_file import private_directory, write_private, writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError
@@ -78,7 +78,7 @@ class RunDirectory:
             TrainError: Another process works in it.
         """
         with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            private_directory(self.path)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             try:
@@ -164,7 +164,7 @@ class RunDirectory:
                 else:
                     entry.unlink()
         with writing(self.path / "config.yaml"):
-            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            write_private(self.path / "config.yaml", dump_config(config))
         known = self.read()
         part = int(known.get("parts", 0))
         self.note(id=known.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
@@ -188,7 +188,7 @@ class RunDirectory:
         """Atomically update values of ``run.json``. Raises DiskError where the disk refuses."""
         draft = self._file.with_suffix(".draft")
         with writing(self._file):
-            draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
+            write_private(draft, orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
             draft.rename(self._file)
 
     def spend(self, wall_s: float, cpu_s: float) -> None:

@@ -17,7 +17,7 @@ import orjson
 from rich.console import Console
 from safetensors import SafetensorError
 
-from turnwise.append_file import writing
+from turnwise.append_file import write_private, writing
 from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.evaluation.metrics import result_table
@@ -70,7 +70,7 @@ class TrainSummary:
         }
         file = self.directory / "summary.json"
         with writing(file):
-            file.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+            write_private(file, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def run_train(
