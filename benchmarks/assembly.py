@@ -61,10 +61,7 @@ class Talk:
 
     async def turn(self) -> float:
         """Take a turn; return the CPU seconds from the request to its prompt."""
-        stream = self.session.stream(
-            self.messages,
-            [TOOL],
-        )
+        stream = self.session.stream(self.messages, [TOOL])
         begun = time.process_time()
         opened = await anext(stream)
         taken = time.process_time() - begun

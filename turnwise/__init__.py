@@ -12,17 +12,7 @@ if TYPE_CHECKING:
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
-    from turnwise.envs import (
-        Env,
-        EnvSpec,
-        MultiAgentEnv,
-        SingleTurnEnv,
-        StepResult,
-        ToolEnv,
-        check_env,
-        make,
-        register,
-    )
+    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
     from turnwise.envs.gym.to_gymnasium import from_gymnasium, to_gymnasium
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (

@@ -353,10 +353,7 @@ class Samples:
 
 
 def to_samples(
-    trajectory: Trajectory,
-    *,
-    max_tokens: int | None = None,
-    keep: Callable[[Sequence[Segment]], bool] | None = None,
+    trajectory: Trajectory, *, max_tokens: int | None = None, keep: Callable[[Sequence[Segment]], bool] | None = None
 ) -> Samples:
     """Return one row per leaf; each sampled id is trained in exactly one of them.
 
@@ -391,11 +388,7 @@ def to_samples(
 
 
 def _row(
-    trajectory: Trajectory,
-    path: Sequence[Segment],
-    numbers: dict[int, int],
-    owned: set[int],
-    max_tokens: int | None,
+    trajectory: Trajectory, path: Sequence[Segment], numbers: dict[int, int], owned: set[int], max_tokens: int | None
 ) -> TrainSample:
     total = sum(len(segment.token_ids) for segment in path)
     length = total if max_tokens is None else min(total, max_tokens)

@@ -19,11 +19,7 @@ from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-SIDES = {
-    "turnwise": "engines.turnwise_side",
-    "generate": "engines.generate_side",
-    "vllm": "engines.vllm_side",
-}
+SIDES = {"turnwise": "engines.turnwise_side", "generate": "engines.generate_side", "vllm": "engines.vllm_side"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,10 +91,7 @@ def _build(directory: Path, vocabulary: int, template: Path) -> None:
     (initial / "tokenizer_config.json").write_text(json.dumps(settings))
     (initial / "chat_template.jinja").write_text(template.read_text())
     torch.manual_seed(0)
-    ids = {
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
-    }
+    ids = {"eos_token_id": tokenizer.token_to_id("<|im_end|>"), "pad_token_id": tokenizer.token_to_id("<|endoftext|>")}
     config = Qwen3Config(vocab_size=tokenizer.get_vocab_size(), dtype="float32", **MODEL, **ids)
     Qwen3ForCausalLM(config).save_pretrained(initial)
     given = {"name": "sft", "runs": directory, "data": data, "model": {"path": initial, "threads": 1}, **SFT}

@@ -37,11 +37,7 @@ def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "tasks": "turnwise.envs.library.lookup:tasks?n=6&split=train",
         "samples": 4,
         "greedy": False,
-        "rollout": {
-            "env": {"name": "support.envs.run_envs:Graded"},
-            "max_turns": 3,
-            "max_tokens_per_turn": 24,
-        },
+        "rollout": {"env": {"name": "support.envs.run_envs:Graded"}, "max_turns": 3, "max_tokens_per_turn": 24},
         "inference": {"threads": 1},
     }
     run_eval(EvalConfig.model_validate(given), console=silent())

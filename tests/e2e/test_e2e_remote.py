@@ -38,10 +38,7 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
         wait_until(lambda: "runners: turnwise runner --connect" in run.output(), "the run listens", run)
         gate = tmp_path / "gate"
         dying = ("--agent", "support.agents.user_agents:DiesOnce", "-c", f"gate={gate}", "-n", "2")
-        with (
-            runner(config, "dies", *dying) as dies,
-            runner(config, "stays", "--agent", "react", "-n", "2") as stays,
-        ):
+        with runner(config, "dies", *dying) as dies, runner(config, "stays", "--agent", "react", "-n", "2") as stays:
             assert run.wait() == 0, run.output()
             assert dies.wait() == -signal.SIGKILL
             assert stays.wait() == 0, stays.output()

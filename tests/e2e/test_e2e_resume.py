@@ -272,10 +272,7 @@ def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path
         pytest.raises(TrainError, match=r"another process is using the run .*run: wait for it"),
     ):
         run_train(train_config(lookup_model, finished, steps=2), console=silent())
-    with (
-        RunDirectory(finished / "run").lock(),
-        pytest.raises(TrainError, match="another process"),
-    ):
+    with RunDirectory(finished / "run").lock(), pytest.raises(TrainError, match="another process"):
         run_train(train_config(lookup_model, finished, steps=2), fresh=True, console=silent())
     assert snapshot(finished) == before
 

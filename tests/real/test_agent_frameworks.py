@@ -36,16 +36,7 @@ CASES = {
     "ai-sdk-chat": (NODE, "run_ai_sdk.mjs", "chat", ANSWERED, FINAL, CHAT, BOTH, 1),
     "pydantic-ai": (FRAMEWORKS, "run_pydantic_ai.py", "chat", ANSWERED, FINAL, CHAT, BOTH, 1),
     "pydantic-ai-responses": (FRAMEWORKS, "run_pydantic_ai.py", "responses", ANSWERED, FINAL, RESPONSES, BOTH, 1),
-    "pydantic-ai-typed": (
-        FRAMEWORKS,
-        "run_pydantic_ai.py",
-        "typed",
-        TYPED,
-        "first=3 second=7 total=10",
-        CHAT,
-        BOTH,
-        1,
-    ),
+    "pydantic-ai-typed": (FRAMEWORKS, "run_pydantic_ai.py", "typed", TYPED, "first=3 second=7 total=10", CHAT, BOTH, 1),
     "crewai": (CREWAI, "run_crewai.py", "chat", ANSWERED, FINAL, CHAT, BOTH, 1),
     # Calls and results come back as prose, code with the stop string that ended it: each turn begins a branch.
     "smolagents-tools": (FRAMEWORKS, "run_smolagents.py", "tools", CALLED, FINAL, CHAT, BOTH, 3),

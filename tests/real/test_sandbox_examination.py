@@ -53,7 +53,7 @@ async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
     told = {each["name"]: each["status"] for each in report["outcomes"]}
     # What is not held back is told, and is no more than it is for root.
     assert {ATTACKS[name].containment for name in ATTACKS if told[name] == "open"} <= {
-        *("network", "processes", "memory", "pids", "disk", "kernel"),
+        *("network", "processes", "memory", "pids", "disk", "kernel")
     }
 
 
@@ -205,13 +205,7 @@ async def as_user(*config: str) -> dict[str, Any]:
     command = ["unshare", "-m", "sh", "-c", script, "sh", *words]
     if os.getuid() != 0:  # who runs this is a plain user
         command = [sys.executable, "-m", "turnwise", "check-sandbox", "local", *config, "--json"]
-    done = await asyncio.to_thread(
-        subprocess.run,
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("{"), done.stderr + done.stdout
     found = json.loads(done.stdout)
     bad = [each for each in found["outcomes"] if each["status"] in {"failed", "escaped"}]

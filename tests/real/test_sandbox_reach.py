@@ -73,10 +73,7 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
         limits=SessionLimits(context_length=5000),
         params=SamplingParams(),
     )
-    async with (
-        asyncio.timeout(200),
-        running(lambda _: "Yes.", agent, env=ENV, sandbox=sandbox) as runner,
-    ):
+    async with asyncio.timeout(200), running(lambda _: "Yes.", agent, env=ENV, sandbox=sandbox) as runner:
         endpoint = await runner.gateway.open(other)
         token, key = endpoint.entry.token, endpoint.entry.reward_key
         with socket.create_server(("0.0.0.0", 0)) as beside:

@@ -14,11 +14,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize(("agent", "worth"), [("Reference", 1.0), ("Idle", 0.0)])
 def test_all_rows(
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    agent: str,
-    worth: float,
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, worth: float
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL

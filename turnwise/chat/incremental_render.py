@@ -54,13 +54,7 @@ class Delta:
 
 def kind_of(message: Canonical) -> Kind:
     """Return the part of a message that its shape depends on."""
-    return (
-        message.role,
-        bool(message.text),
-        bool(message.name),
-        bool(message.reasoning),
-        len(message.calls),
-    )
+    return (message.role, bool(message.text), bool(message.name), bool(message.reasoning), len(message.calls))
 
 
 class TurnSuffix:

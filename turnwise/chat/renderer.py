@@ -523,12 +523,7 @@ def make_renderer(
     else:
         choice = detect(facts, tokens)
     return TemplateRenderer(
-        facts,
-        tokens,
-        choice,
-        eos_ids=files.eos_ids,
-        special_in_text=special_in_text,
-        fixed_arguments=fixed_arguments,
+        facts, tokens, choice, eos_ids=files.eos_ids, special_in_text=special_in_text, fixed_arguments=fixed_arguments
     )
 
 

@@ -25,11 +25,7 @@ ModelFolder = Annotated[
     ),
 ]
 TemplateName = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template",
-        help="Chat template instead of the model's, as renderer.chat_template.",
-    ),
+    str | None, typer.Option("--chat-template", help="Chat template instead of the model's, as renderer.chat_template.")
 ]
 
 

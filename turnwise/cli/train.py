@@ -58,12 +58,7 @@ def train(
         given, config = [config, *given], None
     files = [] if config is None else [config, *(each for each in given if _is_file(each))]
     given = [each for each in given if each not in files]
-    options: dict[str, Any] = {
-        "rollout.env.name": env,
-        "policies.main.model.path": model,
-        "tasks": tasks,
-        "name": name,
-    }
+    options: dict[str, Any] = {"rollout.env.name": env, "policies.main.model.path": model, "tasks": tasks, "name": name}
     if config is None and not any(each.startswith(("policies", "rollout")) for each in given):
         _check_options(env, model)
     # JSON is YAML, and keeps a text a text whatever it says.

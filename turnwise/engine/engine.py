@@ -128,8 +128,6 @@ class Engine:
         self._wake = threading.Event()
         self._closed = False
 
-    # -- from any thread
-
     def submit(self, generation: Generation) -> None:
         """Queue a request."""
         self._post(lambda: self._enqueue(generation))
@@ -162,8 +160,6 @@ class Engine:
     def _post(self, work: Callable[[], None]) -> None:
         self._inbox.append(work)
         self._wake.set()
-
-    # -- on the engine's thread
 
     def pause(self, *, abort: bool) -> int:
         """Pause sampling; requests in flight are kept, or with ``abort`` finished. Returns how many were finished."""

@@ -118,8 +118,6 @@ class App:
             return
         await answer_json(send, 200, orjson.dumps(answer))
 
-    # -- generate
-
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._engine
         try:
@@ -210,8 +208,6 @@ class App:
                 break
         usage = orjson.dumps({"request_id": name, "choices": [], "usage": _usage(output, total)})
         await send({"type": "http.response.body", "body": b"data: " + usage + b"\n\ndata: [DONE]\n\n"})
-
-    # -- the other routes
 
     async def _health(self, _: bytes, __: Scope) -> Any:
         return {"status": "ok"}

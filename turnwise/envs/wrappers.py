@@ -421,12 +421,7 @@ class RecordTranscript(Wrapper):
         """Record a call and its answer."""
         response = await super().call(call)
         said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer: Message = {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "name": call.name,
-            "content": response.content(),
-        }
+        answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
         self._note([said, answer], {} if response.reward is None else {f"tool/{call.name}": response.reward})
         return response
 

@@ -349,12 +349,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
                 errors.append(trajectory.error)
 
         parts = RolloutParts(
-            renderer,
-            write=write,
-            recover=recover,
-            frozen=frozen.policies,
-            custom=config.custom,
-            notify=console.print,
+            renderer, write=write, recover=recover, frozen=frozen.policies, custom=config.custom, notify=console.print
         )
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)

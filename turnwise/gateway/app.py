@@ -102,8 +102,6 @@ class SessionApp(ABC):
             # A client that does not read gets nothing more; the server closes the connection.
             _log.info("a client stopped reading its response")
 
-    # -- agents
-
     async def _agent(self, exchange: Exchange, parts: list[str]) -> None:
         route = "/".join(parts[2:])
         # The route determines the API; where it does not, a header of the client's may.
@@ -159,8 +157,6 @@ class SessionApp(ABC):
             if not self.answering and self.when_idle is not None:
                 # Event loops write what they were given before they call what comes next.
                 task.get_loop().call_soon(self.when_idle)
-
-    # -- controllers and rewarders
 
     async def _control(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
         method = exchange.method

@@ -95,12 +95,7 @@ class EndpointTemplate:
 
 
 def _parts(place: Place, token: str) -> dict[str, str]:
-    return {
-        "rollout_id": place.rollout_id,
-        "attempt_id": place.attempt_id,
-        "session": place.session,
-        "token": token,
-    }
+    return {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id, "session": place.session, "token": token}
 
 
 def check_template(template: str) -> None:

@@ -317,8 +317,6 @@ class Exchange:
         entry.note_outcome(None)
         await self.answer(200, dialect.respond(request, answers))
 
-    # -- streams
-
     async def _stream(
         self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
     ) -> None:

@@ -261,8 +261,6 @@ class HTTPClient(LLMClient):
         self._closed = True
         await self._connections.close()
 
-    # -- transport
-
     def _pool(self) -> Connections:
         if self._closed:
             raise InferenceError("this client is closed")

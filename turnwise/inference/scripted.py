@@ -161,11 +161,7 @@ def scripted_logprobs(token_ids: TokenIds) -> Logprobs:
 
 
 async def replay(
-    messages: Sequence[Message],
-    tools: Sequence[ToolSchema],
-    renderer: Renderer,
-    *,
-    trajectory_id: str = "replay",
+    messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer, *, trajectory_id: str = "replay"
 ) -> Trajectory:
     """Record a written conversation as if a model had sampled its assistant messages.
 

@@ -299,12 +299,7 @@ class GenerateRequest:
 
 
 def encode_request(
-    token_ids: TokenIds,
-    params: SamplingParams,
-    *,
-    stream: bool = False,
-    continued: int = 0,
-    model: str | None = None,
+    token_ids: TokenIds, params: SamplingParams, *, stream: bool = False, continued: int = 0, model: str | None = None
 ) -> bytes:
     """Return the body of a request, without default values."""
     sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0}

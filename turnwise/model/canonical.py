@@ -79,10 +79,7 @@ class Canonical:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": call.arguments if call.value is None else call.value,
-                    },
+                    "function": {"name": call.name, "arguments": call.arguments if call.value is None else call.value},
                 }
                 for call in self.calls
             ]
@@ -268,10 +265,7 @@ class Canonicalizer:
         numbers = range(len(self._calls))
         unanswered = [number for number in numbers if number not in self._answered]
         meant = [number for number in numbers if named and self._named[number] == named]
-        position = next(
-            (number for number in [*(n for n in meant if n in unanswered), *meant, *unanswered]),
-            None,
-        )
+        position = next((number for number in [*(n for n in meant if n in unanswered), *meant, *unanswered]), None)
         if position is None:
             # It answers no call that could name it: what is rendered is made from what is compared.
             name = clean(message.get("name") or "")

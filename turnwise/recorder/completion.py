@@ -42,11 +42,7 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
 
 
 def read_completion(
-    renderer: Renderer,
-    completion: Completion,
-    prompt: TokenIds,
-    tools: Sequence[ToolSchema],
-    params: SamplingParams,
+    renderer: Renderer, completion: Completion, prompt: TokenIds, tools: Sequence[ToolSchema], params: SamplingParams
 ) -> tuple[Message, bool]:
     """Parse a completion; also return whether a length limit cut the turn (no stop id at its end)."""
     token_ids = completion.token_ids

@@ -313,9 +313,7 @@ class RolloutProducer(RolloutManager):
             task.add_done_callback(partial(self._ended, request.key))
 
     async def gather(
-        self,
-        requests: Sequence[RolloutRequest],
-        on_group: Callable[[TrajectoryGroup], None] | None = None,
+        self, requests: Sequence[RolloutRequest], on_group: Callable[[TrajectoryGroup], None] | None = None
     ) -> list[TrajectoryGroup]:
         """Roll out and return the groups in the order of the requests, bypassing the buffer (evaluation).
 

@@ -482,11 +482,7 @@ class EpisodeRunner:
             baseline=spec.baseline,
         )
         return session_trajectories(
-            blank,
-            run.sessions.opened,
-            episode,
-            compare=self._config.compare,
-            save_messages=self._config.save_messages,
+            blank, run.sessions.opened, episode, compare=self._config.compare, save_messages=self._config.save_messages
         )
 
 

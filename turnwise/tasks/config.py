@@ -117,8 +117,7 @@ def _form(value: Any) -> str:
 
 
 _One: TypeAlias = Annotated[
-    Annotated[_Source, Tag("text")] | Annotated[SourceConfig, Tag("section")],
-    Discriminator(_form),
+    Annotated[_Source, Tag("text")] | Annotated[SourceConfig, Tag("section")], Discriminator(_form)
 ]
 TasksConfig: TypeAlias = Annotated[
     Annotated[_Source, Tag("text")]

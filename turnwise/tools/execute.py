@@ -284,8 +284,6 @@ class ToolRunner:
             self._secrets_found = Secrets(declared, configs, self._kwargs)
         return self._secrets_found
 
-    # -- one call ------------------------------------------------------------------------------------------------
-
     def _overlaps(self, call: ToolCall) -> bool:
         tool = self.tools.get(call.name)
         inline = isinstance(tool, FunctionTool) and tool.inline

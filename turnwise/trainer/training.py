@@ -295,11 +295,7 @@ async def call_run(run: Callable[..., Awaitable[None]], name: str, training: Tra
         ConfigError: It takes an unknown argument.
     """
     check_run(run, name)
-    offered = {
-        "training": training,
-        "train_dataset": training.train_tasks,
-        "val_dataset": training.val_tasks,
-    }
+    offered = {"training": training, "train_dataset": training.train_tasks, "val_dataset": training.val_tasks}
     parameters = inspect.signature(run).parameters.values()
     free = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = {each.name for each in parameters}

@@ -62,7 +62,7 @@ KILLER = {
         "import os, signal\nfor entry in os.listdir('/proc'):\n    if entry.isdigit() and int(entry) != os.getpid():\n"
         "        try:\n            os.kill(int(entry), signal.SIGKILL)\n        except OSError:\n            pass\n"
         + WRONG
-    ),
+    )
 }
 """For sandboxes with processes of their own only."""
 

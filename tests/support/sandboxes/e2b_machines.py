@@ -43,9 +43,7 @@ def usable() -> str:
         if shutil.which(program) is None:
             return f"there is no {program} on PATH"
     tried = subprocess.run(
-        ["unshare", *_own(), "-m", "-p", "-f", "mount", "-t", "proc", "proc", "/proc"],
-        check=False,
-        capture_output=True,
+        ["unshare", *_own(), "-m", "-p", "-f", "mount", "-t", "proc", "proc", "/proc"], check=False, capture_output=True
     )
     return "" if tried.returncode == 0 else f"namespaces are not allowed here: {tried.stderr.decode().strip()}"
 

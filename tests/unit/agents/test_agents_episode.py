@@ -90,8 +90,7 @@ async def run(*calls: tuple[str, dict], env: str = "test-agents-counter", swallo
     renderer = ToyRenderer()
     message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("", *call) for call in calls]}
     settings = RolloutConfig(
-        env=SpecConfig(name=env, config=config),
-        agent=SpecConfig(name="test-one-by-one", config={"swallow": swallow}),
+        env=SpecConfig(name=env, config=config), agent=SpecConfig(name="test-one-by-one", config={"swallow": swallow})
     )
     runner = EpisodeRunner(settings, ScriptedClient(renderer, [message]), renderer, context_length=5000)
     outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
@@ -188,8 +187,7 @@ register("test-agents-stuck", Stuck)
 
 
 @pytest.mark.parametrize(
-    ("stuck_in", "reason", "log"),
-    [("reset", "error", ["reset"]), ("step", "timeout", ["reset", "step"])],
+    ("stuck_in", "reason", "log"), [("reset", "error", ["reset"]), ("step", "timeout", ["reset", "step"])]
 )
 async def test_a_method_that_never_returns_is_a_lost_thread_and_nothing_is_scored(stuck_in, reason, log) -> None:
     Stuck.released = threading.Event()

@@ -46,7 +46,7 @@ CONTEXTS = st.fixed_dictionaries(
         | st.fixed_dictionaries(
             {"max_turns": st.integers(1, 3), "max_depth": st.integers(1, 2)}, optional={"tools": st.just(["slip"])}
         ),
-    },
+    }
 )
 STOPS = {"completed", "max_turns", "max_tokens", "context_overflow", "invalid_calls"}
 REASONS = {"compaction", "dropped_tool_results", "sub_agent", "reasoning_dropped", "resample", "rewound", "concurrent"}

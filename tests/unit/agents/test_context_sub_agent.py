@@ -235,9 +235,7 @@ async def test_sub_agents_have_the_tools_that_they_are_given(tmp_path):
 async def test_depth_is_bounded_by_what_is_offered(tmp_path):
     context = {"sub_agent": {"prompt": "You help.", "max_depth": 2}}
     script = acting(
-        [give("alpha"), DONE],
-        alpha=[give("beta"), say("beta did it")],
-        beta=[give("gamma"), say("I was refused")],
+        [give("alpha"), DONE], alpha=[give("beta"), say("beta did it")], beta=[give("gamma"), say("I was refused")]
     )
     played = await act(tmp_path, script, context)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")

@@ -130,11 +130,7 @@ AT_ONCE = [
         "<|start|>assistant<|channel|>final<|message|>It is",
         ("It is", "Hm.\nSo."),
     ),
-    (
-        "gptoss",
-        "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
-        ("", ""),
-    ),
+    ("gptoss", "<|channel|>commentary to=functions.f<|message|>{}<|call|>", ("", "")),
 ]
 
 

@@ -329,8 +329,7 @@ def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
     counter = CountingTokenizer(files.tokenizer)
     assert files.template is not None
     renderer = make_renderer(
-        type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None),
-        files.template,
+        type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None), files.template
     )
     last = says("", FIRST)
     said = renderer.completion(last, TOOLS)

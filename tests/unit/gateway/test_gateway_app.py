@@ -21,11 +21,7 @@ from turnwise.recorder.session import SessionLimits
 from turnwise.trajectory import Trajectory
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Go."}]}
-ROUTES = {
-    "chat/completions": ASK,
-    "messages": ASK,
-    "responses": {"model": "m", "input": "Go."},
-}
+ROUTES = {"chat/completions": ASK, "messages": ASK, "responses": {"model": "m", "input": "Go."}}
 SAID = {"role": "assistant", "content": "All done.", "reasoning_content": "Hm."}
 
 

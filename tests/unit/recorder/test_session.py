@@ -58,11 +58,7 @@ def path_ids(trajectory: Trajectory, index: int) -> list[int]:
 async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() -> None:
     renderer = ToyRenderer()
     client = ScriptedClient(
-        renderer,
-        [
-            {"role": "assistant", "content": "wait", "tool_calls": [call_of("look", at=1)]},
-            "done",
-        ],
+        renderer, [{"role": "assistant", "content": "wait", "tool_calls": [call_of("look", at=1)]}, "done"]
     )
     session = new_session(client, renderer=renderer)
     first = await session.chat([user("go")], [TOOL])

@@ -164,10 +164,7 @@ def test_all_fields_of_an_address() -> None:
         ("{base}/rollout/{rollout_id}", "must contain /{token} once"),
         ("{base}/{token}/{token}", "must contain /{token} once"),
         ("{base}/s-{token}", "must contain /{token} once"),
-        (
-            "{base}/{rollout}/{token}",
-            "{rollout} in '{base}/{rollout}/{token}' is not a field of an address; fields:",
-        ),
+        ("{base}/{rollout}/{token}", "{rollout} in '{base}/{rollout}/{token}' is not a field of an address; fields:"),
         ("{host}/{token}", "begin it with {base}, http:// or https://"),
         ("{base}/x?key=1/{token}", "'?'"),
         ("{base}/{}/{token}", "{} in"),

@@ -21,13 +21,7 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from turnwise.errors import (
-    SandboxDied,
-    SandboxFileError,
-    SandboxFileNotFound,
-    SandboxStartError,
-    SandboxUnavailable,
-)
+from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
 from turnwise.sandboxes.local.boot import landlock

@@ -221,10 +221,7 @@ def test_a_state_of_as_many_tasks_with_other_ids_is_refused(tmp_path: Path, stre
 # Mixes.
 
 
-@given(
-    weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6),
-    seed=st.integers(0, 5),
-)
+@given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), seed=st.integers(0, 5))
 @settings(max_examples=examples(60))
 def test_shares_hold_to_within_one_task_at_any_time(weights: list[float], seed: int) -> None:
     named = {f"s{n}": weight for n, weight in enumerate(weights)}

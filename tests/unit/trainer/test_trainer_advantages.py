@@ -60,11 +60,7 @@ def test_nothing_gives_nothing() -> None:
     assert result.groups == 0
 
 
-@given(
-    rewards=st.lists(st.floats(-100, 100), min_size=1, max_size=20),
-    data=st.data(),
-    shift=st.floats(-50, 50),
-)
+@given(rewards=st.lists(st.floats(-100, 100), min_size=1, max_size=20), data=st.data(), shift=st.floats(-50, 50))
 def test_properties(rewards: list[float], data: st.DataObject, shift: float) -> None:
     groups = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=len(rewards), max_size=len(rewards))))
     values = torch.tensor(rewards, dtype=torch.float64)

@@ -295,12 +295,7 @@ def test_rows_become_a_file_that_is_called_after_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "rows.jsonl",
-        SourceConfig(source="a.jsonl", limit=3),
-        {"source": "a.jsonl"},
-        ["a.jsonl", {"source": "b.jsonl"}],
-    ],
+    ["rows.jsonl", SourceConfig(source="a.jsonl", limit=3), {"source": "a.jsonl"}, ["a.jsonl", {"source": "b.jsonl"}]],
 )
 def test_sources_stay_what_they_are(source, tmp_path: Path) -> None:
     assert task_config(source, tmp_path, name="train") == source

@@ -96,9 +96,7 @@ def test_both_sides_of_a_pair_stand_in_one_micro_batch(row: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"loss": "ipo"}, {"length_normalised": True, "label_smoothing": 0.1}, {"nll_coef": 0.5}],
-    ids=str,
+    "options", [{}, {"loss": "ipo"}, {"length_normalised": True, "label_smoothing": 0.1}, {"nll_coef": 0.5}], ids=str
 )
 def test_the_gradient_does_not_depend_on_the_split_and_is_the_plain_one(
     model_dir: Callable[..., Path], row: Callable[..., Any], tmp_path: Path, options: dict[str, Any]

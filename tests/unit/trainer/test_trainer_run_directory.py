@@ -40,10 +40,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     with WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
-        with (
-            pytest.raises(TrainError, match=r"another process is using the run .*: wait for it"),
-            home.lock(),
-        ):
+        with pytest.raises(TrainError, match=r"another process is using the run .*: wait for it"), home.lock():
             pytest.fail("two are in")
         other.kill()
         other.wait()

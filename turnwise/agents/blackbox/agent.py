@@ -140,8 +140,6 @@ class BlackBoxAgent(Agent):
         """The program's files and the configured ``mounts``, where it runs in a sandbox."""
         return self._mounts
 
-    # -- one program for one episode
-
     async def _once(self, acting: _Acting) -> _End:
         info = acting.episode.info
         workspace = info.get("workspace")
@@ -246,8 +244,6 @@ class BlackBoxAgent(Agent):
             for each in (over, *stops):
                 each.cancel()
 
-    # -- workers
-
     async def _serve(self, workers: Workers, acting: _Acting) -> _End:
         job: dict[str, Any] = {name: acting.values[name] for name in _JOB}
         job |= {"id": secrets.token_hex(8), "prompt": fill(self._recipe.prompt, acting.values).strip()}
@@ -280,8 +276,6 @@ class BlackBoxAgent(Agent):
                 argv, env=env, cwd=places.work, stdin=stdin, most_output=most, on_line=on_line
             )
         return program, places.remove
-
-    # -- what it came to
 
     async def _conclude(self, acting: _Acting, end: _End) -> None:
         episode, endpoint, left = acting.episode, acting.endpoint, end.exit

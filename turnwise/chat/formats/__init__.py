@@ -16,19 +16,7 @@ from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder
 
 FORMATS: dict[str, type[ChatFormat]] = {
     format_class.name: format_class
-    for format_class in (
-        Hermes,
-        Qwen3Coder,
-        Llama3Json,
-        Pythonic,
-        Mistral,
-        Glm,
-        GptOss,
-        DeepSeek,
-        Kimi,
-        MiniMax,
-        Plain,
-    )
+    for format_class in (Hermes, Qwen3Coder, Llama3Json, Pythonic, Mistral, Glm, GptOss, DeepSeek, Kimi, MiniMax, Plain)
 }
 
 __all__ = ["FORMATS", "Block", "ChatFormat", "Parsed", "Probe", "TurnText"]

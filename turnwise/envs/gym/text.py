@@ -228,9 +228,7 @@ WORLDS: Final[dict[str, World]] = {
         _blackjack,
     ),
     "CartPole": World(
-        "Keep the pole upright and the cart within 2.4 of the middle. Every step pays 1.",
-        ("left", "right"),
-        _cart_pole,
+        "Keep the pole upright and the cart within 2.4 of the middle. Every step pays 1.", ("left", "right"), _cart_pole
     ),
 }
 """Well-known environments, by their names in Gymnasium without the version."""

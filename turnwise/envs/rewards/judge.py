@@ -211,8 +211,6 @@ class Verdicts:
             raise EnvError(f"{self._label} returned no choices[0].message.content: {text}") from error
         return _Said(content if isinstance(content, str) else "", cut)
 
-    # -- what was asked before
-
     def _key(self, question: str) -> str:
         asked = [self._endpoint.name, self._body, self._schema, question]
         text = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)

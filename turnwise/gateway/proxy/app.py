@@ -168,13 +168,7 @@ class HostedApp(SessionApp):
             turn.close()
 
     async def _pass_on(
-        self,
-        exchange: Exchange,
-        entry: GatewaySession,
-        dialect: Dialect,
-        route: str,
-        data: bytes,
-        turn: _Turn | None,
+        self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str, data: bytes, turn: _Turn | None
     ) -> None:
         anthropic = dialect.name == "anthropic"
         headers = self._endpoint.headers(exchange.all_headers, anthropic=anthropic, token=entry.token)

@@ -24,15 +24,7 @@ from turnwise.rollout.core import BatchRef, ForwardingReplayBuffer, ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
-from turnwise.rollout.replay.strategies import (
-    Bounded,
-    Fifo,
-    Filtered,
-    Mixed,
-    Prioritized,
-    Strategy,
-    stored_groups,
-)
+from turnwise.rollout.replay.strategies import Bounded, Fifo, Filtered, Mixed, Prioritized, Strategy, stored_groups
 
 BUFFER_KEY = "replay.buffer"
 _EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metrics"

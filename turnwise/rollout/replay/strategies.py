@@ -203,12 +203,7 @@ class Bounded(Strategy):
         return Choice(ordered(queue[:batch_size], self._order), choice.drop)
 
     def _must_wait(
-        self,
-        queue: list[GroupFacts],
-        in_flight: Sequence[InFlight],
-        step: int,
-        batch_size: int,
-        room: tuple[int, int],
+        self, queue: list[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, room: tuple[int, int]
     ) -> bool:
         """Whether taking the head of the queue leaves more groups than can be trained in time, and one in flight could
         replace a group with more time.

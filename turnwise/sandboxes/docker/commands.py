@@ -129,14 +129,7 @@ class CommandKiller:
     """Starts and kills commands of one container; ``gone`` is the reason why that is impossible by now, or None."""
 
     def __init__(
-        self,
-        engine: Engine,
-        container: str,
-        user: str,
-        env: Mapping[str, str],
-        *,
-        pids: int,
-        keeps_files: bool,
+        self, engine: Engine, container: str, user: str, env: Mapping[str, str], *, pids: int, keeps_files: bool
     ) -> None:
         self.engine = engine
         self.container = container
@@ -371,9 +364,7 @@ class Commands:
     async def why_gone(self) -> str | None:
         """Return why the container does not run, or None."""
         found = await self._endings.engine.call(
-            lambda client: client.inspect_container(self._endings.container),
-            what="the sandbox has ended",
-            allowed=GONE,
+            lambda client: client.inspect_container(self._endings.container), what="the sandbox has ended", allowed=GONE
         )
         if found is None:
             return "its container is gone: its ttl expired, or it was removed from outside"

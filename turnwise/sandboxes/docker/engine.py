@@ -224,10 +224,7 @@ def pid_started(pid: int) -> str | None:
 
 
 def is_left(
-    labels: Mapping[str, str],
-    now: float,
-    here: Owner,
-    started: Callable[[int], str | None] = pid_started,
+    labels: Mapping[str, str], now: float, here: Owner, started: Callable[[int], str | None] = pid_started
 ) -> bool:
     """Return whether the owner of a labelled resource is dead, or its lifetime over at ``now``.
 

@@ -114,9 +114,6 @@ def added(change: FileChange) -> str:
     return "\n".join(hunk.new) + ("\n" if newline and hunk.new else "")
 
 
-# -- where a hunk belongs ----------------------------------------------------------------------------------------------
-
-
 def _place(lines: list[str], hunk: Hunk, position: int, where: str) -> int:
     start = position
     for anchor in hunk.anchors:
@@ -169,9 +166,6 @@ def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
     at = best + matched
     there = f"line {at + 1} of the file is {shown(lines[at], 200)}" if at < len(lines) else "the file ends there"
     return f"does not match: its first {matched} lines do at line {best + 1}, but then it has {wanted}, and {there}"
-
-
-# -- unified diffs -----------------------------------------------------------------------------------------------------
 
 
 def _unified(lines: list[str]) -> list[FileChange]:
@@ -277,9 +271,6 @@ def _ends(lines: list[str], at: int, *, over: bool, one_each: bool) -> bool:
         # A removed line '-- x' and an added '++ x' look like a header; the counts tell them apart.
         return not one_each
     return over and not line.strip()
-
-
-# -- the envelope ------------------------------------------------------------------------------------------------------
 
 
 def _envelope(lines: list[str]) -> list[FileChange]:

@@ -74,9 +74,7 @@ def turn_rewards(trajectory: Trajectory) -> list[float]:
 
 
 def with_penalties(
-    trajectories: Sequence[Trajectory],
-    samples: Sequence[Sequence[TrainSample]],
-    penalties: Mapping[RowKey, Tensor],
+    trajectories: Sequence[Trajectory], samples: Sequence[Sequence[TrainSample]], penalties: Mapping[RowKey, Tensor]
 ) -> list[Trajectory]:
     """Return copies of trajectories with the KL penalties of their turns added as reward events named ``kl``.
 

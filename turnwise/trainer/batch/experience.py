@@ -188,10 +188,7 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/forks": sum(each.forks().total() for each in trajectories) / count,
     }
     if trajectories:
-        metrics |= {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std(correction=0)),
-        }
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
     metrics |= {name: total / count for name, total in sorted(context.items())}
     return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}

@@ -171,13 +171,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        divide: Tensor | None,
-        tiles: _Tiles,
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, divide: Tensor | None, tiles: _Tiles
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         kind = states.device.type

@@ -4,14 +4,7 @@ import asyncio
 import sys
 
 import openai
-from agents import (
-    Agent,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from sums import MODEL, MOST_TURNS, QUESTION, SYSTEM, add
 
 

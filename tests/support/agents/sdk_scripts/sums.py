@@ -3,11 +3,7 @@
 SYSTEM = "Be brief."
 QUESTION = "What are 1+2 and 3+4, and what is the sum of the two?"
 DESCRIPTION = "Add two integers."
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 MODEL = "turnwise-tiny"
 MOST_TURNS = 5
 

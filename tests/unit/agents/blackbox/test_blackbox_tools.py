@@ -71,10 +71,7 @@ async def test_plain_calls() -> None:
         await post("team_of", arguments, **{"x-tool-call-id": call_id})
         assert episode.turn_metrics["main", message["turn_id"]]["tool_calls"] == 2
         # What is wrong is told to the model, as in any other loop.
-        for name, body, word in (
-            ("team_of", '{"person": 3}', "invalid_arguments"),
-            ("team_of", "[1]", "invalid_json"),
-        ):
+        for name, body, word in (("team_of", '{"person": 3}', "invalid_arguments"), ("team_of", "[1]", "invalid_json")):
             status, said = await post(name, body)
             assert (status, said["error"]) == (200, word), said
         assert (await post("team_of", '{"person": "nobody"}'))[1]["error"] == "tool_error"

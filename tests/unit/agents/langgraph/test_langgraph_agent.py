@@ -369,8 +369,7 @@ async def test_the_prebuilt_graph_that_gives_up_in_the_models_name_is_max_turns_
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"),
-    [({"max_turns": 2}, StopReason.MAX_TURNS), ({"max_total_tokens": 60}, StopReason.MAX_TOKENS)],
+    ("limits", "reason"), [({"max_turns": 2}, StopReason.MAX_TURNS), ({"max_total_tokens": 60}, StopReason.MAX_TOKENS)]
 )
 @pytest.mark.parametrize("graph", [react, agent, loop, scouts])
 async def test_what_is_spent_is_seen_through_every_graph(graph: Any, limits: Any, reason: StopReason) -> None:

@@ -68,9 +68,6 @@ def asked(problem: Problem, record: _Row) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-# -- one format each ---------------------------------------------------------------------------------------------------
-
-
 def _humaneval(data: _Row) -> Problem:
     opening, check, entry = (
         _text(data, "code_prompt" if "code_prompt" in data else "prompt"),
@@ -170,9 +167,6 @@ _FORMATS: Final[tuple[tuple[tuple[str, ...], Callable[[_Row], Problem]], ...]] =
     (("public_tests",), _contests),
     (("tests",), _apps),
 )
-
-
-# -- columns -----------------------------------------------------------------------------------------------------------
 
 
 def _text(data: _Row, name: str) -> str:

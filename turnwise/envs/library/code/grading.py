@@ -283,8 +283,6 @@ class Grader:
                 results.append(Result(False, hopeless, case.hidden))
         return results
 
-    # -- programs: inputs and outputs ----------------------------------------------------------------------------------
-
     async def _programs(self, problem: Problem, program: str) -> list[Result]:
         seconds, memory = self._limit(problem), problem.memory or self.memory
         command = [self.python, "-u", "-c", source("programs")]
@@ -321,8 +319,6 @@ class Grader:
             return Result(False, "wrong output", case.hidden)
         return Result(True, "", case.hidden)
 
-    # -- calls: arguments and results ----------------------------------------------------------------------------------
-
     async def _calls(self, problem: Problem, program: str) -> list[Result]:
         seconds = self._limit(problem)
         solution = self._solution(problem, program)
@@ -349,8 +345,6 @@ class Grader:
             return await self._each(problem.cases, run)
         finally:
             await solution.end()
-
-    # -- asserts: code -------------------------------------------------------------------------------------------------
 
     async def _asserts(self, problem: Problem, program: str) -> list[Result]:
         solution = self._solution(problem, program)

@@ -40,16 +40,7 @@ CREATE INDEX variants_of_products ON variants (product_id);
 """
 
 # What nothing can change (products) says nothing about what was done.
-COMPARED: Final = (
-    "users",
-    "payment_methods",
-    "variants",
-    "orders",
-    "order_items",
-    "payments",
-    "declined",
-    "transfers",
-)
+COMPARED: Final = ("users", "payment_methods", "variants", "orders", "order_items", "payments", "declined", "transfers")
 """The tables whose rows must be those of the goal, in any order."""
 
 

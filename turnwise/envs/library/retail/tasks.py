@@ -232,10 +232,7 @@ def cancel(view: View) -> list[Part]:
     """Cancel a pending order."""
     for order in view.orders("pending"):
         reason, said = view.rng.choice(
-            (
-                ("no longer needed", "I no longer need it."),
-                ("ordered by mistake", "I ordered it by mistake."),
-            )
+            (("no longer needed", "I no longer need it."), ("ordered by mistake", "I ordered it by mistake."))
         )
         text = f"Please cancel {view.named(order)}. {said}"
         view.used.add(order.id)

@@ -165,11 +165,7 @@ def jest_log(log: str) -> Statuses:
     return found
 
 
-_GO: Final = {
-    "PASS": TestStatus.PASSED,
-    "FAIL": TestStatus.FAILED,
-    "SKIP": TestStatus.SKIPPED,
-}
+_GO: Final = {"PASS": TestStatus.PASSED, "FAIL": TestStatus.FAILED, "SKIP": TestStatus.SKIPPED}
 
 
 def go_log(log: str) -> Statuses:

@@ -117,10 +117,7 @@ CONDA_ENV: Final = {
     "CONDA_PREFIX": "/opt/miniconda3/envs/testbed",
 }
 """What activating the environment of SWE-bench's images sets."""
-R2E_ENV: Final = {
-    "PATH": f"/testbed/.venv/bin:{_PATH}",
-    "VIRTUAL_ENV": "/testbed/.venv",
-}
+R2E_ENV: Final = {"PATH": f"/testbed/.venv/bin:{_PATH}", "VIRTUAL_ENV": "/testbed/.venv"}
 """The same of R2E-Gym's images."""
 
 
