@@ -19,7 +19,7 @@ def private_directory(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file, created for its owner only: an ``opener`` for :func:`open`."""
+    """Open a file, created for its owner only: an ``opener`` for the built-in open."""
     return os.open(path, flags, 0o600)
 
 

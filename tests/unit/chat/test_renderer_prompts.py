@@ -227,7 +227,10 @@ def test_a_folder_without_tokenizer_json_is_read_by_transformers(tmp_path: Path)
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     renderer = load_renderer(path)
     assert renderer.describe()["format"] == "hermes"
-    (path / "vocab.json").unlink()
+    (path / "vocab.json").write_text("{}")
+    (path / "merges.txt").unlink()
+    config["tokenizer_class"] = "NoSuchTokenizer"
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(RenderError, match=r"no tokenizer\.json"):
         load_renderer(path)
 

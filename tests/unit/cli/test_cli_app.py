@@ -157,6 +157,7 @@ def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys
         "class Mine(ToolEnv):\n"
         "    def __init__(self, words):\n        super().__init__()\n        self.words = words\n"
         "    def reset(self, task=None, *, seed=None):\n        return ' '.join(self.words), {}\n"
+        "    def score(self, final):\n        return 0.0\n"
     )
     assert run("check-env", f"{file}:Mine", "words=[say, hello]") == 0
     assert run("check-env", f"{file}:Mine", "wordz=[say, hello]") == 1
