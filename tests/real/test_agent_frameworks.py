@@ -53,7 +53,7 @@ async def test_a_framework_leaves_one_branch_where_it_appends(name: str, tmp_pat
     if place == NODE and not (ROOT / AI_SDK / "node_modules" / "ai").exists():
         pytest.skip("the AI SDK is not installed: make test-real installs it")
     interpreter = "node" if place == NODE else program("python", place)
-    async with caged(tmp_path, turns, sessions=2) as cage:
+    async with caged(tmp_path, turns, sessions=2, guides=True) as cage:
         env = {"AI_SDK": str(ROOT / AI_SDK), "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
         left = await cage.run([interpreter, str(SCRIPTS / script), *cage.bases, route], env)
     assert left.code == 0, left.stderr

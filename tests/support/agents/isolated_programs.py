@@ -185,12 +185,12 @@ def _noting(app: GatewayApp, routes: set[str]) -> Any:
     return noting
 
 
-def _scripted(renderer: Renderer, script: Script | Sequence[Line | Stumble]) -> ScriptedClient:
+def _scripted(renderer: Renderer, script: Script | Sequence[Line | Stumble], guides: bool) -> ScriptedClient:
     if callable(script):
-        return ScriptedClient(renderer, script, context_length=CONTEXT, guides=True)
+        return ScriptedClient(renderer, script, context_length=CONTEXT, guides=guides)
     lines = [line for line in script if not isinstance(line, Stumble)]
     if len(lines) == len(script):
-        return ScriptedClient(renderer, lines, context_length=CONTEXT, guides=True)
+        return ScriptedClient(renderer, lines, context_length=CONTEXT, guides=guides)
     return StumblingClient(renderer, script, context_length=CONTEXT)
 
 
@@ -202,13 +202,17 @@ async def caged(
     sessions: int = 1,
     limits: GatewayLimits | None = None,
     cuts: Sequence[Cut] = (),
+    guides: bool = False,
 ) -> AsyncIterator[Caged]:
-    """Serve sessions in a new namespace until the block is left; what was started there is killed then."""
+    """Serve sessions in a new namespace until the block is left; what was started there is killed then.
+
+    ``guides``: whether the model has structured output.
+    """
     home, work, run_dir = (tmp_path / name for name in ("home", "work", "run"))
     for folder in (home, work, run_dir):
         folder.mkdir()
     renderer = renderer_for("qwen3")
-    client = _scripted(renderer, script)
+    client = _scripted(renderer, script, guides)
     ledger = LedgerClient(client, run_dir / "ledger.jsonl")
 
     def open_session(session_id: str, settings: SessionSettings) -> Any:
@@ -217,7 +221,7 @@ async def caged(
 
     served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.jsonl")
     routes: set[str] = set()
-    abilities = abilities_of(renderer, guides=True)
+    abilities = abilities_of(renderer, guides=guides)
     app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)
     process, control, listener = await _started()
     server = uvicorn.Server(
