@@ -94,18 +94,32 @@ class RenderError(TurnwiseError):
     """A chat template cannot render these messages, or no chat format was detected."""
 
 
+class PromptTooLong(TurnwiseError):
+    """A text has at least ``tokens`` ids, more than the caller has room for; it was not tokenized."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"a text has at least {tokens} tokens")
+        self.tokens = tokens
+
+
 class SessionError(TurnwiseError):
     """A session refuses a request, or a client broke its contract."""
 
 
 class BudgetExceeded(TurnwiseError):
-    """No tokens or turns are left (``used`` of ``limit``), or too many calls were unusable."""
+    """No tokens or turns are left (``used`` of ``limit``), or too many calls were unusable.
 
-    def __init__(self, stop_reason: str, message: str, *, used: int | None = None, limit: int | None = None) -> None:
+    ``exact`` is False where ``used`` is a lower bound: a text that is certainly too long is not tokenized.
+    """
+
+    def __init__(
+        self, stop_reason: str, message: str, *, used: int | None = None, limit: int | None = None, exact: bool = True
+    ) -> None:
         super().__init__(message)
         self.stop_reason = stop_reason
         self.used = used
         self.limit = limit
+        self.exact = exact
 
 
 class InferenceError(TurnwiseError):

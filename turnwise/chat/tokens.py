@@ -9,14 +9,16 @@ any control id.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from turnwise.errors import RenderError
+from turnwise.errors import PromptTooLong, RenderError
 
 ESCAPE = "\udfff"
 """Half of a surrogate pair: no valid text and no decoded id can hold it."""
@@ -27,6 +29,10 @@ _OFF = frozenset({"0", "f", "false", "n", "no", "off"})
 # How many texts an encoder remembers, and how many characters one of them may have: together they bound its memory.
 _REMEMBERED = 64
 _REMEMBERED_LENGTH = 65_536
+_PANIC = "PanicException"
+_NFC = {"type": "NFC"}
+_NFC_SHRINKS = 3
+"""NFC replaces at most this many bytes by one (U+212A, the Kelvin sign, by K)."""
 
 
 class Tokenizer(Protocol):
@@ -61,23 +67,74 @@ def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Return the function that encodes one text, without special tokens."""
+    """Return the function that encodes one text, without special tokens. It raises RenderError for a panic."""
     if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
-        # A fifth quicker, because it tells no offsets. Only batches have it, and with parallelism on they go through
-        # a pool of threads, which forbids this process to fork.
+        # A fifth quicker, because it tells no offsets, and other threads run meanwhile. Only batches have it, and with
+        # parallelism on they go through a pool of threads, which forbids this process to fork.
         batch = tokenizer.encode_batch_fast
 
-        def encode(text: str) -> list[int]:
+        def plain(text: str) -> list[int]:
             token_ids: list[int] = batch([text], add_special_tokens=False)[0].ids
             return token_ids
 
     else:
 
-        def encode(text: str) -> list[int]:
+        def plain(text: str) -> list[int]:
             token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
             return token_ids
 
+    def encode(text: str) -> list[int]:
+        try:
+            return plain(text)
+        except BaseException as error:  # a panic of the tokenizer's Rust code, whose class has no public name
+            if type(error).__name__ != _PANIC:
+                raise
+            raise RenderError(
+                f"the tokenizer fails on a text of {len(text)} characters ({error}): shorten it, or break up long runs "
+                "of one character"
+            ) from None
+
     return encode
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Return how many bytes of text one id stands for at most; 0 if that is unknown.
+
+    Known for byte-level BPE, where no byte is dropped: neither by a normalizer other than NFC, nor by splitting, nor as
+    blanks around an added token.
+    """
+    if not isinstance(tokenizer, tokenizers.Tokenizer) or tokenizer.truncation is not None:
+        return 0
+    added = tokenizer.get_added_tokens_decoder().values()
+    shrinks = 1 if tokenizer.normalizer is None else _NFC_SHRINKS if _state(tokenizer.normalizer) == _NFC else 0
+    vocabulary = tokenizer.get_vocab()
+    complete = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    if (
+        not isinstance(tokenizer.model, models.BPE)
+        or not isinstance(tokenizer.decoder, decoders.ByteLevel)
+        or not complete
+        or not _keeps_all(_state(tokenizer.pre_tokenizer))
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return 0
+    special = {token.content for token in added}
+    lengths = [len(text.encode()) if text in special else len(text) for text in vocabulary]
+    return max(lengths) * shrinks
+
+
+def _state(component: Any) -> dict[str, Any]:
+    """Return the configuration of a tokenizer's component."""
+    found: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
+    return found
+
+
+def _keeps_all(state: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer splits texts without dropping characters."""
+    if state.get("type") == "Sequence":
+        return all(map(_keeps_all, state["pretokenizers"]))
+    return state.get("type") in ("ByteLevel", "Digits") or (
+        state.get("type") == "Split" and state.get("behavior") != "Removed"
+    )
 
 
 def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
@@ -94,9 +151,26 @@ def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int
 
 
 class Tokens:
-    """A tokenizer and its added tokens (``added``: id by token)."""
+    """A tokenizer and its added tokens.
 
-    __slots__ = ("_anchor", "_control", "_encode", "_ids", "_lead", "_tokenizer", "added", "escaped")
+    Attributes:
+        added: Id of each added token.
+        escaped: Number of added tokens escaped so far.
+        room: Ids that :meth:`encode` may return; texts that certainly have more are not tokenized. None: any number.
+    """
+
+    __slots__ = (
+        "_anchor",
+        "_control",
+        "_encode",
+        "_ids",
+        "_lead",
+        "_longest",
+        "_tokenizer",
+        "added",
+        "escaped",
+        "room",
+    )
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,6 +180,8 @@ class Tokens:
         }
         self._ids = frozenset(self.added.values())
         self.escaped = 0
+        self.room: int | None = None
+        self._longest: int | None = None
         # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
         # holds as added tokens are not markup: to split them would change ordinary text.
         control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
@@ -121,6 +197,16 @@ class Tokens:
             if lead:
                 return None if self._decode([number, *word])[len(lead) :] == self._decode(word) else number
         return None
+
+    def copy(self) -> Tokens:
+        """Return the same tokens with a counter and caches of their own, for another thread."""
+        return Tokens(self._tokenizer)
+
+    def fewest(self, text: str) -> int:
+        """Return a lower bound of the number of ids of a text, by its bytes; 0 if the tokenizer allows none."""
+        if self._longest is None:
+            self._longest = _longest(self._tokenizer)
+        return -(-len(text.encode("utf-8", "ignore")) // self._longest) if self._longest else 0
 
     def is_added(self, number: int) -> bool:
         """Return whether an id is an added token's."""
@@ -147,8 +233,13 @@ class Tokens:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, split at the marks of :meth:`escape`.
 
-        Raises RenderError if the tokenizer cannot encode the pieces to the same text.
+        Raises RenderError if the tokenizer fails, or cannot encode the pieces to the same text; PromptTooLong if the
+        ids are more than :attr:`room`.
         """
+        if self.room is not None:
+            fewest = self.fewest(text)
+            if fewest > self.room:
+                raise PromptTooLong(fewest)
         if ESCAPE not in text:
             return self._encode(text)
         token_ids: list[int] = []

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -35,6 +36,11 @@ from turnwise.types import SamplingParams
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
+_ID_BYTES = 16
+"""Bytes of an id in JSON at most, with separators."""
+_BESIDES_IDS = 4 * 2**20
+"""Bytes of a request besides its ids: schemas and grammars are the most of it."""
+_LONG_BODY = 100_000
 _log = logging.getLogger("turnwise.engine.server")
 
 
@@ -121,12 +127,16 @@ class App:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._engine
         try:
-            request = decode_request(
-                await read_body(receive),
+            raw = await read_body(receive, _BESIDES_IDS + _ID_BYTES * engine.max_context)
+            decode = partial(
+                decode_request,
+                raw,
                 vocabulary=engine.model.vocabulary,
                 max_context=engine.max_context,
                 stop_strings=self._stop_strings,
             )
+            # A hundred thousand ids take 10 ms to decode and to check, in which nothing else would be answered.
+            request = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
             held = await self._hold(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(

@@ -40,6 +40,8 @@ from turnwise.gateway.exchange import Deadline, Exchange, reader_of
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_id, read_settings
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
+from turnwise.model.core import Renderer
+from turnwise.recorder.prompts import Prompts
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
@@ -272,8 +274,10 @@ class GatewayApp(SessionApp):
     ) -> None:
         request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities_for(entry)))
         reader = reader_of(entry.reader, request)
-        tokens = len(reader.render(canonical_messages(request.messages), request.tools))
-        await exchange.answer(200, {"input_tokens": tokens})
+        assert isinstance(reader, Renderer)
+        found = await Prompts(threaded=True).whole(reader, canonical_messages(request.messages), request.tools)
+        assert found.token_ids is not None
+        await exchange.answer(200, {"input_tokens": len(found.token_ids)})
 
     def _models(self, exchange: Exchange, route: str) -> dict[str, Any]:
         if exchange.speaks_anthropic:

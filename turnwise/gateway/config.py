@@ -135,7 +135,7 @@ class GatewayLimits(BaseModel):
     connections: PositiveInt = 8192
     head_bytes: PositiveInt = 2**16
     head_seconds: Seconds = 15.0
-    body_bytes: PositiveInt = 32 * 2**20
+    body_bytes: PositiveInt = 8 * 2**20
     body_seconds: Seconds = 30.0
     request_seconds: Seconds = 3600.0
     write_seconds: Seconds = 60.0

@@ -98,7 +98,8 @@ def _spent(error: BudgetExceeded) -> str:
         return str(error)
     # At least one token must be left to sample.
     most = error.limit - 1
+    about = "" if error.exact else "at least "
     return (
-        f"prompt is too long: {error.used} tokens > {most} maximum. This model's maximum context length is "
+        f"prompt is too long: {about}{error.used} tokens > {most} maximum. This model's maximum context length is "
         f"{error.limit} tokens"
     )

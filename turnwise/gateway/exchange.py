@@ -411,9 +411,13 @@ async def _produce(
         queue.put_nowait((index, api_error(error, request.guide_field)))
     except RecursionError:
         queue.put_nowait((index, too_deep()))
-    except Exception as error:  # noqa: BLE001 - the boundary of a request: the reader of the stream must see its end
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # the boundary of a request: the reader of the stream must see its end
         _log.exception("a request of session %s failed", entry.id)
         queue.put_nowait((index, ApiError(500, f"{type(error).__name__}: {error}", code="server_error")))
+        if not isinstance(error, Exception):
+            raise
 
 
 def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:

@@ -559,11 +559,11 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _JSON = [(b"content-type", b"application/json")]
-_MAX_BODY = 256 * 2**20
+_MAX_BODY = 16 * 2**20
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Return a request's body, empty if the client disconnected. Raises BadRequest if it is too large."""
+async def read_body(receive: Receive, most: int = _MAX_BODY) -> bytes:
+    """Return a request's body, empty if the client disconnected. Raises BadRequest if it has more than ``most`` bytes."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -572,8 +572,8 @@ async def read_body(receive: Receive) -> bytes:
             return b""
         part = message.get("body", b"")
         size += len(part)
-        if size > _MAX_BODY:
-            raise BadRequest("body", f"the body has more than {_MAX_BODY} bytes")
+        if size > most:
+            raise BadRequest("body", f"the body has more than {most} bytes: shorten it")
         if not message.get("more_body"):
             return part if not parts else b"".join([*parts, part])
         parts.append(part)

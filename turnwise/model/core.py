@@ -229,6 +229,8 @@ class Renderer(Protocol):
     """Grammars of completions in its chat format."""
     arguments: TemplateArguments
     """What the template is given besides messages, tools and what the run set: another value, another root."""
+    room: int | None
+    """Ids that a text may have: PromptTooLong is raised instead of tokenizing a text that certainly has more."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -242,6 +244,9 @@ class Renderer(Protocol):
 
     def at(self, now: datetime) -> Renderer:
         """Return the renderer for conversations that begin at ``now``, for templates that write the date."""
+
+    def detached(self) -> Renderer:
+        """Return an equal renderer with caches and counters of its own, for use by one other thread."""
 
     @property
     def escaped(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from turnwise.errors import InferenceError, SessionError, TurnwiseError
+from turnwise.errors import BudgetExceeded, InferenceError, PromptTooLong, SessionError, TurnwiseError
 from turnwise.model.canonical import Canonical, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
@@ -26,6 +26,7 @@ from turnwise.recorder.completion import (
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey
+from turnwise.recorder.prompts import Encoded, Prompts, finished
 from turnwise.recorder.tree import (
     Match,
     Node,
@@ -35,11 +36,24 @@ from turnwise.recorder.tree import (
     addressed,
     fork_reason,
     joined,
+    path_tokens,
     segment_of,
 )
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
-from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+from turnwise.types import (
+    Completion,
+    Message,
+    SamplingParams,
+    StopReason,
+    TokenDelta,
+    TokenIds,
+    TokenPrompt,
+    ToolSchema,
+)
+
+_AT_ONCE = Prompts(threaded=False)
+_THREADED = Prompts(threaded=True)
 
 
 @dataclass(slots=True)
@@ -157,7 +171,7 @@ class Session:
         """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
         offered = self._request_tools.update(tuple(tools or ()), self.renderer.arguments)
-        match = self._match(self._history.reduce(messages), *offered, self.renderer)
+        match = finished(self._match(_AT_ONCE, self._history.reduce(messages), *offered, self.renderer))
         self._escaped = escaped
         before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
         return before + len(match.token_ids)
@@ -202,7 +216,7 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
         """Like :meth:`chat`, but return placement and completion with the message."""
-        request = self._open(messages, tools, params, fork, template_args)
+        request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.opened(), completion, self._commit(request, completion))
@@ -225,7 +239,7 @@ class Session:
             The placement, the deltas, then the message of :meth:`chat`. The turn is committed before the last delta;
             closing the stream earlier commits nothing.
         """
-        request = self._open(messages, tools, params, fork, template_args)
+        request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         yield request.opened()
         pieces: list[TokenDelta] = []
         message: Message | None = None
@@ -276,14 +290,25 @@ class Session:
         tools: Sequence[ToolSchema] | None,
         params: SamplingParams | None,
         fork: str | None,
-        template_args: Mapping[str, Any] | None = None,
     ) -> PendingRequest:
         """Place a request in the tree without sending or recording it."""
+        return finished(self._prepare(_AT_ONCE, messages, tools, params, fork))
+
+    async def _prepare(
+        self,
+        prompts: Prompts,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        params: SamplingParams | None,
+        fork: str | None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> PendingRequest:
         renderer = self.renderer
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
         canonical = self._history.reduce(messages)
-        match = self._match(canonical, *self._request_tools.update(tuple(tools or ()), renderer.arguments), renderer)
+        offered = self._request_tools.update(tuple(tools or ()), renderer.arguments)
+        match = await self._match(prompts, canonical, *offered, renderer)
         prompt = self._prompt(match)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
@@ -291,8 +316,13 @@ class Session:
         self._requests += 1
         return PendingRequest(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
 
-    def _match(
-        self, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: RootKey, renderer: Renderer
+    async def _match(
+        self,
+        prompts: Prompts,
+        messages: list[Canonical],
+        tools: tuple[ToolSchema, ...],
+        key: RootKey,
+        renderer: Renderer,
     ) -> Match:
         commits = len(self._tree.nodes)
         turns, context = self._tree.deepest(messages, key)
@@ -300,22 +330,46 @@ class Session:
             return Match(context.parent, context, (), context.token_ids, None, commits, key, tools)
         why = None
         for turn, used in turns:
-            assert turn.parent is not None
             new = addressed(turn, messages[used:])
             if self.reasoning == "template" and self._drops(turn, new, tools, renderer):
                 why = why or "reasoning_dropped"
                 break
-            escaped = renderer.escaped
-            token_ids = renderer.extend(turn.parent.token_ids, turn.token_ids, turn.messages[0], new, tools)
-            if token_ids is not None:
-                self._escaped += renderer.escaped - escaped
-                return Match(turn, None, new, self._frozen(token_ids), None, commits, key, tools)
+            found = await self._extension(prompts, turn, new, tools, renderer)
+            if found.token_ids is not None:
+                self._escaped += found.escaped
+                return Match(turn, None, new, self._frozen(found.token_ids), None, commits, key, tools)
             # A branch that began where this one could not be extended may be continued instead.
-            why = why or f"bridge_unproven: {renderer.why}"
-        escaped = renderer.escaped
-        token_ids = renderer.render(messages, tools)
-        self._escaped += renderer.escaped - escaped
-        return Match(None, None, tuple(messages), self._frozen(token_ids), why, commits, key, tools)
+            why = why or f"bridge_unproven: {found.why}"
+        try:
+            found = await prompts.whole(renderer, messages, tools, self.limits.context_length)
+        except PromptTooLong as error:
+            raise self._too_long(error.tokens) from None
+        assert found.token_ids is not None
+        self._escaped += found.escaped
+        return Match(None, None, tuple(messages), self._frozen(found.token_ids), why, commits, key, tools)
+
+    async def _extension(
+        self, prompts: Prompts, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer
+    ) -> Encoded:
+        assert turn.parent is not None
+        before = path_tokens(turn)
+        context = turn.parent.token_ids, turn.token_ids
+        try:
+            return await prompts.extension(
+                renderer, context, turn.messages[0], new, tools, self.limits.context_length - before
+            )
+        except PromptTooLong as error:
+            raise self._too_long(before + error.tokens) from None
+
+    def _too_long(self, tokens: int) -> BudgetExceeded:
+        most = self.limits.context_length
+        return BudgetExceeded(
+            StopReason.CONTEXT_OVERFLOW,
+            f"session {self.id}: the prompt has at least {tokens} tokens, the context {most}",
+            used=tokens,
+            limit=most,
+            exact=False,
+        )
 
     def _drops(self, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer) -> bool:
         """Whether the template drops reasoning from the ids of a path once these messages follow it."""

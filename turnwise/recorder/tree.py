@@ -109,6 +109,15 @@ def joined(end: Node | None, token_ids: TokenIds) -> TokenIds:
     return np.frombuffer(b"".join(reversed(pieces)), np.int32)
 
 
+def path_tokens(end: Node | None) -> int:
+    """Return the number of ids of the path to ``end``."""
+    size = 0
+    while end is not None:
+        size += end.to - end.row
+        end = end.before
+    return size // _ID_BYTES
+
+
 def segment_of(node: Node, *, messages: bool) -> Segment:
     """Return the trajectory segment of a node, with or without its messages."""
     completion = node.completion

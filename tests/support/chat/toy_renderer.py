@@ -42,6 +42,7 @@ class ToyRenderer:
         self.escaped = 0
         self.guides = NoGuides()
         self.encoded = 0
+        self.room: int | None = None
 
     def count(self, text: str) -> int:
         return len(text)
@@ -56,6 +57,9 @@ class ToyRenderer:
 
     def at(self, now: datetime) -> ToyRenderer:
         return self
+
+    def detached(self) -> ToyRenderer:
+        return copy.copy(self)
 
     def text(self, text: str) -> list[int]:
         self.encoded += len(text)

@@ -254,7 +254,7 @@ def test_no_more_connections_than_the_process_may_open_files() -> None:
 
 @pytest.mark.parametrize("leaving", [False, True])
 async def test_a_client_that_takes_nothing_of_its_answers_keeps_no_connection(leaving: bool) -> None:
-    limits = GatewayLimits(connections=3, write_seconds=0.5, head_seconds=600)
+    limits = GatewayLimits(connections=3, write_seconds=0.5, head_seconds=600, body_bytes=32 * 2**20)
     async with serving(lambda _: "Yes.", limits=limits) as served:
         opened = await served.open()
         # The answer repeats this: more than the kernel keeps for who does not read.

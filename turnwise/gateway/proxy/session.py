@@ -44,6 +44,7 @@ class TextRenderer:
         self.why = ""
         self.media: frozenset[str] = frozenset()
         self.escaped = 0
+        self.room: int | None = None
         self.guides: StructuralTags = _NoTags()
         self.arguments: TemplateArguments = ()
         self.reads: frozenset[str] = frozenset()
@@ -58,6 +59,10 @@ class TextRenderer:
 
     def at(self, now: datetime) -> TextRenderer:  # noqa: ARG002
         """Return itself: there is no date."""
+        return self
+
+    def detached(self) -> TextRenderer:
+        """Return itself: it has no state."""
         return self
 
     def count(self, text: str) -> int:
