@@ -1,0 +1,149 @@
+"""Rendering of prompts: short ones at once, long ones in a worker thread, within the room of a context.
+
+To tokenize a megabyte takes half a second, in which the event loop would answer no other session and no health check.
+So a long text is rendered by a detached renderer in a thread, and is not tokenized at all if its bytes show that it has
+more ids than there is room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from turnwise.model.canonical import Canonical
+from turnwise.model.core import Renderer
+from turnwise.types import TokenIds, ToolSchema
+
+_T = TypeVar("_T")
+LONG = 100_000
+"""Characters from which on messages are rendered in a thread; at this length tokenizing takes about 50 ms."""
+_FREED = 1_000_000
+"""Characters from which on the memory of tokenizing is worth giving back: a hundred bytes for each."""
+# One thread: detached renderers are used by one at a time, and two long prompts would not be quicker side by side.
+_THREAD = ThreadPoolExecutor(1, "render")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A rendered text.
+
+    Attributes:
+        token_ids: Its ids, int32 of shape [tokens]; None if it could not be rendered as an extension.
+        escaped: Number of control-token strings kept as text.
+        why: Why there are no ids.
+    """
+
+    token_ids: TokenIds | None
+    escaped: int
+    why: str = ""
+
+
+def length(messages: Iterable[Canonical]) -> int:
+    """Return the characters of messages."""
+    return sum(
+        len(message.text) + len(message.reasoning) + sum(len(call.arguments) for call in message.calls)
+        for message in messages
+    )
+
+
+class Prompts:
+    """Renders prompts.
+
+    Args:
+        threaded: Whether long prompts are rendered in a thread. Without, coroutines here never suspend: see
+            :func:`finished`.
+    """
+
+    __slots__ = ("_threaded",)
+
+    def __init__(self, *, threaded: bool) -> None:
+        self._threaded = threaded
+
+    async def whole(
+        self, renderer: Renderer, messages: Sequence[Canonical], tools: Sequence[ToolSchema], room: int | None = None
+    ) -> Encoded:
+        """Render a whole prompt.
+
+        Args:
+            renderer: Its renderer.
+            messages: All messages.
+            tools: Tools of the prompt.
+            room: Ids that it may have.
+
+        Raises:
+            RenderError: The template or the tokenizer cannot render it.
+            PromptTooLong: A long prompt certainly has more ids than ``room``.
+        """
+        return await self._run(renderer, length(messages), room, lambda own: own.render(messages, tools))
+
+    async def extension(
+        self,
+        renderer: Renderer,
+        context: tuple[TokenIds, TokenIds],
+        last: Canonical,
+        new: Sequence[Canonical],
+        tools: Sequence[ToolSchema],
+        room: int,
+    ) -> Encoded:
+        """Render what follows a completion.
+
+        Args:
+            renderer: Its renderer.
+            context: The ids right before the completion, and the completion.
+            last: The completion's message.
+            new: The messages to append.
+            tools: Tools of the prompt.
+            room: Ids that they may have.
+
+        Raises:
+            RenderError: The tokenizer cannot encode it.
+            PromptTooLong: Long messages certainly have more ids than ``room``.
+        """
+        return await self._run(renderer, length(new), room, lambda own: own.extend(*context, last, new, tools))
+
+    async def _run(
+        self, renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]
+    ) -> Encoded:
+        if not self._threaded or size <= LONG:
+            return _encoded(renderer, work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_THREAD, _bounded, renderer.detached(), size, room, work)
+
+
+def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
+    before = renderer.escaped
+    token_ids = work(renderer)
+    return Encoded(token_ids, renderer.escaped - before, renderer.why if token_ids is None else "")
+
+
+def _bounded(renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
+    renderer.room = room
+    try:
+        return _encoded(renderer, work)
+    finally:
+        renderer.room = None
+        if size >= _FREED and sys.platform == "linux":
+            _give_back()
+
+
+def _give_back() -> None:
+    """Return free memory to the system: the allocator keeps what the tokenizer used."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # Only glibc has it.
+        trim(0)
+
+
+def finished(work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that does not suspend."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+    work.close()
+    raise RuntimeError("a coroutine suspended that must not")
