@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.chat import chat_dir
 from harness.http_load import Connection, request
@@ -80,10 +81,17 @@ class Ours:
 
 
 @asynccontextmanager
-async def ours(upstream_port: int, out: Path) -> AsyncIterator[Ours]:
-    """Run ``turnwise gateway`` over the upstream, with its ledger."""
+async def ours(upstream_port: int, out: Path, **settings: Any) -> AsyncIterator[Ours]:
+    """Run ``turnwise gateway`` over the upstream, with its ledger; ``settings`` are keys of its config."""
     config = GatewayConfig.model_validate(
-        {"model": chat_dir(), "url": f"http://127.0.0.1:{upstream_port}", "out": out, "port": 0, "log_level": "warning"}
+        {
+            "model": chat_dir(),
+            "url": f"http://127.0.0.1:{upstream_port}",
+            "out": out,
+            "port": 0,
+            "log_level": "warning",
+            **settings,
+        }
     )
     process = GatewayProcess(config)
     await process.launch()

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -41,11 +42,14 @@ from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, 
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
 from turnwise.model.core import Renderer
-from turnwise.recorder.prompts import Prompts
+from turnwise.recorder.prompts import Prompts, heavy, in_thread, release_memory
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
 _CHAT, _MESSAGES = OpenAIChat(), Anthropic()
+_MEGABYTE = 2**20
+_LARGE_BODY = 250_000
+"""Bytes from which on a body is read in a thread; at this size that takes about 10 ms."""
 _POSTED = ("chat/completions", "responses", "messages", "messages/count_tokens")
 _MOST_TEMPERATURES = 100
 _ABOUT = ("episode_id", "group_id", "task_id", "partition")
@@ -103,6 +107,9 @@ class SessionApp(ABC):
         except TimeoutError:
             # A client that does not read gets nothing more; the server closes the connection.
             _log.info("a client stopped reading its response")
+        finally:
+            if exchange.size >= _MEGABYTE:
+                release_memory()
 
     async def _agent(self, exchange: Exchange, parts: list[str]) -> None:
         route = "/".join(parts[2:])
@@ -246,11 +253,14 @@ class GatewayApp(SessionApp):
         await self._post(exchange, entry, dialect, route)
 
     async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
-        body = read_json(await exchange.body())
-        if route == "messages/count_tokens":
-            await self._count(exchange, entry, dialect, body)
+        raw = await exchange.body()
+        counts = route == "messages/count_tokens"
+        # Canonicalizing and rendering of what a large body holds go to the same thread.
+        read = partial(_read, raw, dialect, self._abilities_for(entry), counts=counts)
+        request = asked_of(entry.reader, read() if len(raw) < _LARGE_BODY else await in_thread(read))
+        if counts:
+            await self._count(exchange, entry, request)
             return
-        request = asked_of(entry.reader, dialect.read(body, self._abilities_for(entry)))
         for each in request.ignored:
             entry.session.count(f"ignored_{each}")
         params = request.params(entry.session.params, self._fixed_for(entry))
@@ -269,13 +279,14 @@ class GatewayApp(SessionApp):
             return self._fixed
         return FIXED_SAMPLING if entry.fixed_sampling else frozenset()
 
-    async def _count(
-        self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, body: Mapping[str, Any]
-    ) -> None:
-        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities_for(entry)))
-        reader = reader_of(entry.reader, request)
-        assert isinstance(reader, Renderer)
-        found = await Prompts(threaded=True).whole(reader, canonical_messages(request.messages), request.tools)
+    async def _count(self, exchange: Exchange, entry: GatewaySession, request: ChatRequest) -> None:
+        renderer = reader_of(entry.reader, request)
+        assert isinstance(renderer, Renderer)
+        if heavy(request.messages):
+            messages = await in_thread(canonical_messages, request.messages)
+        else:
+            messages = canonical_messages(request.messages)
+        found = await Prompts(threaded=True).whole(renderer, messages, request.tools)
         assert found.token_ids is not None
         await exchange.answer(200, {"input_tokens": len(found.token_ids)})
 
@@ -310,6 +321,11 @@ def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
     if request.options is NO_TEMPLATE_OPTIONS:
         return request
     return replace(request, template_args=template_args(request.options, reader))
+
+
+def _read(raw: bytes, dialect: Dialect, abilities: Abilities, *, counts: bool) -> ChatRequest:
+    body = read_json(raw)
+    return dialect.read({**body, "stream": False} if counts else body, abilities)
 
 
 def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:

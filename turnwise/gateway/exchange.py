@@ -174,9 +174,12 @@ _Event = tuple[int, StreamedTurn | Answer | ApiError | None]
 
 
 class Exchange:
-    """A request and its response (ASGI), within the limits for clients; ``task`` handles the request."""
+    """A request and its response (ASGI), within the limits for clients.
 
-    __slots__ = ("_headers", "_limits", "_receive", "_scope", "_send", "_started", "_writer", "method", "task")
+    ``task`` handles the request; ``size`` is how many bytes of its body were received.
+    """
+
+    __slots__ = ("_headers", "_limits", "_receive", "_scope", "_send", "_started", "_writer", "method", "size", "task")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
         task = asyncio.current_task()
@@ -189,6 +192,7 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._started = False
+        self.size = 0
         # Of a stream that is open.
         self._writer: StreamWriter | None = None
 
@@ -241,6 +245,7 @@ class Exchange:
                 raise ApiError(499, "the client disconnected before the end of its body")
             part = message.get("body", b"")
             size += len(part)
+            self.size = size
             if size > most:
                 raise _too_large(most)
             parts.append(part)

@@ -170,7 +170,10 @@ class GatewaySession:
         self.rewards.append((turn_id, name, value))
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
-        """Record the outcome of a request; a success clears an earlier failure."""
+        """Record the outcome of a request; a success clears an earlier failure. The error loses its traceback."""
+        if error is not None:
+            # Its frames hold the request, and those of a large one take a hundred megabytes.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
         self.spent = error if isinstance(error, BudgetExceeded) else None
         self.unrendered = error if isinstance(error, RenderError) else None
         if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:

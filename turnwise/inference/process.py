@@ -563,7 +563,7 @@ _MAX_BODY = 16 * 2**20
 
 
 async def read_body(receive: Receive, most: int = _MAX_BODY) -> bytes:
-    """Return a request's body, empty if the client disconnected. Raises BadRequest if it has more than ``most`` bytes."""
+    """Return a request's body, empty if the client disconnected. Raises BadRequest if it has over ``most`` bytes."""
     parts: list[bytes] = []
     size = 0
     while True:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.errors import SessionError
-from turnwise.model.canonical import Canonical, Canonicalizer, Recognise, TemplateArguments, canonical_tools
-from turnwise.recorder.matching import RootKey
+from turnwise.model.canonical import Canonical, Canonicalizer, Recognise, canonical_tools
+from turnwise.recorder.matching import ToolsKey
 from turnwise.types import Message, ToolCall, ToolSchema
 
 # Number of conversations cached per session: an agent and the sub-agents that it alternates with.
@@ -19,7 +19,7 @@ _OWN = ("turn_id", "finish_reason")
 
 
 @dataclass(slots=True)
-class _CachedRequest:
+class CachedRequest:
     """The last request of one conversation: copies of its messages, canonical forms, and switches by message index."""
 
     messages: list[Mapping[str, Any]]
@@ -28,14 +28,17 @@ class _CachedRequest:
 
 
 class History:
-    """Cache of the canonical forms of growing conversations."""
+    """Cache of the canonical forms of growing conversations.
+
+    What it holds is replaced, never edited: two threads may use it.
+    """
 
     __slots__ = ("_conversations", "_recognise", "_said")
 
     def __init__(self, recognise: Recognise | None = None) -> None:
         self._recognise = recognise
         # Most recently used last.
-        self._conversations: list[_CachedRequest] = []
+        self._conversations: list[CachedRequest] = []
         # The last returned message, with and without the keys that only this package adds, and its canonical form.
         self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
@@ -43,14 +46,25 @@ class History:
         """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
         self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
 
-    def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
-        """Return the canonical form of a request's messages.
+    def closest(self, messages: Sequence[Message]) -> tuple[CachedRequest, int]:
+        """Return the remembered request with the longest common prefix, and its length."""
+        best, most = CachedRequest([], [], []), 0
+        for each in reversed(self._conversations):
+            known = _known(each, messages)
+            if known > most:
+                best, most = each, known
+            if most == len(each.messages):
+                break
+        return best, most
+
+    def reduce(self, messages: Sequence[Message], closest: tuple[CachedRequest, int] | None = None) -> list[Canonical]:
+        """Return the canonical form of a request's messages; ``closest`` as by :meth:`closest`.
 
         Raises SessionError if there are none, the last one is an assistant message, or one cannot be placed.
         """
         if not messages:
             raise SessionError("messages is empty: a request needs at least one message")
-        last, known = self._closest(messages)
+        last, known = closest or self.closest(messages)
         result = last.forms[:known]
         reducer = Canonicalizer(self._recognise)
         reducer.resume(messages, result[:])
@@ -85,7 +99,7 @@ class History:
         return next(((each, form) for each in given if _same(each, message)), None)
 
     def _remember(
-        self, last: _CachedRequest, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]
+        self, last: CachedRequest, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]
     ) -> None:
         switches = [entry for entry in last.switches if entry[0] < known]
         for index, remembered in enumerate(fresh, known):
@@ -96,43 +110,34 @@ class History:
         others = [each for each in self._conversations if each is not last or known * 2 < len(each.messages)]
         self._conversations = [
             *others[-(_CONVERSATIONS - 1) :],
-            _CachedRequest(last.messages[:known] + fresh, list(forms), switches),
+            CachedRequest(last.messages[:known] + fresh, list(forms), switches),
         ]
-
-    def _closest(self, messages: Sequence[Message]) -> tuple[_CachedRequest, int]:
-        """Return the remembered request with the longest common prefix, and its length."""
-        best, most = _CachedRequest([], [], []), 0
-        for each in reversed(self._conversations):
-            known = _known(each, messages)
-            if known > most:
-                best, most = each, known
-            if most == len(each.messages):
-                break
-        return best, most
 
 
 class RequestTools:
-    """The tools of the last request and their root key."""
+    """The tools of the last request and their comparison key."""
 
-    __slots__ = ("_key", "_switches", "_tools")
+    __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._tools: tuple[ToolSchema, ...] = ()
-        self._key: RootKey = ((), ())
-        self._switches: list[Switch] = []
+        # Replaced as a whole: two threads may use it.
+        self._last: tuple[tuple[ToolSchema, ...], ToolsKey, list[Switch]] = ((), (), [])
 
-    def update(
-        self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
-    ) -> tuple[tuple[ToolSchema, ...], RootKey]:
-        """Return copies of a request's tools, which later edits do not reach, and the root key."""
-        if tools != self._tools or not same_switches(self._switches, [tool.parameters for tool in tools]):
-            self._tools = copy.deepcopy(tools)
-            self._key = (canonical_tools(self._tools), ())
-            self._switches = list(switches_of([tool.parameters for tool in self._tools]))
-        return self._tools, (self._key[0], arguments) if arguments else self._key
+    def holds(self, tools: tuple[ToolSchema, ...]) -> bool:
+        """Return whether these are the tools of the last request."""
+        last, _, switches = self._last
+        return tools == last and same_switches(switches, [tool.parameters for tool in tools])
+
+    def update(self, tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], ToolsKey]:
+        """Return copies of a request's tools, which later edits do not reach, and their key."""
+        if not self.holds(tools):
+            copies = copy.deepcopy(tools)
+            switches = list(switches_of([tool.parameters for tool in copies]))
+            self._last = copies, canonical_tools(copies), switches
+        return self._last[:2]
 
 
-def _known(last: _CachedRequest, messages: Sequence[Message]) -> int:
+def _known(last: CachedRequest, messages: Sequence[Message]) -> int:
     """Return the length of the common prefix of a request and a remembered one."""
     seen = last.messages
     known = min(len(seen), len(messages))

@@ -1,8 +1,9 @@
-"""Rendering of prompts: short ones at once, long ones in a worker thread, within the room of a context.
+"""Canonicalization and rendering of requests: small ones at once, large ones in a worker thread.
 
 To tokenize a megabyte takes half a second, in which the event loop would answer no other session and no health check.
 So a long text is rendered by a detached renderer in a thread, and is not tokenized at all if its bytes show that it has
-more ids than there is room for.
+more ids than there is room for. The thread takes turns with the event loop where it runs Python code, and the tokenizer
+runs beside it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,46 @@ from typing import Any, TypeVar
 
 from turnwise.model.canonical import Canonical
 from turnwise.model.core import Renderer
-from turnwise.types import TokenIds, ToolSchema
+from turnwise.types import TokenIds, ToolCall, ToolSchema
 
 _T = TypeVar("_T")
 LONG = 100_000
 """Characters from which on messages are rendered in a thread; at this length tokenizing takes about 50 ms."""
-_FREED = 1_000_000
-"""Characters from which on the memory of tokenizing is worth giving back: a hundred bytes for each."""
-# One thread: detached renderers are used by one at a time, and two long prompts would not be quicker side by side.
+_HEAVY = 20_000
+"""Parts of a JSON value from which on it is canonicalized in a thread; at this size that takes about 30 ms."""
+_CHARACTERS = 3
+# One thread: detached renderers are used by one at a time, two long prompts would not be quicker side by side, and the
+# event loop waits for as many threads as want to run.
 _THREAD = ThreadPoolExecutor(1, "render")
+
+
+async def in_thread(work: Callable[..., _T], *given: Any) -> _T:
+    """Return the result of a function that runs in the thread of large requests, after those before it."""
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, work, *given)
+
+
+def heavy(*values: Any) -> bool:
+    """Return whether JSON values, messages or tools have so many parts that to convert them takes tens of milliseconds.
+
+    Eight characters count as one part: arguments are texts to parse.
+    """
+    left = _HEAVY
+    stack: list[Any] = list(values)
+    while stack and left > 0:
+        value = stack.pop()
+        left -= 1
+        kind = type(value)
+        if kind is str:
+            left -= len(value) >> _CHARACTERS
+        elif kind is dict:
+            stack.extend(value.values())
+        elif kind is list or kind is tuple:
+            stack.extend(value)
+        elif kind is ToolCall:
+            stack += (value.raw, value.arguments)
+        elif kind is ToolSchema:
+            stack.append(value.parameters)
+    return left <= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +91,10 @@ class Prompts:
             :func:`finished`.
     """
 
-    __slots__ = ("_threaded",)
+    __slots__ = ("threaded",)
 
     def __init__(self, *, threaded: bool) -> None:
-        self._threaded = threaded
+        self.threaded = threaded
 
     async def whole(
         self, renderer: Renderer, messages: Sequence[Canonical], tools: Sequence[ToolSchema], room: int | None = None
@@ -79,7 +111,8 @@ class Prompts:
             RenderError: The template or the tokenizer cannot render it.
             PromptTooLong: A long prompt certainly has more ids than ``room``.
         """
-        return await self._run(renderer, length(messages), room, lambda own: own.render(messages, tools))
+        size = length(messages) + sum(len(tool.description) for tool in tools)
+        return await self._run(renderer, size, room, lambda own: own.render(messages, tools))
 
     async def extension(
         self,
@@ -109,10 +142,9 @@ class Prompts:
     async def _run(
         self, renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]
     ) -> Encoded:
-        if not self._threaded or size <= LONG:
+        if not self.threaded or size <= LONG:
             return _encoded(renderer, work)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_THREAD, _bounded, renderer.detached(), size, room, work)
+        return await in_thread(_bounded, renderer.detached(), room, work)
 
 
 def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
@@ -121,19 +153,24 @@ def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) ->
     return Encoded(token_ids, renderer.escaped - before, renderer.why if token_ids is None else "")
 
 
-def _bounded(renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
+def _bounded(renderer: Renderer, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
     renderer.room = room
     try:
         return _encoded(renderer, work)
     finally:
         renderer.room = None
-        if size >= _FREED and sys.platform == "linux":
-            _give_back()
 
 
-def _give_back() -> None:
-    """Return free memory to the system: the allocator keeps what the tokenizer used."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+def release_memory() -> None:
+    """Return free memory to the system, in the thread of large requests, after those that wait for it.
+
+    To tokenize takes a hundred bytes a character, which the allocator would keep.
+    """
+    _THREAD.submit(_trim)
+
+
+def _trim() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # Only glibc has it.
         trim(0)
 

@@ -25,8 +25,8 @@ from turnwise.recorder.completion import (
 )
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
-from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey
-from turnwise.recorder.prompts import Encoded, Prompts, finished
+from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
+from turnwise.recorder.prompts import Encoded, Prompts, finished, heavy, in_thread
 from turnwise.recorder.tree import (
     Match,
     Node,
@@ -170,8 +170,9 @@ class Session:
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
-        offered = self._request_tools.update(tuple(tools or ()), self.renderer.arguments)
-        match = finished(self._match(_AT_ONCE, self._history.reduce(messages), *offered, self.renderer))
+        reduced, (offered, key) = finished(self._reduce(_AT_ONCE, messages, tuple(tools or ())))
+        root = key, self.renderer.arguments
+        match = finished(self._match(_AT_ONCE, reduced, offered, root, self.renderer))
         self._escaped = escaped
         before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
         return before + len(match.token_ids)
@@ -306,15 +307,24 @@ class Session:
         renderer = self.renderer
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
-        canonical = self._history.reduce(messages)
-        offered = self._request_tools.update(tuple(tools or ()), renderer.arguments)
-        match = await self._match(prompts, canonical, *offered, renderer)
+        canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
+        match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
         prompt = self._prompt(match)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
         self._requests += 1
         return PendingRequest(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
+
+    async def _reduce(
+        self, prompts: Prompts, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
+    ) -> tuple[list[Canonical], tuple[tuple[ToolSchema, ...], ToolsKey]]:
+        """Return a request's canonical messages, and copies of its tools with their key."""
+        history, known = self._history, self._request_tools
+        closest = history.closest(messages)
+        if prompts.threaded and (heavy(*messages[closest[1] :]) or (not known.holds(tools) and heavy(*tools))):
+            return await in_thread(lambda: (history.reduce(messages, closest), known.update(tools)))
+        return history.reduce(messages, closest), known.update(tools)
 
     async def _match(
         self,
