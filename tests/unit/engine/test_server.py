@@ -106,6 +106,18 @@ async def test_given_ids_are_scored_over_http(lm, client, http):
         await client.score(prompt(0, 500))
 
 
+async def test_bodies_are_bounded_by_the_context_and_large_ones_leave_the_server_free(http):
+    most = 4 * 2**20 + 16 * 500
+    asked = {"token_ids": [5] * 40_000, "sampling_params": {"max_tokens": 1}}
+    too_many = "token_ids has 40000 ids, but the context length is 500"
+    for padding, message in ((0, too_many), (most, f"the body has more than {most} bytes: shorten it")):
+        async with http.post("/inference/v1/generate", json={**asked, "padding": "x" * padding}) as answer:
+            assert answer.status == 400
+            assert message in (await answer.json())["error"]["message"]
+    async with http.get("/health") as answer:
+        assert answer.status == 200
+
+
 async def test_the_body_is_vllms(http):
     body = {
         "token_ids": [1, 2, 3],

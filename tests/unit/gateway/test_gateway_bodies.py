@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.chat.model_dirs import renderer_for
 from support.gateway.server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import FormatError
+from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.recorder.session import SessionLimits
 from turnwise.trajectory import Trajectory
+from turnwise.types import SamplingParams, TokenDelta, TokenPrompt
 
 HALF = "\ud83d x"
 BODIES: dict[str, dict[str, Any]] = {
@@ -128,3 +134,45 @@ async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(t
         await served.open(id="third")
         await served.app.sessions.close()
     assert [Trajectory.from_bytes(line).id for line in file.read_bytes().splitlines()] == ["second", "third"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_tokenizer_panics_over_is_an_error_and_the_stream_ends(stream: bool) -> None:
+    limits = GatewayLimits(body_bytes=16 * 2**20, first_seconds=30)
+    async with serving(lambda _: "Yes.", limits=limits, session_limits=SessionLimits(context_length=10**8)) as served:
+        opened = await served.open()
+        body = {"messages": [{"role": "user", "content": " " * 12_000_000}], "stream": stream}
+        async with asyncio.timeout(60):
+            status, answer = await post(served, f"{opened['path']}/v1/chat/completions", body)
+        assert status == 400, answer
+        assert b"the tokenizer fails on a text of 12" in answer
+        assert b"shorten it" in answer
+        assert (await post(served, f"{opened['path']}/v1/chat/completions", BODIES["chat/completions"]))[0] == 200
+
+
+class _Fault(BaseException):
+    """What no handler of Exception sees."""
+
+
+class _Faulty(ScriptedClient):
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        async for piece in super().stream(prompt, params, session_id=session_id):
+            yield piece
+            raise _Fault("broken")
+
+
+async def test_a_stream_ends_whatever_is_raised_behind_it() -> None:
+    client = _Faulty(renderer_for("qwen3"), lambda _: "Yes, and more than one piece of it.")
+    async with serving(client=client) as served:
+        opened = await served.open()
+        body = {**BODIES["chat/completions"], "stream": True}
+        async with asyncio.timeout(30):
+            status, answer = await post(served, f"{opened['path']}/v1/chat/completions", body)
+        assert b"_Fault: broken" in answer, (status, answer)
+        assert served.session(opened).turns == 0
+
+
+def test_bodies_are_bounded_by_default() -> None:
+    assert GatewayLimits().body_bytes == 8 * 2**20
