@@ -169,6 +169,8 @@ async def measure(repeats: int) -> dict[str, Any]:
                         worst[key] = max(worst.get(key, 0.0), taken)
                         waited = f"p99 {percentile(latencies):.0f} ms, max {1e3 * max(latencies):.0f} ms"
                         print(f"{key}: {waited}, {taken:.2f} s", file=sys.stderr, flush=True)
+                    # Memory is given back behind the last answer.
+                    await asyncio.sleep(2)
                     kept.append((resident(gateway.pid) - before) / 1e6)
     every = [each for latencies in rows.values() for each in latencies]
     figures = {"ms_p99": round(percentile(every), 1), "mb_kept": round(statistics.median(kept), 1)}

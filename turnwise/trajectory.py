@@ -133,6 +133,7 @@ class Trajectory:
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
         turn_metrics: Metrics by turn id: calls, and what tools measured.
+        turn_notes: Texts by turn id that tools noted: what a tool reported among its metrics that is no number.
         states: The environment's state label after each turn, by turn id; the empty key holds the initial state.
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.
@@ -155,6 +156,7 @@ class Trajectory:
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    turn_notes: dict[str, dict[str, str]] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     partition: str = "train"
     attempt: int = 0

@@ -235,6 +235,7 @@ class Episode:
         self.rewards: list[Reward] = []
         self.metrics: dict[str, float] = {}
         self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
+        self.turn_notes: dict[tuple[str, str | None], dict[str, str]] = {}
         self.scored = self.rewarded = self.ended = False
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
@@ -333,6 +334,7 @@ class Episode:
             for name, value in parts.items():
                 self.note(name, value, turn if other == agent else self._last_turn(other), agent=other)
         self.count(info.get("metrics") or {}, turn, agent=agent)
+        self._keep(info.get("tool_notes") or {}, turn, agent)
         note_state(self.states, info, agent, turn, self._last_turn)
         self._check_threads()
         if result.terminated or result.truncated:
@@ -371,6 +373,7 @@ class Episode:
         measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
         measured |= call_counts(call.name, response, [tool.name for tool in self.tools])
         self.count(measured, turn, agent=agent)
+        self._keep({f"{call.name}/{name}": text for name, text in response.notes.items()}, turn, agent)
         self._check_threads()
         self._check_invalid(self._env)
         if response.text:
@@ -433,6 +436,11 @@ class Episode:
             if turn_id is not None and value:
                 of_turn = self.turn_metrics.setdefault((agent, turn_id), {})
                 of_turn[name] = of_turn.get(name, 0.0) + float(value)
+
+    def _keep(self, notes: Mapping[str, str], turn_id: str | None, agent: str) -> None:
+        if notes and isinstance(notes, Mapping):
+            kept = self.turn_notes.setdefault((agent, turn_id), {})
+            kept.update((str(name), str(text)) for name, text in notes.items())
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
         """Set the stop reason and the final message.

@@ -84,6 +84,11 @@ class ToolEnv(Env):
         self._note(any(outcome.usable for outcome in outcomes))
         rewards = _rewards(outcomes)
         info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes, runner.tools)}
+        notes = {
+            f"{outcome.call.name}/{name}": text for outcome in outcomes for name, text in outcome.response.notes.items()
+        }
+        if notes:
+            info["tool_notes"] = notes
         observation = [_answer(outcome) for outcome in outcomes]
         if any(outcome.response.ends for outcome in outcomes) and not self.lost_thread:
             return _with_calls(await self.final_step(action, observation), info)
@@ -219,7 +224,8 @@ def _with_calls(last: StepResult, calls: Mapping[str, Any]) -> StepResult:
         }
         for part in ("rewards", "metrics")
     }
-    return last._replace(reward=last.reward + sum(calls["rewards"].values()), info={**last.info, **added})
+    info = {**last.info, **added, **({"tool_notes": calls["tool_notes"]} if "tool_notes" in calls else {})}
+    return last._replace(reward=last.reward + sum(calls["rewards"].values()), info=info)
 
 
 def _answer(outcome: Outcome) -> Message:

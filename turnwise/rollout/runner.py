@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
@@ -155,7 +155,8 @@ def session_trajectories(
                 rewards=_events(rewards, name),
                 metrics=counted,
                 turn_metrics=turn_metrics(session, name, episode),
-                states=_states(episode, name),
+                turn_notes=_of_agent(episode.turn_notes if episode is not None else {}, name),
+                states=_of_agent(episode.states if episode is not None else {}, name),
             )
         )
     return result
@@ -165,9 +166,11 @@ def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str
     return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
 
 
-def _states(episode: Episode | None, agent: str) -> dict[str, str]:
-    held = episode.states.items() if episode is not None else ()
-    return {turn or "": state for (name, turn), state in held if name == agent}
+_T = TypeVar("_T")
+
+
+def _of_agent(held: Mapping[tuple[str, str | None], _T], agent: str) -> dict[str, _T]:
+    return {turn or "": value for (name, turn), value in held.items() if name == agent}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from turnwise.errors import EnvError, ToolError, TurnwiseError, shown
 from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared
 from turnwise.tools.response import (
     INVALID_CALLS,
+    NOTE,
     CountTokens,
     ToolResponse,
     as_limit,
@@ -342,6 +343,9 @@ class ToolRunner:
             wrong = undeclared(tool, response)
             if wrong is not None:
                 raise wrong
+        if response.notes:
+            secrets = self._secrets()
+            response.notes = {name: NOTE.cut(secrets.redact(text)) for name, text in response.notes.items()}
         text = response.text
         if text is not None and response.error is not None:
             text = self._secrets().redact(text)

@@ -154,6 +154,9 @@ def _between(count: int) -> str:
 
 _MESSAGE: Final = OutputLimit(4_000)
 
+NOTE: Final = OutputLimit(1_000)
+"""What is kept of a note."""
+
 INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
 """Errors of calls that reached no tool."""
 
@@ -173,11 +176,12 @@ class ToolResponse:
         error: None, or an error word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no
             tool ran), ``tool_error``, ``timeout``, or a tool's own.
         reward: A reward for this call; None is not a reward event, unlike 0.
-        metrics: Numbers to log.
+        metrics: Numbers to log. Other values (texts, None, infinities) move to ``notes``.
+        notes: Texts for the trajectory, by name, each cut to 1,000 characters; the model does not see them.
         ends: Whether the episode ends with the message that made this call, after all its calls are answered.
 
     Raises:
-        EnvError: A field is of the wrong type, or a number is not finite.
+        EnvError: A field is of the wrong type, or the reward is not finite.
     """
 
     text: str | None = None
@@ -188,6 +192,7 @@ class ToolResponse:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     ends: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.text is not None and not isinstance(self.text, str):
@@ -199,10 +204,13 @@ class ToolResponse:
             self.reward = _finite(self.reward, "ToolResponse.reward")
         if not isinstance(self.metrics, Mapping):
             raise EnvError(f"ToolResponse.metrics is {shown(self.metrics)}: it must be a dict of numbers")
-        if self.metrics:
-            self.metrics = {
-                str(name): _finite(value, f"ToolResponse.metrics[{name!r}]") for name, value in self.metrics.items()
-            }
+        if not isinstance(self.notes, Mapping):
+            raise EnvError(f"ToolResponse.notes is {shown(self.notes)}: it must be a dict of texts")
+        if self.metrics or self.notes:
+            numbers = {str(name): _number(value) for name, value in self.metrics.items()}
+            others = {str(name): value for name, value in self.metrics.items() if numbers[str(name)] is None}
+            self.notes = {str(name): _noted(value) for name, value in {**self.notes, **others}.items()}
+            self.metrics = {name: number for name, number in numbers.items() if number is not None}
 
     def content(self) -> str | list[dict[str, Any]]:
         """Content of the tool message: the text, or parts if there are media."""
@@ -227,15 +235,29 @@ class ToolResponse:
         return cls(text=json.dumps(body, ensure_ascii=False), error=error)
 
 
-def _finite(value: Any, name: str) -> float:
+def _number(value: Any) -> float | None:
+    """Return a finite number, or None."""
     # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _finite(value: Any, name: str) -> float:
+    number = _number(value)
+    if number is None:
         raise EnvError(f"{name} is {shown(value)}: it must be a finite number")
     return number
+
+
+def _noted(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception as error:  # noqa: BLE001 - a tool's class: what it does must not end the episode
+        text = f"({type(value).__name__}: {type(error).__name__})"
+    return cleaned(text, None) or ""
 
 
 def failure(word: str, message: str, **details: Any) -> ToolResponse:
@@ -308,10 +330,12 @@ def _text(name: str, value: Any) -> str:
 
 
 def call_counts(name: str, response: ToolResponse, tools: Collection[str]) -> dict[str, float]:
-    """Return ``tool_calls`` and ``tool_errors`` of one call, in total and for its tool."""
+    """Return ``tool_calls``, ``tool_errors`` (each also for the tool) and ``tool_notes`` of one call."""
     of = name if name in tools else UNKNOWN_TOOL
     failed = float(response.error is not None)
     counts = {"tool_calls": 1.0, "tool_errors": failed, f"tool_calls/{of}": 1.0}
+    if response.notes:
+        counts["tool_notes"] = float(len(response.notes))
     return {**counts, f"tool_failures/{of}": 1.0} if failed else counts
 
 

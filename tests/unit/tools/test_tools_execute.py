@@ -266,7 +266,6 @@ class TestReturnValues:
             (("t", float("nan")), "reward is nan"),
             (("t", float("inf")), "reward is inf"),
             (("t", "high"), "reward is 'high'"),
-            (("t", 1, {"m": float("nan")}), r"metrics\['m'\]"),
             (("t", 1, [1]), "metrics of type list"),
             ((ToolResponse(reward=1.0), 2.0), "two rewards"),
             (object(), "type object"),

@@ -187,6 +187,16 @@ class TestErrors:
 
         assert KEY[:5] not in await answer(fails)
 
+    async def test_notes_hold_none_and_are_cut_behind_that(self):
+        @function_tool("notes", secrets=[NAME])
+        async def notes() -> ToolResponse:
+            return ToolResponse("x", metrics={"status": f"key {KEY}", "long": "0123456789" * 49 + KEY + "y" * 5000})
+
+        outcome = await ToolRunner({"notes": notes}).run(ToolCall("c", "notes", {}))
+        assert KEY[:5] not in str(outcome.response.notes)
+        assert outcome.response.notes["status"].startswith("key ")
+        assert len(outcome.response.notes["long"]) < 1100
+
     @pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
     @pytest.mark.parametrize("kind", [RuntimeError, InferenceError])
     async def test_of_the_life_of_a_tool(self, method, kind):

@@ -13,6 +13,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import register
+from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -21,7 +22,7 @@ from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect
-from turnwise.trajectory import to_samples
+from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import StopReason, ToolCall
 
 CALLS = {
@@ -70,6 +71,20 @@ class Counter(BaseTool):
         raise RuntimeError("it failed to let go")
 
 
+class Search(BaseTool):
+    """Reports like verl's SearchTool: a status among its numbers, and None where it knows nothing."""
+
+    def __init__(self):
+        super().__init__({}, {"name": "search", "parameters": {"type": "object", "properties": {}}})
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return (
+            ToolResponse("found 3"),
+            0.5,
+            {"query_count": 1, "status": "success", "api_request_error": None, "ratio": float("nan"), "hits": [1, 2]},
+        )
+
+
 @register("tools_defects")
 class World(ToolEnv):
     tools = (Counter,)
@@ -90,6 +105,11 @@ class World(ToolEnv):
         return 1.0 if final is not None and "done" in final["content"] else 0.0
 
 
+@register("tools_reports")
+class Reports(World):
+    tools = (Counter, Search)
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     ran.clear()
@@ -101,11 +121,12 @@ def ids(family: str, text: str) -> list[int]:
     return renderer_for(family)._tokens.encode(text + STOPS[family])
 
 
-async def episode(lines, *, family="qwen3", context_length=20_000, **settings):
+async def episode(lines, *, family="qwen3", context_length=20_000, world=World, **settings):
     renderer = renderer_for(family)
-    client = ScriptedClient(renderer, lines, tools=[tool.schema for tool in World().toolset().values()])
+    client = ScriptedClient(renderer, lines, tools=[tool.schema for tool in world().toolset().values()])
     Counter.lives.clear()
-    config = RolloutConfig.model_validate({"env": {"name": "tools_defects"}, **settings})
+    name = "tools_defects" if world is World else "tools_reports"
+    config = RolloutConfig.model_validate({"env": {"name": name}, **settings})
     runner = EpisodeRunner(config, client, renderer, context_length=context_length)
     outcome = await runner.run(EpisodeSpec(Task("t", ""), "g"))
     return outcome.trajectories[0], client
@@ -330,3 +351,40 @@ class TestBaseTools:
         advantages = {row.sample.trajectory_id: row.advantage for row in experience.rows}
         assert advantages[with_tools.id] == -advantages[without.id] > 0.7
         assert experience.metrics["reward/by_name/tool/count"] == 20.5 / 2
+
+
+class TestMetricsThatAreNoNumbers:
+    @pytest.mark.parametrize("last", [False, True])
+    async def test_they_are_kept_and_counted_and_the_episode_goes_on(self, last):
+        both = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [ToolCall("", "search", {}), ToolCall("", "count", {})],
+        }
+        trajectory, _ = await episode([both, "done"] if last else [called("search"), "done"], world=Reports)
+        assert (trajectory.stop_reason, trajectory.error, trajectory.reward) == (
+            (StopReason.COMPLETED, None, 11.75) if last else (StopReason.COMPLETED, None, 1.5)
+        )
+        assert trajectory.turn_notes == {
+            "t0": {
+                "search/status": "success",
+                "search/api_request_error": "None",
+                "search/ratio": "nan",
+                "search/hits": "[1, 2]",
+            }
+        }
+        assert trajectory.turn_metrics["t0"]["tool_notes"] == trajectory.metrics["tool_notes"] == 4.0
+        assert trajectory.metrics["search/query_count"] == 1.0
+        assert Trajectory.from_bytes(trajectory.to_bytes()).turn_notes == trajectory.turn_notes
+
+    def test_notes_are_texts_whatever_a_tool_hands_over(self):
+        class Odd:
+            def __str__(self):
+                raise RuntimeError("no text")
+
+        response = ToolResponse(metrics={"odd": Odd(), 7: True, "half": "\ud83d"})
+        assert response.metrics == {"7": 1.0}
+        assert response.notes["odd"] == "(Odd: RuntimeError)"
+        response.notes["half"].encode()
+        with pytest.raises(EnvError, match=r"ToolResponse.notes is \[1\]: it must be a dict of texts"):
+            ToolResponse(notes=[1])

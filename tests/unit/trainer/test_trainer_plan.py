@@ -190,7 +190,7 @@ async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
     checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
-    assert "of 512 tokens of the context: no room is left to answer" in checks["episodes"]
+    assert "of 512 tokens of the context, and no room is left to answer" in checks["episodes"]
 
 
 async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.trainer.lookup_run import MODEL, build_model, shared, silent, train_config
+from turnwise.errors import ConfigError
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.run import open_run
 
@@ -51,3 +52,17 @@ def test_a_checkpoint_has_the_groups_in_flight_and_never_weights_of_no_step(
     if not torn:
         state = json.loads((store.path(1) / "trainer_state.json").read_text())
         assert len({each["task"]["id"] for each in state["feed"]}) == 2
+
+
+def test_a_context_that_holds_no_prompt_ends_the_run_before_it_begins(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    config = train_config(shared(tmp_path_factory, "lookup-model", build_model) / MODEL, tmp_path)
+    rollout = config.rollout.model_copy(update={"context_length": 20})
+
+    async def begin() -> None:
+        async with open_run(config.model_copy(update={"rollout": rollout}), tmp_path / "run", silent()):
+            pytest.fail("the run began")
+
+    with pytest.raises(ConfigError, match=r"rollout.context_length: the first prompt of task .* the context has 20"):
+        asyncio.run(begin())

@@ -236,7 +236,10 @@ class _Checker:
             return f"{said}; prompts were not counted without a chat format"
         room = f" of {self._context}" if self._context else ""
         if self._context is not None and most >= self._context:
-            raise EnvError(f"a prompt takes {most}{room} tokens of the context: no room is left to answer")
+            raise EnvError(
+                f"rollout.context_length: a prompt takes {most}{room} tokens of the context, and no room is left to "
+                "answer: raise it, choose a model with a longer context, or shorten prompt and tools"
+            )
         return f"{said}; the longest prompt takes {most}{room} tokens"
 
     async def _begin(self, env: Env, task: Task) -> int:

@@ -30,6 +30,7 @@ from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import create_manager
+from turnwise.rollout.preflight import check_room
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks.core import Task
@@ -355,6 +356,11 @@ async def _assemble(
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
+    if not state.step:
+        limits = [config.rollout.context_length, (await servers.client.model_info()).context_length]
+        context = min(limit for limit in limits if limit is not None)
+        warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        await check_room(start.tasks.ahead(), config.rollout, start.renderer, context, warn)
     buffer = make_buffer(config.replay, config.replay_facts, files.journal)
 
     def write(trajectory: Trajectory) -> None:
