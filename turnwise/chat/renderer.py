@@ -111,7 +111,7 @@ class TemplateRenderer:
 
     __slots__ = (
         "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_twin", "_variants", "arguments", "guides", "media",
+        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media",
         "stop_ids", "text", "why",
     )  # fmt: skip
 
@@ -156,7 +156,6 @@ class TemplateRenderer:
         self.text = TemplateText(facts.template, tokens, form)
         self._fixed = fixed_arguments
         self._base = self
-        self._twin: TemplateRenderer | None = None
         reads, variables = facts.template.reads, facts.template.variables
         self._own = template_arguments({key: value for key, value in variables.items() if key in reads})
         self._variants: dict[tuple[TemplateArguments, tuple[str, ...]], TemplateRenderer] = {}
@@ -175,21 +174,19 @@ class TemplateRenderer:
     def room(self, most: int | None) -> None:
         self._tokens.room = most
 
-    def detached(self) -> TemplateRenderer:
-        """Return an equal renderer for one other thread; see the contract."""
-        if self._twin is None:
-            tokens = self._tokens.copy()
-            twin = TemplateRenderer(
-                TemplateFacts(self._facts.template, tokens),
-                tokens,
-                self._choice,
-                eos_ids=self._eos,
-                special_in_text="escape" if self._escape else "template",
-                fixed_arguments=self._fixed,
-            )
-            twin.arguments = self.arguments
-            self._twin = twin
-        return self._twin
+    def __copy__(self) -> TemplateRenderer:
+        """Return an equal renderer with caches and counters of its own, which another thread may use."""
+        tokens = self._tokens.copy()
+        other = TemplateRenderer(
+            TemplateFacts(self._facts.template, tokens),
+            tokens,
+            self._choice,
+            eos_ids=self._eos,
+            special_in_text="escape" if self._escape else "template",
+            fixed_arguments=self._fixed,
+        )
+        other.arguments = self.arguments
+        return other
 
     @property
     def escaped(self) -> int:

@@ -181,7 +181,8 @@ class Tokens:
         self._ids = frozenset(self.added.values())
         self.escaped = 0
         self.room: int | None = None
-        self._longest: int | None = None
+        # Counted when first asked for, once for all copies.
+        self._longest: list[int] = []
         # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
         # holds as added tokens are not markup: to split them would change ordinary text.
         control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
@@ -200,13 +201,16 @@ class Tokens:
 
     def copy(self) -> Tokens:
         """Return the same tokens with a counter and caches of their own, for another thread."""
-        return Tokens(self._tokenizer)
+        other = Tokens(self._tokenizer)
+        other._longest = self._longest
+        return other
 
     def fewest(self, text: str) -> int:
         """Return a lower bound of the number of ids of a text, by its bytes; 0 if the tokenizer allows none."""
-        if self._longest is None:
-            self._longest = _longest(self._tokenizer)
-        return -(-len(text.encode("utf-8", "ignore")) // self._longest) if self._longest else 0
+        if not self._longest:
+            self._longest.append(_longest(self._tokenizer))
+        longest = self._longest[0]
+        return -(-len(text.encode("utf-8", "ignore")) // longest) if longest else 0
 
     def is_added(self, number: int) -> bool:
         """Return whether an id is an added token's."""

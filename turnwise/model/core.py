@@ -217,7 +217,8 @@ class StructuralTags(Protocol):
 class Renderer(Protocol):
     """Renders messages to ids and parses ids to messages; :meth:`extend` returns new ids only.
 
-    Implementations are stateless except for caches: equal arguments give equal ids. ``why`` is set by an :meth:`extend`
+    Implementations are stateless except for caches and counters: equal arguments give equal ids. ``copy.copy`` returns
+    an equal renderer that another thread may use. ``why`` is set by an :meth:`extend`
     that returned None, before anything else runs.
     """
 
@@ -244,9 +245,6 @@ class Renderer(Protocol):
 
     def at(self, now: datetime) -> Renderer:
         """Return the renderer for conversations that begin at ``now``, for templates that write the date."""
-
-    def detached(self) -> Renderer:
-        """Return an equal renderer with caches and counters of its own, for use by one other thread."""
 
     @property
     def escaped(self) -> int:

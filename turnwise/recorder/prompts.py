@@ -1,7 +1,7 @@
 """Canonicalization and rendering of requests: small ones at once, large ones in a worker thread.
 
 To tokenize a megabyte takes half a second, in which the event loop would answer no other session and no health check.
-So a long text is rendered by a detached renderer in a thread, and is not tokenized at all if its bytes show that it has
+So a long text is rendered in a thread, and is not tokenized at all if its bytes show that it has
 more ids than there is room for. The thread takes turns with the event loop where it runs Python code, and the tokenizer
 runs beside it.
 """
@@ -9,6 +9,8 @@ runs beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import ctypes
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -26,7 +28,7 @@ LONG = 100_000
 _HEAVY = 20_000
 """Parts of a JSON value from which on it is canonicalized in a thread; at this size that takes about 30 ms."""
 _CHARACTERS = 3
-# One thread: detached renderers are used by one at a time, two long prompts would not be quicker side by side, and the
+# One thread: two long prompts would not be quicker side by side, and the
 # event loop waits for as many threads as want to run.
 _THREAD = ThreadPoolExecutor(1, "render")
 
@@ -144,7 +146,7 @@ class Prompts:
     ) -> Encoded:
         if not self.threaded or size <= LONG:
             return _encoded(renderer, work)
-        return await in_thread(_bounded, renderer.detached(), room, work)
+        return await in_thread(_bounded, renderer, room, work)
 
 
 def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
@@ -154,11 +156,10 @@ def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) ->
 
 
 def _bounded(renderer: Renderer, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
-    renderer.room = room
-    try:
-        return _encoded(renderer, work)
-    finally:
-        renderer.room = None
+    # The event loop uses the given one meanwhile.
+    own = copy.copy(renderer)
+    own.room = room
+    return _encoded(own, work)
 
 
 def release_memory() -> None:
@@ -170,9 +171,10 @@ def release_memory() -> None:
 
 
 def _trim() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # Only glibc has it.
-        trim(0)
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(AttributeError):  # Only glibc has it.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def finished(work: Coroutine[Any, Any, _T]) -> _T:

@@ -58,9 +58,6 @@ class ToyRenderer:
     def at(self, now: datetime) -> ToyRenderer:
         return self
 
-    def detached(self) -> ToyRenderer:
-        return copy.copy(self)
-
     def text(self, text: str) -> list[int]:
         self.encoded += len(text)
         return [FIRST_CHARACTER + ord(character) for character in text]

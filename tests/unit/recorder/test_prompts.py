@@ -92,7 +92,7 @@ async def test_other_requests_of_the_session_go_on_while_a_long_one_is_rendered(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_a_detached_renderer_gives_the_same_ids_and_counts(family: str) -> None:
+async def test_a_copied_renderer_gives_the_same_ids_and_counts(family: str) -> None:
     renderer = renderer_for(family)
     messages = canonical_messages([user(LONG_TEXT)])
     before = renderer.escaped

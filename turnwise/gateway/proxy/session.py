@@ -61,10 +61,6 @@ class TextRenderer:
         """Return itself: there is no date."""
         return self
 
-    def detached(self) -> TextRenderer:
-        """Return itself: it has no state."""
-        return self
-
     def count(self, text: str) -> int:
         """Return an estimate of a text's tokens."""
         return -(-len(text.encode()) // _BYTES_A_TOKEN)

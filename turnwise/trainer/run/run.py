@@ -332,6 +332,8 @@ async def open_run(
         # Called last, when the servers have ended: then their CPU time is that of children.
         at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack)
+        if not run.state.step:
+            await _check_room(run, console)
         run.hooks = HookCalls.open(start.hooks, run)
         run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
@@ -348,6 +350,14 @@ async def open_run(
         run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
 
 
+async def _check_room(run: TrainRun, console: Console) -> None:
+    rollout = run.config.rollout
+    limits = [rollout.context_length, (await run.fleet.client.model_info()).context_length]
+    context = min(limit for limit in limits if limit is not None)
+    warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    await check_room(run.tasks.ahead(), rollout, run.renderer, context, warn)
+
+
 async def _assemble(
     config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:
@@ -356,11 +366,6 @@ async def _assemble(
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
-    if not state.step:
-        limits = [config.rollout.context_length, (await servers.client.model_info()).context_length]
-        context = min(limit for limit in limits if limit is not None)
-        warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
-        await check_room(start.tasks.ahead(), config.rollout, start.renderer, context, warn)
     buffer = make_buffer(config.replay, config.replay_facts, files.journal)
 
     def write(trajectory: Trajectory) -> None:
