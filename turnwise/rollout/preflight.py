@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -31,7 +30,6 @@ _SPECS_CHECKED = 32
 _TOOLSETS_HELD = 256
 _PROMPTS_COUNTED = 3
 _SHORT_TURN = 64
-_RESET_S = 30.0
 _USER: Final[Message] = {"role": "user", "content": "Which one?"}
 _SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
 _TOOL: Final = ToolSchema("find_item", "Finds it.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -167,8 +165,8 @@ async def check_room(
 ) -> None:
     """Check that the context holds the first prompt of an episode and a turn.
 
-    Counted is the first prompt of an episode, as reset; where a reset needs a sandbox, the task's own messages and
-    tools. Of three tasks one has to fit.
+    Counted are a task's messages and the tools of its environment; no environment is reset, which may cost or change
+    something. Of three tasks one has to fit.
 
     Args:
         tasks: The first tasks.
@@ -183,10 +181,10 @@ async def check_room(
     turn = min(rollout.max_tokens_per_turn or _SHORT_TURN, _SHORT_TURN)
     sizes: list[tuple[int, str]] = []
     async with Toolbox(rollout.env.tools) as toolbox:
-        loaded = await toolbox.tools()
+        counted = PromptLimit(context, renderer, rollout, await toolbox.tools())
         for task in tasks[:_PROMPTS_COUNTED]:
             with contextlib.suppress(TurnwiseError):  # The episode reports what is wrong with it, and is tried again.
-                sizes.append((await _first_prompt(task, rollout, renderer, loaded), task.id))
+                sizes.append((counted.tokens(task), task.id))
                 if context - sizes[-1][0] >= turn:
                     return
     if not sizes:
@@ -205,29 +203,6 @@ async def check_room(
         f"rollout.context_length: the first prompt of task {task_id!r} takes {size} of {context} tokens, which leaves "
         f"{context - size} for turns and tool results: most episodes will end in context_overflow; {remedy}"
     )
-
-
-class _NoSandboxes:
-    """In place of a sandbox manager: any use of it ends the reset."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise EnvError(f"no sandbox is opened to count a prompt ({name})")
-
-
-async def _first_prompt(task: Task, rollout: RolloutConfig, renderer: Renderer, loaded: Sequence[Tool]) -> int:
-    """Return the tokens of an episode's first prompt."""
-    tools = _PromptTools(rollout, loaded)
-    env = made_env(task, rollout)
-    env.sandboxes = cast("Any", _NoSandboxes())
-    messages = task.messages()
-    try:
-        with contextlib.suppress(EnvError, TimeoutError):
-            async with asyncio.timeout(_RESET_S):
-                messages, _ = await invoke(env, "reset", task, seed=0)
-    finally:
-        with contextlib.suppress(EnvError):
-            await invoke(env, "close")
-    return len(renderer.render(canonical_messages(messages), tools.of(task)))
 
 
 def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:

@@ -11,7 +11,6 @@ import pytest
 from support.chat.model_dirs import Family, renderer_for, write_model_dir
 from support.chat.toy_renderer import ToyRenderer
 from support.envs.task_envs import Closing
-from turnwise import ToolEnv
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.gateway.proxy.session import TextRenderer
@@ -201,61 +200,41 @@ class TestToolsShown:
         await check_tools_shown([Task("a", "x")], ToyRenderer(), config)
 
 
-class Wordy(ToolEnv):
-    """Says more at reset than its task does."""
-
-    resets = 0
-
-    def reset(self, task=None, *, seed=None):
-        type(self).resets += 1
-        return "w" * 200, {}
-
-    def score(self, final):
-        return 0.0
-
-
-class Housed(Wordy):
-    """Wants a sandbox at reset."""
-
-    async def reset(self, task=None, *, seed=None):
-        await self.sandbox()
-        return "w" * 1000, {}
-
-
 class TestRoom:
-    async def check(self, context: int, env: type = Wordy, tasks: int = 1, **more: Any) -> list[str]:
+    async def check(self, context: int, *prompts: str, **more: Any) -> list[str]:
         said: list[str] = []
-        given = [Task(f"t{number}", "x") for number in range(tasks)]
-        await check_room(given, rollout(f"{__name__}:{env.__qualname__}", **more), ToyRenderer(), context, said.append)
+        given = [Task(f"t{number}", prompt) for number, prompt in enumerate(prompts)]
+        await check_room(given, rollout(agent={"name": "single_turn"}, **more), ToyRenderer(), context, said.append)
         return said
 
-    async def test_a_context_without_room_for_the_reset_prompt_stops_the_run(self) -> None:
+    async def test_a_context_without_room_for_the_first_prompt_stops_the_run(self) -> None:
         """The toy renderer writes one id per character and three around them."""
         with pytest.raises(ConfigError) as error:
-            await self.check(203)
+            await self.check(203, "w" * 200)
         for words in ("rollout.context_length", "'t0'", "takes 203 tokens", "the context has 203", "raise rollout."):
             assert words in str(error.value)
 
     async def test_little_room_is_told_and_enough_is_not(self) -> None:
-        [said] = await self.check(203 + 63)
+        [said] = await self.check(203 + 63, "w" * 200)
         assert "takes 203 of 266 tokens, which leaves 63 for turns" in said
-        assert await self.check(203 + 64) == []
-        assert await self.check(203 + 20, max_tokens_per_turn=20) == []
-        assert len(await self.check(203 + 19, max_tokens_per_turn=20)) == 1
+        assert await self.check(203 + 64, "w" * 200) == []
+        assert await self.check(203 + 20, "w" * 200, max_tokens_per_turn=20) == []
+        assert len(await self.check(203 + 19, "w" * 200, max_tokens_per_turn=20)) == 1
 
-    async def test_one_episode_is_reset_where_its_prompt_fits_and_three_at_most(self) -> None:
-        for context, resets in ((1000, 1), (210, 3)):
-            Wordy.resets = 0
-            await self.check(context, tasks=5)
-            assert Wordy.resets == resets
+    async def test_one_of_three_prompts_has_to_fit(self) -> None:
+        assert await self.check(100, "w" * 200, "w" * 300, "w") == []
+        with pytest.raises(ConfigError, match="'t1' takes 153"):
+            await self.check(100, "w" * 200, "w" * 150, "w" * 300, "w")
 
-    async def test_no_sandbox_is_started(self) -> None:
-        assert await self.check(100, Housed) == []
-        with pytest.raises(ConfigError, match="takes 4 tokens"):
-            await self.check(4, Housed)
+    async def test_tools_are_counted_where_the_agent_offers_them(self) -> None:
+        said: list[str] = []
+        await check_room([Task("t", "x")], rollout(), ToyRenderer(), 4 + 64, said.append)
+        assert len(said) == 1, "the tool's name is in the prompt"
+        await check_room([Task("t", "x")], rollout(agent={"name": "single_turn"}), ToyRenderer(), 68, said.append)
+        assert len(said) == 1
 
-    async def test_what_cannot_be_reset_is_left_to_the_episodes(self) -> None:
-        assert await self.check(300, tasks=0) == []
+    async def test_what_cannot_be_counted_is_left_to_the_episodes(self) -> None:
+        assert await self.check(300) == []
         said: list[str] = []
         broken = [Task("t", "x", env_config={"nonsense": 1})]
         await check_room(broken, rollout(), ToyRenderer(), 1, said.append)
