@@ -162,8 +162,10 @@ class BlackBoxAgent(Agent):
         if acting.offered is not None:
             path = f"{places.install_tool(acting.offered.url)}{os.pathsep}{path}"
         env = self._environment(acting, str(root / "tmp"), path)
-        most = self._config.output_bytes
-        program = await Program.start(launch.argv, env=env, cwd=places.work, stdin=launch.stdin, most_output=most)
+        kept, most = self._config.output_bytes, self._config.output_limit
+        program = await Program.start(
+            launch.argv, env=env, cwd=places.work, stdin=launch.stdin, most_output=kept, output_limit=most
+        )
         try:
             how = await self._watch(program.wait, acting)
         finally:
@@ -190,8 +192,10 @@ class BlackBoxAgent(Agent):
         if acting.offered is not None:
             path = f"{await quarters.install_tool(acting.offered.url)}:{path}"
         env = self._environment(acting, f"{quarters.root}/tmp", path)
-        most = self._config.output_bytes
-        program = await SandboxedProgram.start(quarters, launch.argv, env=env, stdin=launch.stdin, most_output=most)
+        kept, most = self._config.output_bytes, self._config.output_limit
+        program = await SandboxedProgram.start(
+            quarters, launch.argv, env=env, stdin=launch.stdin, most_output=kept, output_limit=most
+        )
         how: How | None = None
         try:
             how = await self._watch(program.wait, acting)
@@ -271,9 +275,9 @@ class BlackBoxAgent(Agent):
                 path=os.environ.get("PATH", os.defpath),
             )
             argv = [fill(each, values) for each in self._recipe.command]
-            most = self._config.output_bytes
+            kept, most = self._config.output_bytes, self._config.output_limit
             program = await Program.start(
-                argv, env=env, cwd=places.work, stdin=stdin, most_output=most, on_line=on_line
+                argv, env=env, cwd=places.work, stdin=stdin, most_output=kept, output_limit=most, on_line=on_line
             )
         return program, places.remove
 
@@ -284,6 +288,14 @@ class BlackBoxAgent(Agent):
         if episode.ended:
             return
         await endpoint.wait_settled()
+        if left.flooded:
+            raise AgentError(
+                self._story(
+                    f"it wrote more than output_limit={self._config.output_limit} bytes and was killed: raise that key "
+                    "of agent.config, or have the program write less; the end of its output",
+                    end,
+                )
+            )
         if end.how == "timeout":
             episode.finish(StopReason.TIMEOUT)
             return

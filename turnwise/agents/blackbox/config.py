@@ -150,6 +150,8 @@ class BlackBoxConfig(BaseModel):
         grace: Seconds to exit after the turns or tokens are used up, or the environment ended the episode.
         max_concurrent: Most programs at the same time.
         output_bytes: Bytes kept of each output: head and tail.
+        output_limit: Bytes of both outputs together after which the program is killed and the episode fails; for a
+            persistent program, bytes of one episode.
         workers: Persistent programs that serve one episode after the other over JSON lines; 0 starts one for each
             episode.
         sandbox: Whether it runs in the environment's sandbox, with only its session reachable, not beside this process.
@@ -181,6 +183,7 @@ class BlackBoxConfig(BaseModel):
     grace: Seconds = 10.0
     max_concurrent: Annotated[int, Field(gt=0)] | None = None
     output_bytes: Annotated[int, Field(ge=2)] = 65536
+    output_limit: Annotated[int, Field(gt=0)] = 64 * 2**20
     workers: Annotated[int, Field(ge=0)] = 0
     sandbox: bool = False
     mount_program: bool = True

@@ -64,18 +64,43 @@ class Exit:
     Attributes:
         status: Exit status; negative after a signal, None where it was killed from here.
         swept: Killed processes of its tree; None in a sandbox, where they are not counted.
+        flooded: Whether it was killed for the amount of its output.
     """
 
     status: int | None
     stdout: Output
     stderr: Output
     swept: int | None
+    flooded: bool = False
+
+
+class OutputQuota:
+    """Bytes that the outputs of a program may have together; ``exceeded`` is set when they have more."""
+
+    def __init__(self, most: int | None) -> None:
+        self.exceeded = asyncio.Event()
+        self._most = most
+        self._taken = 0
+
+    def take(self, size: int) -> bool:
+        """Count bytes; return whether they are within the quota."""
+        self._taken += size
+        if self._most is not None and self._taken > self._most:
+            self.exceeded.set()
+        return not self.exceeded.is_set()
+
+    def renew(self) -> None:
+        """Count from zero, unless the quota is exceeded already."""
+        self._taken = 0
 
 
 class Program:
     """A running program. Use :meth:`start`, and always :meth:`end`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: str, stdout: Capture, stderr: Capture) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, mark: str, stdout: Capture, stderr: Capture, quota: OutputQuota
+    ) -> None:
+        self.quota = quota
         self._process = process
         self._mark = mark
         self._stdout, self._stderr = stdout, stderr
@@ -93,6 +118,7 @@ class Program:
         cwd: Path,
         stdin: bytes | int = b"",
         most_output: int = 65536,
+        output_limit: int | None = None,
         on_line: Callable[[bytes], None] | None = None,
     ) -> Self:
         """Start a program in its own session.
@@ -103,10 +129,12 @@ class Program:
             cwd: Working directory.
             stdin: Content, or a descriptor, which is closed here.
             most_output: Bytes of each output that are kept.
+            output_limit: Bytes of both outputs together; the program is over when it writes more.
             on_line: Called with each line of standard output.
         """
         mark = secrets.token_hex(16)
-        stdout, stderr = Capture(most_output, on_line), Capture(most_output)
+        quota = OutputQuota(output_limit)
+        stdout, stderr = Capture(most_output, quota, on_line), Capture(most_output, quota)
         stdin_file = _file_of(stdin)
         try:
             theirs = [await stdout.open(), await stderr.open()]
@@ -127,7 +155,7 @@ class Program:
             raise ProgramError(f"cannot start a process: {error}") from error
         finally:
             stdin_file.close()
-        program = cls(process, mark, stdout, stderr)
+        program = cls(process, mark, stdout, stderr, quota)
         async with undo_on_error_async(program.end):
             await program._begin({"argv": list(argv), "cwd": str(cwd), "env": {**env, MARK: mark}})
         return program
@@ -139,12 +167,17 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether the program is still running."""
-        return not self._over.is_set()
+        """Whether the program is still running, within its output limit."""
+        return not self._over.is_set() and not self.quota.exceeded.is_set()
 
     async def wait(self) -> None:
-        """Wait for the program's exit; its descendants may still run."""
-        await self._over.wait()
+        """Wait for the program's exit or the end of its output limit; its descendants may still run."""
+        either = [asyncio.ensure_future(event.wait()) for event in (self._over, self.quota.exceeded)]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in either:
+                each.cancel()
 
     async def end(self) -> Exit:
         """Kill the rest of the tree and return the exit. Idempotent; cancellation does not stop the kill."""
@@ -163,7 +196,7 @@ class Program:
             # Its supervisor was killed, perhaps by the program: what still has its mark is found by that.
             self._swept += await asyncio.to_thread(kill_marked, self._mark)
         stdout, stderr = await asyncio.gather(self._stdout.close(_DRAIN_S), self._stderr.close(_DRAIN_S))
-        return Exit(self._status, stdout, stderr, self._swept)
+        return Exit(self._status, stdout, stderr, self._swept, self.quota.exceeded.is_set())
 
     async def _begin(self, spec: Mapping[str, object]) -> None:
         process = self._process
@@ -193,14 +226,16 @@ class Program:
 
 
 class Capture(asyncio.Protocol):
-    """Reads a pipe to its end and keeps head and tail.
+    """Reads a pipe to its end, or until a quota is exceeded, and keeps head and tail.
 
     Args:
+        quota: Counts what is read.
         on_line: Called with each line, cut to ``most`` bytes.
     """
 
-    def __init__(self, most: int, on_line: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, most: int, quota: OutputQuota, on_line: Callable[[bytes], None] | None = None) -> None:
         self._most = most
+        self._quota = quota
         self._on_line = on_line
         self._head, self._tail, self._line = bytearray(), bytearray(), bytearray()
         self._size = 0
@@ -217,6 +252,11 @@ class Capture(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep head and tail."""
         self._size += len(data)
+        if not self._quota.take(len(data)):
+            # What more it writes waits in the pipe, and the program with it, until it is killed.
+            assert self._transport is not None
+            self._transport.pause_reading()
+            self._ended.set()
         half = self._most // 2
         if self._on_line is not None:
             self._lines(data)
@@ -327,7 +367,7 @@ class Worker:
         file = os.fdopen(write, "wb", buffering=0)
         self._lines, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, file)
         with undo_on_error(self._hang_up):
-            self._program, self._ended = await start(read, self._read)
+            self._program, self._ended = await start(read, self.receive)
 
     @property
     def program(self) -> Program:
@@ -340,6 +380,7 @@ class Worker:
         assert self._lines is not None
         answer: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._waiting[job["id"]] = answer
+        self.program.quota.renew()
         over: asyncio.Future[Any] = asyncio.ensure_future(self.program.wait())
         try:
             self._lines.write(json.dumps(job).encode() + b"\n")
@@ -363,7 +404,10 @@ class Worker:
         if self._lines is not None and not self._lines.is_closing():
             self._lines.abort()
 
-    def _read(self, line: bytes) -> None:
+    def receive(self, line: bytes) -> None:
+        """Take a line of standard output; what is no reply to an episode is ignored."""
+        if not line.lstrip().startswith(b"{"):
+            return
         try:
             response = json.loads(line)
         except ValueError:

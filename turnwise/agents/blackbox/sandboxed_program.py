@@ -18,8 +18,14 @@ _PREPARE: Final = """set -e; root="${TMPDIR:-/tmp}/turnwise-$1"; mkdir -p "$root
 printf '%s\\n' "$root" "$(pwd)" "$PATH"
 """
 _STATUS: Final = b"turnwise-status:"
+_FLOODED: Final = b"turnwise-flooded\n"
 # It waits behind the program, so that ending it ends whatever the program has left.
-_RUN: Final = """d=$1; shift
+# Its outputs are files of the sandbox, whose size is looked at every second.
+_RUN: Final = """d=$1; most=$2; shift 2
+: >"$d/stdout"; : >"$d/stderr"
+while sleep 1; do
+  if [ $(($(wc -c <"$d/stdout") + $(wc -c <"$d/stderr"))) -gt "$most" ]; then echo turnwise-flooded; exit; fi
+done &
 "$@" <"$d/stdin" >"$d/stdout" 2>"$d/stderr"
 echo "turnwise-status:$?"
 read -r _"""
@@ -87,25 +93,34 @@ class ProgramFolder:
 class SandboxedProgram:
     """A running program in a sandbox. Use :meth:`start`, and always :meth:`end`."""
 
-    def __init__(self, quarters: ProgramFolder, process: SandboxProcess, most_output: int) -> None:
+    def __init__(self, quarters: ProgramFolder, process: SandboxProcess, most_output: int, output_limit: int) -> None:
         self._quarters = quarters
         self._process = process
         self._most = most_output
+        self._limit = output_limit
+        self._flooded = False
         self._status: int | None = None
         self._failure: SandboxError | None = None
 
     @classmethod
     async def start(
-        cls, quarters: ProgramFolder, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, most_output: int
+        cls,
+        quarters: ProgramFolder,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: bytes,
+        most_output: int,
+        output_limit: int,
     ) -> Self:
-        """Start a program."""
+        """Start a program; see :meth:`Program.start`."""
         await quarters.sandbox.write_file(f"{quarters.root}/stdin", stdin)
-        command = ["sh", "-c", _RUN, "sh", quarters.root, *argv]
+        command = ["sh", "-c", _RUN, "sh", quarters.root, str(output_limit), *argv]
         process = await quarters.sandbox.spawn(command, cwd=quarters.work, env=env)
-        return cls(quarters, process, most_output)
+        return cls(quarters, process, most_output, output_limit)
 
     async def wait(self) -> None:
-        """Wait for the program's exit; its descendants may still run."""
+        """Wait for the program's exit or the end of its output limit; its descendants may still run."""
         output = b""
         try:
             while piece := await self._process.read():
@@ -113,6 +128,9 @@ class SandboxedProgram:
                 _, found, rest = output.rpartition(_STATUS)
                 if found and rest.endswith(b"\n"):
                     self._status = _status(rest)
+                    return
+                if output.endswith(_FLOODED):
+                    self._flooded = True
                     return
         except SandboxError as error:
             # The caller that ends the program gets the error.
@@ -129,7 +147,7 @@ class SandboxedProgram:
         await self._process.kill()
         empty = Output("", 0, cut=False)
         if not collect:
-            return Exit(self._status, empty, empty, None)
+            return Exit(self._status, empty, empty, None, self._flooded)
         root, sandbox = self._quarters.root, self._quarters.sandbox
         both = await sandbox.exec(
             ["sh", "-c", 'cat "$1/stdout"; cat "$1/stderr" >&2', "sh", root], timeout=_SECONDS, max_output=self._most
@@ -142,7 +160,7 @@ class SandboxedProgram:
             Output(data.decode("utf-8", "replace"), size, cut=size > self._most)
             for data, size in zip((both.stdout, both.stderr), sizes, strict=True)
         )
-        return Exit(self._status, stdout, stderr, None)
+        return Exit(self._status, stdout, stderr, None, self._flooded or sum(sizes) > self._limit)
 
 
 def _status(text: bytes) -> int | None:

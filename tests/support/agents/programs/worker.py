@@ -1,4 +1,8 @@
-"""A worker: plays one episode after the other. ``FAIL`` says how the second ends: ``die``, ``hang``, ``error``."""
+"""A worker: plays one episode after the other.
+
+``FAIL`` says how the second ends: ``die``, ``hang``, ``error``, ``flood``. ``NOISE``: bytes that it writes beside
+each answer.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,9 @@ def main() -> None:
             os._exit(5)
         if fail == "hang":
             time.sleep(1000)
+        while fail == "flood":
+            os.write(1, b"y\n" * 10_000)
+        os.write(1, b"y" * int(os.environ.get("NOISE", "0")) + b"\n")
         env = {"OPENAI_BASE_URL": job["openai_base_url"], "TURNWISE_TOOLS_URL": job["tools_url"]}
         command = [sys.executable, "-I", "-S", str(HERE / "chat_loop.py"), job["prompt"]]
         answer = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout

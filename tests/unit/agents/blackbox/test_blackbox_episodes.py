@@ -118,6 +118,16 @@ async def test_time_that_is_up() -> None:
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.TIMEOUT)
 
 
+async def test_a_program_that_floods_its_output_is_ended_and_what_it_sampled_is_kept() -> None:
+    flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes' sh {{task}}", "output_limit": 100_000}
+    outcome = await run_episode(LINES, flooding)
+    assert type(outcome.error) is AgentError
+    for words in ("wrote more than output_limit=100000 bytes and was killed", "raise that key of agent.config", "y\ny"):
+        assert words in str(outcome.error)
+    reason, rewards, turns = ended(outcome)
+    assert (reason, rewards, turns) == (StopReason.ERROR, [], len(LINES))
+
+
 async def test_an_environment_that_fails_ends_the_program_and_is_an_error() -> None:
     agent = {"command": f"sh -c '{CHAT_LOOP} x; sleep 1000'", "grace": 0.2}
     outcome = await run_episode([say("", team())] * 3, agent, env="support.agents.blackbox_episodes:Broken")

@@ -185,3 +185,10 @@ def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file("venv/pyvenv.cfg", f"home = {tmp_path}/python-3.11/bin\n")
     wanted = {tmp_path / "venv", tmp_path / "python-3.11", real.parents[1]}
     assert set(shown_for(str(script))) == wanted
+
+
+async def test_a_flood_inside_is_ended_and_what_it_sampled_is_kept() -> None:
+    flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
+    outcome = await boxed(flooding)
+    assert "wrote more than output_limit=100000 bytes and was killed" in str(outcome.error)
+    assert any(each.sampled for each in outcome.trajectories[0].segments)

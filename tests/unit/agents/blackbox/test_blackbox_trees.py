@@ -162,6 +162,43 @@ async def test_a_flood_of_output_blocks_nobody_and_is_kept_in_part(tmp_path: Pat
     assert left.stderr.cut
 
 
+FLOODS = {
+    "standard output": "import os\nwhile True: os.write(1, b'y\\n' * 32768)",
+    "standard error": "import os\nwhile True: os.write(2, b'y\\n' * 32768)",
+    "both": "import os\nwhile True: os.write(1, b'x' * 50); os.write(2, b'y' * 50)",
+    "of a grandchild that outlives the program": """
+        import os
+        if os.fork() == 0:
+            os.setsid()
+            while True: os.write(1, b"y" * 65536)
+        while True: os.read(0, 1)
+    """,
+}
+
+
+@pytest.mark.parametrize("attack", FLOODS)
+async def test_a_flood_without_end_is_ended_with_all_that_writes_it(attack: str, tmp_path: Path) -> None:
+    tag = f"--tag={os.urandom(8).hex()}"
+    limit = 2**20
+    program = await start(FLOODS[attack], tag, tmp_path, most_output=1000, output_limit=limit)
+    async with asyncio.timeout(30):
+        await program.wait()
+        assert not program.running
+        left = await program.end()
+    assert left.flooded
+    # What was read before the pipe was left alone: one piece more at most.
+    assert limit < left.stdout.size + left.stderr.size <= limit + 2**18
+    assert len(left.stdout.text) < 1100
+    assert not tagged(tag)
+
+
+async def test_output_up_to_the_limit_is_no_flood(tmp_path: Path) -> None:
+    code = "import os\nos.write(1, b'x' * 60_000)\nos.write(2, b'y' * 40_000)"
+    assert not (await run(code, tmp_path, output_limit=100_000)).flooded
+    left = await run(code, tmp_path, output_limit=99_999)
+    assert (left.flooded, left.stdout.size + left.stderr.size) == (True, 100_000)
+
+
 async def test_what_it_closes_and_leaves_open(tmp_path: Path) -> None:
     # Closed outputs end nothing; what a process in the background holds open keeps nobody waiting.
     closed = "import os; os.close(1); os.close(2); os._exit(4)"

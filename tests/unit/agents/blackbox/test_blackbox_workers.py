@@ -75,6 +75,16 @@ async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
         assert second.metrics["blackbox/nonzero_exits"] == 1
 
 
+async def test_a_worker_that_floods_is_replaced_and_the_limit_is_of_one_episode() -> None:
+    outcomes, left = await play({"env": {"FAIL": "flood"}, "output_limit": 100_000})
+    assert [each.trajectories[0].reward for each in (outcomes[0], outcomes[2])] == [1.0, 1.0]
+    assert "wrote more than output_limit=100000 bytes" in str(outcomes[1].error)
+    assert left == 1
+    outcomes, left = await play({"env": {"NOISE": "60000"}, "output_limit": 100_000})
+    assert [each.trajectories[0].reward for each in outcomes] == [1.0] * 3
+    assert left == 1
+
+
 async def test_several_run_at_the_same_time_and_a_cancelled_episode_costs_its_own_only() -> None:
     agent = {"command": WORKER, "workers": 3}
     async with asyncio.timeout(60), running(LINES, agent) as runner:
