@@ -40,9 +40,12 @@ FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" in
 FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
 CREWAI_BIN := .venv-crewai/bin
+# Beside the package's own environment, which has all else that they need.
+LANGCHAIN_SUITES ?= langchain-tests==1.1.9 syrupy==5.5.3 vcrpy==8.5.0 pytest-recording==0.14.1 pytest-benchmark==5.3.1 pytest-codspeed==5.0.4 pytest-socket==0.8.1 wrapt==2.5.2 py-cpuinfo==9.0.0
+LANGCHAIN_SUITES_DIR := .cache/langchain-tests
 AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
-FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed
+FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed
 AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
 # Loggers whose packages are too large for every checkout.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
@@ -182,6 +185,10 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(CREWAI_BIN)/python || $(PYTHON) -m venv .venv-crewai
 	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
+	@touch $@
+
+$(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
 	@touch $@
 
 $(AI_SDK_DIR)/.turnwise-installed: | real-needs

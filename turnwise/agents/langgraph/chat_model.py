@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall
 from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.messages.tool import tool_call_chunk
@@ -21,12 +21,13 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough, ensure_config
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from turnwise.agents.langgraph.messages import REASONING, Known, own_message
-from turnwise.agents.langgraph.run import EpisodeTool, GraphRun, blocked, current_run
+from turnwise.agents.langgraph.run import EpisodeTool, GraphRun, blocked, current_run, iterated
 from turnwise.chat.formats.live import LiveTurn
-from turnwise.errors import SessionError, shown
+from turnwise.errors import InferenceError, SessionError, shown
 from turnwise.gateway.dialects.core import Abilities, Fields, Reader
 from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
 from turnwise.gateway.errors import ApiError
@@ -38,6 +39,7 @@ from turnwise.types import Message, SamplingParams, TokenDelta, ToolSchema, text
 
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 # Ours are strict anyway; usage always comes with a stream.
+T = TypeVar("T")
 _MEANS_NOTHING: Final = frozenset(("strict", "stream_usage"))
 _OTHER: Final = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "template_args", "fork")
 # Whether they can be held to what is asked is for the engine and the chat format to say.
@@ -212,6 +214,11 @@ class ChatTurnwise(BaseChatModel):
         seed: Overrides the session's own for each request.
         stop: Stop strings.
         template_args: Arguments of the chat template, such as ``{"enable_thinking": False}``.
+        timeout: Seconds for an answer; InferenceError after that, with nothing recorded.
+        max_retries: How often a request is repeated that the engine failed or did not answer in time; a stream only
+            until its first piece.
+        streaming: Whether ``invoke`` streams too, for the callbacks that watch it.
+        api_key: Ignored, as for every local model: the session has its connection.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -227,6 +234,10 @@ class ChatTurnwise(BaseChatModel):
     seed: int | None = None
     stop: list[str] | None = None
     template_args: dict[str, Any] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    max_retries: Annotated[int, Field(ge=0)] | None = None
+    streaming: bool = False
+    api_key: SecretStr | None = Field(default=None, exclude=True)
 
     _known: Known = PrivateAttr(default_factory=Known)
     _loop: asyncio.AbstractEventLoop | None = PrivateAttr(default=None)
@@ -243,6 +254,11 @@ class ChatTurnwise(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model_name": "turnwise", "agent": self.agent, "policy": self.policy}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return LangSmithParams(
+            **{**super()._get_ls_params(stop, **kwargs), "ls_model_name": kwargs.get("model", "turnwise")}
+        )
 
     def bind_tools(
         self,
@@ -288,11 +304,13 @@ class ChatTurnwise(BaseChatModel):
             SessionError: The method is unknown, or the schema invalid.
         """
         del strict
-        model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+        # Also a class of pydantic.v1.
+        model: Any = schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+        traced = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         parser: Runnable[Any, Any]
         if method == "function_calling":
             name = schema_of(schema).name
-            asked = self.bind_tools([schema], tool_choice=name, **kwargs)
+            asked = self.bind_tools([schema], tool_choice=name, **traced, **kwargs)
             parser = (
                 PydanticToolsParser(tools=[model], first_tool_only=True)
                 if model is not None
@@ -300,7 +318,7 @@ class ChatTurnwise(BaseChatModel):
             )
         elif method in ("json_schema", "json_mode"):
             form = schema_format(schema) if method == "json_schema" else {"type": "json_object"}
-            asked = self.bind(response_format=form, **kwargs)
+            asked = self.bind(response_format=form, **traced, **kwargs)
             parser = JsonOutputParser() if model is None else PydanticOutputParser(pydantic_object=model)
         else:
             known = "json_schema, function_calling or json_mode"
@@ -347,6 +365,18 @@ class ChatTurnwise(BaseChatModel):
         self._loop = asyncio.get_running_loop()
         return await work
 
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        run = self._run()
+        request = self._read_request(run, stop, kwargs)
+        chunks = self._chunks(run, messages, request, _node(run_manager))
+        return run.iterate(chunks) if run is not None else iterated(chunks, self._loop)
+
     async def _astream(
         self,
         messages: list[BaseMessage],
@@ -356,29 +386,83 @@ class ChatTurnwise(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         run = self._run()
         request = self._read_request(run, stop, kwargs)
-        session, node = self._session(run), _node(run_manager)
-        if session.recorded_as != "tokens" or (run is not None and not run.at_home):
-            result = await self._agenerate(messages, stop, run_manager, **kwargs)
+        node = _node(run_manager)
+        if run is not None and not run.at_home:
+            result = await run.here(self._ask(run, messages, request, node))
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
         if run is None:
             self._loop = asyncio.get_running_loop()
-            async for chunk in self._pieces(run, session, messages, request, node):
+        async with contextlib.aclosing(self._chunks(run, messages, request, node)) as chunks:
+            async for chunk in chunks:
                 yield chunk
+
+    async def _chunks(
+        self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """Stream an answer on the episode's loop."""
+        session = self._session(run)
+        if session.recorded_as != "tokens":
+            result = await self._ask(run, messages, request, node)
+            yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
-        with run.working():
-            async for chunk in self._pieces(run, session, messages, request, node):
-                yield chunk
+        with run.working() if run is not None else contextlib.nullcontext():
+            for left in reversed(range((self.max_retries or 0) + 1)):
+                begun = False
+                try:
+                    async for chunk in self._pieces(run, session, messages, request, node):
+                        begun = True
+                        yield chunk
+                except InferenceError as error:
+                    if begun or not left or not error.retryable:
+                        raise
+                else:
+                    return
 
     async def _ask(
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> ChatResult:
-        if run is None:
-            message = await self._record(run, messages, request, node)
-        else:
-            with run.working():
-                message = await self._record(run, messages, request, node)
+        with run.working() if run is not None else contextlib.nullcontext():
+            message = await self._retried(lambda: self._record(run, messages, request, node))
         return ChatResult(generations=[ChatGeneration(message=message)])
+
+    async def _retried(self, asking: Callable[[], Awaitable[AIMessage]]) -> AIMessage:
+        """Ask within the time limit, again where the engine failed: nothing was recorded then."""
+        for left in reversed(range((self.max_retries or 0) + 1)):
+            try:
+                async with asyncio.timeout(self.timeout) as limit:
+                    return await asking()
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                if not left:
+                    raise self._too_slow() from error
+            except InferenceError as error:
+                if not left or not error.retryable:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _too_slow(self) -> InferenceError:
+        return InferenceError(
+            f"ChatTurnwise: no answer within timeout={self.timeout:g} s; nothing was recorded: raise timeout, or set "
+            "max_retries"
+        )
+
+    async def _timely(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield items, all of them within the time limit."""
+        until = None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
+        while True:
+            try:
+                # Around each item: a limit around the loop would also cancel what the reader does between two.
+                async with asyncio.timeout_at(until) as limit:
+                    item = await anext(items)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                if limit.expired():
+                    raise self._too_slow() from error
+                raise
+            yield item
 
     async def _record(
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
@@ -420,7 +504,7 @@ class ChatTurnwise(BaseChatModel):
             asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
         )
         async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
-            async for item in items:
+            async for item in self._timely(items):
                 if isinstance(item, PromptPlacement):
                     usage = _usage(item.prompt_tokens, 0, item.known_tokens)
                     live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None

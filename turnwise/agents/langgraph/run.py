@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -182,6 +184,10 @@ class GraphRun:
         """Run work from a thread, such as a plain node's."""
         return blocked(work, self._loop)
 
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        """Iterate from a thread over what runs on the episode's loop."""
+        return iterated(items, self._loop)
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Track work that is cancelled with the graph.
@@ -243,12 +249,67 @@ def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None
         loop: Its loop; None for a new one.
     """
     try:
+        _refuse_event_loop()
+    except AgentError:
+        work.close()
+        raise
+    if loop is None or not loop.is_running():
+        return asyncio.run(work)
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+def iterated(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | None) -> Iterator[T]:
+    """Iterate over an asynchronous generator from a thread without an event loop.
+
+    Args:
+        items: The generator; closed when the iteration ends.
+        loop: Its loop; None for a new one.
+    """
+    _refuse_event_loop()
+    own = loop is None or not loop.is_running()
+    running = asyncio.new_event_loop() if loop is None or own else loop
+    thread = threading.Thread(target=running.run_forever, daemon=True) if own else None
+    found: queue.SimpleQueue[list[T]] = queue.SimpleQueue()
+    wanted = asyncio.Semaphore(0)
+
+    async def feed() -> None:
+        try:
+            async with contextlib.aclosing(items):
+                # No item is made before it is wanted: a reader that leaves early leaves nothing committed.
+                await wanted.acquire()
+                async for item in items:
+                    found.put([item])
+                    await wanted.acquire()
+        finally:
+            found.put([])
+
+    if thread is not None:
+        thread.start()
+    fed = asyncio.run_coroutine_threadsafe(feed(), running)
+    one: list[T] = []
+    try:
+        while True:
+            running.call_soon_threadsafe(wanted.release)
+            one = found.get()
+            if not one:
+                fed.result()
+                return
+            yield one[0]
+    finally:
+        fed.cancel()
+        while one:
+            one = found.get()
+        if thread is not None:
+            running.call_soon_threadsafe(running.stop)
+            thread.join()
+            running.close()
+
+
+def _refuse_event_loop() -> None:
+    try:
         asyncio.get_running_loop()
     except RuntimeError:
-        if loop is None or not loop.is_running():
-            return asyncio.run(work)
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-    work.close()
+        return
     raise AgentError(
         "invoke() of a model or a tool on the event loop would deadlock: await ainvoke(), or "
         "make the node a plain def, which runs in a thread"
