@@ -113,7 +113,7 @@ class SandboxedProgram:
         most_output: int,
         output_limit: int,
     ) -> Self:
-        """Start a program; see :meth:`Program.start`."""
+        """Start a program; it is over when its outputs have more than ``output_limit`` bytes together."""
         await quarters.sandbox.write_file(f"{quarters.root}/stdin", stdin)
         command = ["sh", "-c", _RUN, "sh", quarters.root, str(output_limit), *argv]
         process = await quarters.sandbox.spawn(command, cwd=quarters.work, env=env)

@@ -22,7 +22,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough,
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from turnwise.agents.langgraph.messages import REASONING, Known, own_message
 from turnwise.agents.langgraph.run import EpisodeTool, GraphRun, blocked, current_run, iterated
@@ -40,7 +40,7 @@ from turnwise.types import Message, SamplingParams, TokenDelta, ToolSchema, text
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 # Ours are strict anyway; usage always comes with a stream.
 T = TypeVar("T")
-_MEANS_NOTHING: Final = frozenset(("strict", "stream_usage"))
+_MEANS_NOTHING: Final = frozenset(("strict", "stream_usage", "api_key"))
 _OTHER: Final = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "template_args", "fork")
 # Whether they can be held to what is asked is for the engine and the chat format to say.
 _ABILITIES: Final = Abilities(guided=True, forced_calls=True)
@@ -218,7 +218,8 @@ class ChatTurnwise(BaseChatModel):
         max_retries: How often a request is repeated that the engine failed or did not answer in time; a stream only
             until its first piece.
         streaming: Whether ``invoke`` streams too, for the callbacks that watch it.
-        api_key: Ignored, as for every local model: the session has its connection.
+
+    ``api_key`` is dropped: the session has its connection.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -237,10 +238,14 @@ class ChatTurnwise(BaseChatModel):
     timeout: Annotated[float, Field(gt=0)] | None = None
     max_retries: Annotated[int, Field(ge=0)] | None = None
     streaming: bool = False
-    api_key: SecretStr | None = Field(default=None, exclude=True)
 
     _known: Known = PrivateAttr(default_factory=Known)
     _loop: asyncio.AbstractEventLoop | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_key(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if name != "api_key"} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _ask_always(self) -> Self:
@@ -253,7 +258,7 @@ class ChatTurnwise(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model_name": "turnwise", "agent": self.agent, "policy": self.policy}
+        return {"model_name": "turnwise", "agent": self.agent, "policy": self.policy, "streaming": self.streaming}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return LangSmithParams(
@@ -375,7 +380,7 @@ class ChatTurnwise(BaseChatModel):
         run = self._run()
         request = self._read_request(run, stop, kwargs)
         chunks = self._chunks(run, messages, request, _node(run_manager))
-        return run.iterate(chunks) if run is not None else iterated(chunks, self._loop)
+        return iterated(chunks, self._loop if run is None else run.loop)
 
     async def _astream(
         self,

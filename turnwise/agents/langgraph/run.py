@@ -39,6 +39,7 @@ class GraphRun:
     Attributes:
         known: Turns and calls issued to the graph.
         nodes: Node of each turn, by session and turn id: names from the outermost graph inwards, joined by ``/``.
+        loop: Event loop of the episode.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -46,7 +47,7 @@ class GraphRun:
         self.known = Known()
         self.nodes: dict[tuple[str, str], str] = {}
         self.failure: Exception | None = None
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._working: set[asyncio.Task[Any]] = set()
         self._refusals: dict[tuple[str, str], Message] = {}
         self._closed = False
@@ -172,21 +173,17 @@ class GraphRun:
     @property
     def at_home(self) -> bool:
         """Whether the caller is on the episode's event loop."""
-        return asyncio.get_running_loop() is self._loop
+        return asyncio.get_running_loop() is self.loop
 
     async def here(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work on the episode's loop, from any loop."""
         if self.at_home:
             return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def block(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work from a thread, such as a plain node's."""
-        return blocked(work, self._loop)
-
-    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Iterate from a thread over what runs on the episode's loop."""
-        return iterated(items, self._loop)
+        return blocked(work, self.loop)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
