@@ -60,9 +60,20 @@ LIMIT_LONG := 2400
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
+# On a machine with a GPU: the Python that has torch for it, and a folder with wheels of what that Python lacks (make
+# gpu-wheels, run where there is a network). REHEARSE=1 runs the same on a CPU.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_VERSION ?= 3.12
+WHEELS ?=
+REHEARSE ?=
+GPU_SITE := .cache/gpu-site
+GPU_PACKAGES := annotated-types farama-notifications gymnasium httptools jsonschema jsonschema-specifications llguidance \
+	orjson pydantic pydantic_core pytest-asyncio referencing rpds-py typing-inspection uvicorn
+GPU_PLATFORMS := $(foreach each,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(each)_x86_64) --platform manylinux2014_x86_64
+GPU_RUN := PYTHONPATH=$(CURDIR):$(GPU_SITE) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(GPU_PYTHON)
 # What failed last, alone and one after the other.
 AGAIN := tests --last-failed --last-failed-no-failures none -n 0
-.PHONY: help setup train test test-long test-real test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
+.PHONY: help setup train test test-long test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +103,22 @@ test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AG
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
+
+# Nothing is installed: the machine may have no network. REHEARSE=1 needs no GPU.
+test-gpu: gpu-site  ## Run the tests that need a GPU (WHEELS=DIR GPU_PYTHON=python3 REHEARSE=1)
+	TURNWISE_GPU_REHEARSE=$(REHEARSE) $(GPU_RUN) -m pytest tests/gpu -n 0
+
+bench-gpu: gpu-site  ## Measure engine and trainer on a GPU (the same options)
+	$(GPU_RUN) benchmarks/gpu.py $(if $(REHEARSE),--rehearse) $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
+
+gpu-site:
+	@mkdir -p $(GPU_SITE)
+	@test -z "$(WHEELS)" || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
+
+gpu-wheels: $(STAMP)  ## Fetch into WHEELS=DIR what test-gpu needs on a machine without a network (GPU_VERSION=3.12)
+	@test -n "$(WHEELS)" || { echo "name the folder: make gpu-wheels WHEELS=DIR" >&2; exit 1; }
+	$(BIN)/python -m pip freeze --exclude-editable | grep -i -E '^($(subst $(eval) ,|,$(strip $(GPU_PACKAGES))))==' > .cache/gpu-packages.txt
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp $(GPU_PLATFORMS) -d $(WHEELS) -r .cache/gpu-packages.txt
 
 test-again: $(STAMP)
 	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) $(AGAIN) -m "not long and not real and not gpu"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.engine.gpu import MARKS, ON_DEVICE
 from turnwise.trainer.model.attention import _by_paths, flex_tree_attention
 from turnwise.trainer.model.layout import PackedLayout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*MARKS, ON_DEVICE]
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (None, 20.0)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from support.engine.gpu import DEVICE, MARKS, ON_DEVICE
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.config.policy import PolicyConfig
@@ -19,11 +20,7 @@ from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.policy import ComputeDtype, load_model
 from turnwise.trajectory import TrainSample
 
-DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine"),
-]
+pytestmark = MARKS
 VOCABULARY = 512
 
 
@@ -119,6 +116,7 @@ def test_train_steps_learn(model: Path, dtype: ComputeDtype, checkpointing: bool
     assert float(change[batch.advantages < 0].mean()) < -0.05
 
 
+@ON_DEVICE
 def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
     """8,192 tokens and 150,000 ids are 4.6 GiB of logits; a tile is 256 MiB, and three of them are held at most."""
     torch.manual_seed(0)

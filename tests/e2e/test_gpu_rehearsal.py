@@ -1,0 +1,46 @@
+"""What a GPU is tested and measured with runs on a CPU too, so that only the device is untried."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_gpu_tests_rehearse_on_a_cpu() -> None:
+    done = run("-m", "pytest", "tests/gpu", "-n", "0", "-p", "no:cacheprovider", TURNWISE_GPU_REHEARSE="1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "13 passed, 4 skipped" in done.stdout
+
+
+def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
+    done = run("benchmarks/gpu.py", "--rehearse")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["limits"]["tflop_per_s"] > 0
+    assert all(found["engine"][f"tokens_per_s_{count}"] > 0 for count in found["config"]["batches"])
+    assert found["step"]["utilisation"] > 0
+    assert found["lookup"]["time/step_s"] >= found["lookup"]["time/rollout_s"] > 0
+    assert "skipped" in found["smollm2"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_benchmark_says_what_is_missing() -> None:
+    done = run("benchmarks/gpu.py", "--only", "limits")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "finds no CUDA device" in json.loads(done.stdout.splitlines()[-1])["skipped"]
