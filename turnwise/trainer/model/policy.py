@@ -234,6 +234,7 @@ def load_model(
         raise TrainError(
             f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
         ) from error
+    _make_savable(model.generation_config)
     attached = None if lora is None else attach(model, lora, Path(path))
     model = model.to(device).eval()
     check_packable(model)
@@ -247,6 +248,15 @@ def load_model(
             if isinstance(module, nn.Dropout):
                 module.eval()
     return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+
+
+def _make_savable(generation: Any) -> None:
+    """Have sampling settings imply sampling: some releases of transformers refuse to save them without."""
+    try:
+        if generation is not None:
+            generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
 
 
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
