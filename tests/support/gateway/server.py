@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from turnwise.gateway.sessions import Sessions
 from turnwise.inference.process import bind
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
-from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, ToolSchema
@@ -73,10 +74,11 @@ async def serving(
     renderer = renderer or renderer_for(family)
     llm = client or ScriptedClient(renderer, script, tools=tools)
     folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
-    ledger = LedgerClient(llm, Path(folder.name) / "ledger.jsonl")
+    book = LedgerWriter(Path(folder.name) / "ledger.jsonl")
+    ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 
-    def open_session(session_id: str, own: SessionSettings) -> Any:
+    def open_session(session_id: str, own: SessionSettings, began: datetime) -> Any:
         bounds = own.limits(session_limits or SessionLimits(context_length=100_000))
         session = Session(
             ledger,
@@ -88,11 +90,12 @@ async def serving(
             one_temperature=bool(own.fixed_sampling),
             reasoning=own.reasoning or "keep",
             echo=own.echo or "same",
+            began=began,
         )
         recorders.append(session)
         return recorders[-1], renderer
 
-    sessions = Sessions(open_session, limits or GatewayLimits(), finished)
+    sessions = Sessions(open_session, limits or GatewayLimits(), finished, book)
     app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
     with bind("127.0.0.1", 0) as listener:
         listener.listen(2048)
@@ -107,6 +110,7 @@ async def serving(
             await running
             await sessions.close()
     await ledger.close()
+    book.close()
     left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
     assert_sound(Path(folder.name), *left)
     folder.cleanup()
