@@ -170,11 +170,12 @@ def _add(path: Path, number: int, found: SavedSessions, event: Mapping[str, Any]
     wanted = len(saved.lines)
     saved.lines.append(line)
     try:
+        if event.get("n") != wanted:
+            raise ValueError(f"it should be number {wanted} of the session, and is number {event.get('n')!r}")
         if kind == "open":
             saved.open(event)
-        elif event.get("n") != wanted:
-            raise ValueError(f"it should be number {wanted} of the session, and is number {event.get('n')!r}")
-        saved.add(event)
+        else:
+            saved.add(event)
     except (FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
         saved.why = saved.why or f"line {number} of {path.name} does not follow what is before it: {error}"
 

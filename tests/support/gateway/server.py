@@ -27,6 +27,7 @@ from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
+from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, ToolSchema
 
@@ -67,14 +68,19 @@ async def serving(
     abilities: Abilities | None = None,
     client: LLMClient | None = None,
     finished: Path | None = None,
+    out: Path | None = None,
     fixed: frozenset[str] = frozenset(),
     renderer: TemplateRenderer | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve until the block is left, then hold what all its sessions left against what the model was asked."""
+    """Serve until the block is left, then hold what all its sessions left against what the model was asked.
+
+    ``out``: a gateway's directory, for one that is started again; without it nothing is kept.
+    """
     renderer = renderer or renderer_for(family)
     llm = client or ScriptedClient(renderer, script, tools=tools)
     folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
-    book = LedgerWriter(Path(folder.name) / "ledger.jsonl")
+    book = LedgerWriter((out or Path(folder.name)) / "ledger.jsonl")
+    finished = finished if out is None else out / "trajectories.jsonl"
     ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 
@@ -111,6 +117,10 @@ async def serving(
             await sessions.close()
     await ledger.close()
     book.close()
+    if out is not None:
+        assert audit_files(out).contradictions == []
+        folder.cleanup()
+        return
     left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
     assert_sound(Path(folder.name), *left)
     folder.cleanup()
