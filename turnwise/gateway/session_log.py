@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from turnwise.errors import (
     SessionError,
     TurnwiseError,
 )
-from turnwise.gateway.config import SessionSettings
-from turnwise.gateway.dialects.responses_request import Origin
+from turnwise.gateway.dialects.core import Origin
 from turnwise.recorder.ledger import LedgerEntry, LedgerWriter, Resumption, read_calls
 from turnwise.recorder.session import NO_IDS, Session
 from turnwise.recorder.turn_record import TurnRecord
@@ -54,7 +53,7 @@ class SavedSession:
         why: Why it cannot be rebuilt, or "".
         keys: Its token and reward key.
         about: Fields of its trajectory besides tokens.
-        settings: Its own settings.
+        settings: Its own settings, as JSON.
         began: When it was opened (``time.time``).
         ends: When its lifetime ends (``time.time``).
         turns: Its turns, each with the place (``at``) of its call in the ledger; -1 for text.
@@ -67,7 +66,7 @@ class SavedSession:
     why: str = ""
     keys: tuple[str, str] = ("", "")
     about: dict[str, str] = field(default_factory=dict)
-    settings: SessionSettings = field(default_factory=SessionSettings)
+    settings: dict[str, Any] = field(default_factory=dict)
     began: float = 0.0
     ends: float = 0.0
     turns: list[tuple[int, TurnRecord]] = field(default_factory=list)
@@ -82,11 +81,8 @@ class SavedSession:
 
     def open(self, event: Mapping[str, Any]) -> None:
         """Read the event of its opening. Raises KeyError, TypeError or ValueError."""
-        given = dict(event["settings"])
-        lenient = given.pop("lenient", None)
         self.keys = str(event["token"]), str(event["reward_key"])
-        self.about = dict(event["about"])
-        self.settings = SessionSettings(**given, lenient=None if lenient is None else frozenset(lenient))
+        self.about, self.settings = dict(event["about"]), dict(event["settings"])
         self.began, self.ends = float(event["began"]), float(event["ends"])
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -320,13 +316,10 @@ class SessionLog:
         self.saved = SavedSessions(abandoned=rebuilt.abandoned)
 
     def opened(self, session: str, **fields: Any) -> None:
-        """Append the opening of a session; ``settings`` are its own."""
-        settings = {name: value for name, value in asdict(fields.pop("settings")).items() if value is not None}
-        if "lenient" in settings:
-            settings["lenient"] = sorted(settings["lenient"])
+        """Append the opening of a session, with what :meth:`SavedSession.open` reads."""
         self._numbers[session] = 0
         try:
-            self._append("open", session, {**fields, "settings": settings})
+            self._append("open", session, fields)
         except DiskError:
             del self._numbers[session]
             raise

@@ -308,7 +308,7 @@ class Sessions:
                 token=token,
                 reward_key=reward_key,
                 about=about,
-                settings=settings,
+                settings=settings.to_json(),
                 began=began,
                 ends=began + lasts,
             )
@@ -367,8 +367,8 @@ class Sessions:
             if not each.why:
                 try:
                     began = datetime.fromtimestamp(each.began)
-                    recorders[name], readers[name] = self._open(name, each.settings, began)
-                except (ApiError, TurnwiseError) as error:
+                    recorders[name], readers[name] = self._open(name, SessionSettings.from_json(each.settings), began)
+                except (ApiError, TurnwiseError, TypeError) as error:
                     each.why = str(error)
         rebuilt = rebuild(saved, recorders, ledger, self._done)
         for name, lost in list(rebuilt.lost.items()):
@@ -399,7 +399,7 @@ class Sessions:
             entry.note_outcome(error)
             if not isinstance(error, (BudgetExceeded, RenderError)):
                 session.failure = error
-        self._settle(entry, saved.settings)
+        self._settle(entry, SessionSettings.from_json(saved.settings))
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""

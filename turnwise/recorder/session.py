@@ -507,8 +507,30 @@ class Session:
 
     def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
         """Return the record of the turn committed last."""
-        seen = self._echoes.take_changes()
-        return TurnRecord.of(self._tree.nodes[-1], self.counters, seen, temperature=temperature, extra=extra)
+        turn = self._tree.nodes[-1]
+        context = turn.parent
+        assert context is not None
+        assert turn.completion is not None
+        # A new context is committed right before its first turn.
+        fresh, parent = context.index == turn.index - 1, context.parent
+        root = fresh and parent is None
+        rewritten, foreign = self._echoes.take_changes()
+        return TurnRecord(
+            turn_id=turn.turn_id or "",
+            parent=-1 if parent is None else parent.index,
+            context=context.index,
+            new=context.messages if fresh else None,
+            said=turn.messages[0],
+            forks=(context.fork if fresh else None, turn.fork),
+            finish_reason=turn.completion.finish_reason,
+            temperature=temperature,
+            counters=self.counters,
+            tools=context.tools if root else (),
+            arguments=context.key[1] if root else (),
+            rewritten=rewritten,
+            foreign=foreign,
+            extra=extra or {},
+        )
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
         match = request.match

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from turnwise.errors import FormatError
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
-from turnwise.recorder.tree import Node
 from turnwise.types import FinishReason, ToolSchema
 
 _TEXTS = ("reasoning", "name", "answers", "call_id", "call_name", "turn")
@@ -70,41 +69,6 @@ class TurnRecord:
     rewritten: Sequence[str] = ()
     foreign: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        turn: Node,
-        counters: Mapping[str, Any],
-        seen: tuple[Sequence[str], Sequence[str]],
-        *,
-        temperature: float | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Return the record of the node committed last; ``seen``: turns found rewritten, and foreign call ids."""
-        context = turn.parent
-        assert context is not None
-        assert turn.completion is not None
-        # A new context is committed right before its first turn.
-        fresh = context.index == turn.index - 1
-        parent = context.parent
-        root = fresh and parent is None
-        return cls(
-            turn_id=turn.turn_id or "",
-            parent=-1 if parent is None else parent.index,
-            context=context.index,
-            new=context.messages if fresh else None,
-            said=turn.messages[0],
-            forks=(context.fork if fresh else None, turn.fork),
-            finish_reason=turn.completion.finish_reason,
-            temperature=temperature,
-            counters=counters,
-            tools=context.tools if root else (),
-            arguments=context.key[1] if root else (),
-            rewritten=seen[0],
-            foreign=seen[1],
-            extra=extra or {},
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON; :meth:`from_json` is the inverse."""

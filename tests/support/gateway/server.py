@@ -78,19 +78,19 @@ async def serving(
     """
     renderer = renderer or renderer_for(family)
     llm = client or ScriptedClient(renderer, script, tools=tools)
+    bounds = session_limits or SessionLimits(context_length=100_000)
     folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
     book = LedgerWriter((out or Path(folder.name)) / "ledger.jsonl")
-    finished = finished if out is None else out / "trajectories.jsonl"
+    finished = out / "trajectories.jsonl" if out is not None else finished
     ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 
     def open_session(session_id: str, own: SessionSettings, began: datetime) -> Any:
-        bounds = own.limits(session_limits or SessionLimits(context_length=100_000))
         session = Session(
             ledger,
             renderer,
             id=session_id,
-            limits=bounds,
+            limits=own.limits(bounds),
             params=own.params(SamplingParams()),
             seed=own.seed,
             one_temperature=bool(own.fixed_sampling),
@@ -99,31 +99,40 @@ async def serving(
             began=began,
         )
         recorders.append(session)
-        return recorders[-1], renderer
+        return session, renderer
 
     sessions = Sessions(open_session, limits or GatewayLimits(), finished, book)
     app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
-    with bind("127.0.0.1", 0) as listener:
-        listener.listen(2048)
-        server = uvicorn.Server(_options(app, sessions.limits))
-        running = asyncio.ensure_future(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        try:
-            async with aiohttp.ClientSession(url) as http:
-                yield Served(url, app, llm, http, renderer)
-        finally:
-            server.should_exit = True
-            await running
-            await sessions.close()
+    try:
+        async with _listening(app, sessions.limits) as url, aiohttp.ClientSession(url) as http:
+            yield Served(url, app, llm, http, renderer)
+    finally:
+        await sessions.close()
     await ledger.close()
     book.close()
     if out is not None:
         assert audit_files(out).contradictions == []
-        folder.cleanup()
-        return
-    left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
-    assert_sound(Path(folder.name), *left)
+    else:
+        _assert_recorded(Path(folder.name), recorders)
     folder.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: GatewayApp, limits: GatewayLimits) -> AsyncIterator[str]:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen(2048)
+        server = uvicorn.Server(_options(app, limits))
+        running = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
+
+
+def _assert_recorded(folder: Path, recorders: Sequence[Session]) -> None:
+    left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
+    assert_sound(folder, *left)
 
 
 def _options(app: GatewayApp, limits: GatewayLimits) -> uvicorn.Config:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.gateway.dialects import core as sse
-from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, call_for_client, new_id
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
 from turnwise.gateway.dialects.openai_chat import openai_error
-from turnwise.gateway.dialects.responses_request import Conversations, Origin, ResponsesTools, read_request
+from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_request
 from turnwise.gateway.errors import ApiError
 from turnwise.types import Message, ToolCall
 

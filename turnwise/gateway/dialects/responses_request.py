@@ -15,6 +15,7 @@ from turnwise.gateway.dialects.core import (
     Abilities,
     ChatRequest,
     Fields,
+    Origin,
     check_names,
     echoed_call,
     image_part,
@@ -238,14 +239,6 @@ class _StoredResponse:
     messages: tuple[Message, ...]
     items: Sequence[Mapping[str, Any]] = ()
     instructions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The turn of a response, and how many messages its path has before the stored conversation (instructions)."""
-
-    turn_id: str
-    instructions: int
 
 
 class Conversations:

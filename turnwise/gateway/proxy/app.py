@@ -15,8 +15,7 @@ import aiohttp
 
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import SessionApp, read_json
-from turnwise.gateway.dialects.core import Dialect, not_found
-from turnwise.gateway.dialects.responses_request import Origin
+from turnwise.gateway.dialects.core import Dialect, Origin, not_found
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
