@@ -14,7 +14,7 @@ import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -31,12 +31,12 @@ from turnwise.errors import (
 )
 from turnwise.gateway.dialects.core import Origin
 from turnwise.recorder.ledger import LedgerEntry, LedgerWriter, Resumption, read_calls
-from turnwise.recorder.session import NO_IDS, Session
 from turnwise.recorder.turn_record import TurnRecord
-from turnwise.types import Completion, Logprobs
+from turnwise.types import Completion, Logprobs, TokenIds
 
 SCHEMA_VERSION = 1
 NAME = "sessions.jsonl"
+_NO_IDS: TokenIds = np.zeros(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 _log = logging.getLogger(__name__)
 _FAILURES: dict[str, type[TurnwiseError]] = {
@@ -189,8 +189,19 @@ class Rebuilt:
     abandoned: dict[str, str] = field(default_factory=dict)
 
 
+class Restorable(Protocol):
+    """What is restored of a session: its turns."""
+
+    @property
+    def recorded_as(self) -> str:
+        """``tokens`` or ``text``."""
+
+    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+        """Commit a turn again. Raises SessionError."""
+
+
 def rebuild(
-    saved: SavedSessions, recorders: Mapping[str, Session], ledger: Path | None, ended: Container[str]
+    saved: SavedSessions, recorders: Mapping[str, Restorable], ledger: Path | None, ended: Container[str]
 ) -> Rebuilt:
     """Restore the turns of open sessions, with their ids from the ledger.
 
@@ -216,16 +227,16 @@ def rebuild(
     return found
 
 
-def _rebuild_text(found: Rebuilt, name: str, recorder: Session, saved: SavedSession) -> None:
+def _rebuild_text(found: Rebuilt, name: str, recorder: Restorable, saved: SavedSession) -> None:
     try:
         for _, record in saved.turns:
-            recorder.restore(record, NO_IDS, Completion(NO_IDS, _NO_LOGPROBS, record.finish_reason, ()))
+            recorder.restore(record, _NO_IDS, Completion(_NO_IDS, _NO_LOGPROBS, record.finish_reason, ()))
     except SessionError as error:
         found.abandoned[name] = str(error)
 
 
 def _rebuild_tokens(
-    found: Rebuilt, saved: SavedSessions, recorders: Mapping[str, Session], ledger: Path, ended: Container[str]
+    found: Rebuilt, saved: SavedSessions, recorders: Mapping[str, Restorable], ledger: Path, ended: Container[str]
 ) -> None:
     """Restore turns in the order of their calls, which is that of their commits."""
     turns = {name: dict(saved.open[name].turns) for name, each in recorders.items() if each.recorded_as == "tokens"}
@@ -258,7 +269,7 @@ def _rebuild_tokens(
         found.abandoned.setdefault(name, f"its calls are in {ledger.name}, and its opening is not in {NAME}")
 
 
-def _restore(found: Rebuilt, recorder: Session, record: TurnRecord, call: LedgerEntry) -> None:
+def _restore(found: Rebuilt, recorder: Restorable, record: TurnRecord, call: LedgerEntry) -> None:
     completion = Completion(call.completion_ids, call.logprobs, record.finish_reason, call.weight_versions)
     try:
         recorder.restore(record, call.prompt_ids, completion)
