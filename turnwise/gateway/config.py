@@ -157,8 +157,8 @@ class GatewayConfig(BaseModel):
         hosted: Makes ``url`` a hosted endpoint without token ids: requests are forwarded unchanged and recorded as
             text.
         name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
-        out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its finished sessions
-            and key.
+        out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its key and finished
+            sessions, and goes on with the open ones.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
         port: Port that the gateway binds; 0 for a free one.
         allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
