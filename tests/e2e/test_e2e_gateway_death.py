@@ -1,16 +1,21 @@
-"""A gateway in a process of its own is killed: every session that had ended is kept, and it goes on where it was."""
+"""A gateway in a process of its own is killed: what had ended is kept, what was open goes on where it was."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
+import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from support.crash.moments import MID_GENERATION, MID_JOURNAL, MID_TOOL, RESET
@@ -19,6 +24,7 @@ from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
+from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 
@@ -83,7 +89,7 @@ async def at(moment: str, client: Client, replica: BuiltinReplica) -> None:
     await kill(client)
 
 
-async def test_a_gateway_that_is_killed_keeps_every_session_that_had_ended(lookup_model: Path, tmp_path: Path) -> None:
+async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, tmp_path: Path) -> None:
     out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.jsonl", list[str]()
     replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
     await replica.launch()
@@ -107,5 +113,143 @@ async def test_a_gateway_that_is_killed_keeps_every_session_that_had_ended(looku
             await client.end("the last")
     finally:
         await replica.close()
-    assert [each.id for each in read_trajectories(file)] == [*ended, "the last"]
+    found = list(read_trajectories(file))
+    assert [each.id for each in found[: len(ended) + 1]] == [*ended, "the last"]
+    # What was open at a kill went on, until the gateway ended in order.
+    went_on = {each.id.removeprefix("lost at "): (each.stop_reason, each.metrics["turns"]) for each in found[5:]}
+    turns = {RESET: 0, MID_TOOL: 1, MID_GENERATION: 0, MID_JOURNAL: 0}
+    assert went_on == {moment: ("cancelled", count) for moment, count in turns.items()}
     assert audit_run(out, console=silent()).contradictions == []
+
+
+KILLS = 30
+AGENTS = 6
+TURNS = 5
+FAILED = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+class Retrying:
+    """Agents over plain HTTP, which send again what was not answered.
+
+    Attributes:
+        said: What each session's agent was answered, turn by turn.
+        over: Set when no kill comes any more.
+    """
+
+    def __init__(self, url: str, key: str, http: aiohttp.ClientSession) -> None:
+        self.url, self.admin, self.http = url, {"authorization": f"Bearer {key}"}, http
+        self.said: dict[str, list[str]] = {}
+        self.over = asyncio.Event()
+
+    async def send(self, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Send a request until it is answered as a whole."""
+        while True:
+            with contextlib.suppress(*FAILED):
+                async with self.http.request(method, self.url + path, json=body, headers=headers) as answer:
+                    raw = await answer.read()
+                    if answer.status != 503 and (not body.get("stream") or raw.endswith(b"data: [DONE]\n\n")):
+                        return answer.status, raw
+            await asyncio.sleep(0.02)
+
+    async def admin_sends(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        status, raw = await self.send(method, path, body, self.admin)
+        return status, orjson.loads(raw)
+
+    async def play(self, agent: int) -> None:
+        """Play sessions, one after the other, until no kill comes any more."""
+        for number in itertools.count():
+            name = f"{agent}-{number}"
+            await self.session(name, random.Random(name))
+            if self.over.is_set():
+                return
+
+    async def session(self, name: str, draw: random.Random) -> None:
+        status, opened = await self.admin_sends("POST", "/sessions", {"id": name, "seed": draw.randrange(99)})
+        if status == 409:
+            # It was opened, and the gateway was killed before it could say so.
+            status, opened = await self.admin_sends("GET", f"/sessions/{name}", {})
+        assert status == 200, opened
+        history: list[dict[str, Any]] = []
+        said = self.said[name] = []
+        for turn in range(TURNS):
+            history.append({"role": "user", "content": f"Who manages person {draw.randrange(9)}? ({turn})"})
+            body = {"model": "m", "messages": history, "max_tokens": 12, "stream": draw.random() < 0.5}
+            status, raw = await self.send("POST", f"{opened['path']}/v1/chat/completions", body, {})
+            assert status == 200, raw
+            history.append(streamed(raw) if body["stream"] else orjson.loads(raw)["choices"][0]["message"])
+            said.append(history[-1]["content"] or "")
+            calls = history[-1].get("tool_calls") or ()
+            history += [{"role": "tool", "tool_call_id": call["id"], "content": "none"} for call in calls]
+        while not (await self.admin_sends("GET", f"/sessions/{name}", {}))[1]["rewards"]:
+            key = {"authorization": f"Bearer {opened['reward_key']}"}
+            status, raw = await self.send("POST", f"/sessions/{name}/rewards", {"value": 1, "turn_id": "t1"}, key)
+            assert status == 200, raw
+        status, ended = await self.admin_sends("POST", f"/sessions/{name}/finalize", {})
+        # It ended, and the gateway was killed before it could say so.
+        assert status == 200 or (status == 404 and "it ended" in ended["error"]["message"]), ended
+
+
+def streamed(raw: bytes) -> dict[str, Any]:
+    """The message of a streamed answer."""
+    lines = [orjson.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
+    deltas = [choice["delta"] for line in lines for choice in line["choices"]]
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in itertools.chain.from_iterable(delta.get("tool_calls") or () for delta in deltas):
+        call = calls.setdefault(piece["index"], {"type": "function", "function": {"name": "", "arguments": ""}})
+        call |= {"id": piece.get("id") or call["id"]}
+        for key, text in piece["function"].items():
+            call["function"][key] += text or ""
+    message = {"role": "assistant", "content": "".join(delta.get("content") or "" for delta in deltas)}
+    return {**message, "tool_calls": list(calls.values())} if calls else message
+
+
+async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Path, tmp_path: Path) -> None:
+    out, draw = tmp_path / "out", random.Random(5)
+    replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
+    await replica.launch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = GatewayConfig(model=lookup_model, out=out, port=port, url=replica.url, seed=1)
+    gateway = GatewayProcess(config)
+    try:
+        await gateway.launch()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+            agents = Retrying(gateway.url, gateway.admin_key, http)
+            playing = [asyncio.ensure_future(agents.play(number)) for number in range(AGENTS)]
+            for _ in range(KILLS):
+                await asyncio.sleep(draw.uniform(0, 0.5))
+                await kill(Client(gateway, http))
+                await gateway.close()
+                gateway = GatewayProcess(config)
+                await gateway.launch()
+                for each in playing:
+                    assert not each.done(), each.exception()
+            agents.over.set()
+            await asyncio.gather(*playing)
+    finally:
+        await gateway.close()
+        await replica.close()
+    found = {each.id: each for each in read_trajectories(out / "trajectories.jsonl")}
+    assert found.keys() == agents.said.keys()
+    for name, said in agents.said.items():
+        trajectory = found[name]
+        assert (trajectory.stop_reason, trajectory.rewards) == ("completed", [("t1", "reward", 1.0)])
+        # Only what was sampled and not answered is sampled once more; what was answered is one branch.
+        assert set(trajectory.forks()) <= {"resample", "concurrent"}, trajectory.forks()
+        branches = [
+            [each.messages[0]["content"] for each in trajectory.path(leaf) if each.sampled]
+            for leaf in trajectory.leaves()
+        ]
+        assert said in branches, (said, branches)
+    ledger = read_ledger(out / "ledger.jsonl")
+    assert max(each.part for each in ledger.entries) >= KILLS - 1
+    assert sum(len(each.lost) for each in ledger.resumptions) > KILLS
+    assert not any(each.abandoned for each in ledger.resumptions)
+    assert audit_run(out, console=silent()).contradictions == []
+    # A turn that is taken out of what is on disk is found.
+    longest = max(found.values(), key=lambda each: len(each.segments))
+    longest.segments = longest.segments[:-2]
+    (out / "trajectories.jsonl").write_bytes(b"".join(each.to_bytes() + b"\n" for each in found.values()))
+    told = audit_run(out, console=silent(), recompute=False).contradictions
+    assert any(longest.id in each for each in told), told

@@ -196,12 +196,7 @@ class SessionApp(ABC):
                 seconds = fields.number("seconds", 0.001, 10 * 365 * 86400)
                 settings = read_settings(fields, self._context_length)
                 entry = self.sessions.create(name or None, about, seconds, settings)
-                return {
-                    "id": entry.id,
-                    "token": entry.token,
-                    "path": f"/s/{entry.token}",
-                    "reward_key": entry.reward_key,
-                }
+                return entry.keys
             case ("GET", ["sessions", session_id]):
                 return self.sessions.of_id(session_id).state()
             case ("POST", ["sessions", session_id, "finalize"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -156,8 +157,8 @@ class GatewayConfig(BaseModel):
         hosted: Makes ``url`` a hosted endpoint without token ids: requests are forwarded unchanged and recorded as
             text.
         name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
-        out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its finished sessions
-            and key.
+        out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its key and finished
+            sessions, and goes on with the open ones.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
         port: Port that the gateway binds; 0 for a free one.
         allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
@@ -341,6 +342,17 @@ class SessionSettings:
     echo: EchoPolicy | None = None
     lenient: frozenset[Lenient] | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what is set, as JSON."""
+        given = self._set([each.name for each in fields(self)])
+        return {**given, "lenient": sorted(given["lenient"])} if "lenient" in given else given
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` returned. Raises TypeError for unknown settings."""
+        found = cls(**given)
+        return found if found.lenient is None else replace(found, lenient=frozenset(found.lenient))
+
     def params(self, own: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""
         return replace(own, **self._set(_SAMPLING))
@@ -355,7 +367,7 @@ class SessionSettings:
         given = self._set(("seed", "top_p", "top_k", "min_p"))
         return {name: float(value) for name, value in given.items() if float(value) == value}
 
-    def _set(self, names: tuple[str, ...]) -> dict[str, Any]:
+    def _set(self, names: Sequence[str]) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 

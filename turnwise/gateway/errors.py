@@ -7,6 +7,7 @@ from typing import Literal
 
 from turnwise.errors import (
     BudgetExceeded,
+    DiskError,
     InferenceError,
     RenderError,
     RequestRefused,
@@ -82,6 +83,8 @@ def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
     if isinstance(error, InferenceError):
         # Nothing was recorded: the same request may be sent again.
         return ApiError(503, _without_address(error), code="overloaded", retry_after=1)
+    if isinstance(error, DiskError):
+        return ApiError(507, str(error), code="disk_full", retry_after=10)
     return ApiError(500, str(error), code="server_error")
 
 

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final, NoReturn, Self
 
 from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError, undo_on_error
@@ -305,7 +306,7 @@ class LocalGateway:
         await self._app(scope, receive, send)
 
 
-def _opens_none(session_id: str, _: SessionSettings) -> NoReturn:
+def _opens_none(session_id: str, _: SessionSettings, began: datetime) -> NoReturn:  # noqa: ARG001
     raise ApiError(403, f"session {session_id!r} is opened by the process that records it, not over HTTP")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.seeding import stable_hash
 from turnwise.types import SamplingParams
@@ -142,11 +144,14 @@ async def serve_gateway(spec: GatewaySpec) -> int:
 async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[SessionApp, dict[str, Any]]:
     """Return the application in front of an inference server, and its report."""
     renderer = config.renderer.load(config.directory)
-    key = _prepare(config)
-    client = await stack.enter_async_context(_model(config))
+    key = _prepare(config, stack)
+    model = await stack.enter_async_context(_model(config))
+    ledger = LedgerWriter(config.out / "ledger.jsonl")
+    stack.callback(ledger.close)
+    client = LedgerClient(model, ledger)
     info = await client.model_info()
     context = min(info.context_length, config.context_length or info.context_length)
-    sessions = open_sessions(config, client, renderer, context)
+    sessions = open_sessions(config, client, renderer, context, ledger)
     stack.push_async_callback(sessions.close)
     app = GatewayApp(
         sessions,
@@ -164,23 +169,40 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
     assert config.hosted is not None
     endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
     stack.push_async_callback(endpoint.close)
-    key = _prepare(config)
+    key = _prepare(config, stack)
     own = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
     sessions = Sessions(own.open, config.limits, config.out / "trajectories.jsonl")
     stack.push_async_callback(sessions.close)
     return HostedApp(sessions, admin_key=key, endpoint=endpoint), {"admin_key": key}
 
 
-def _prepare(config: GatewayConfig) -> str:
-    """Create the gateway's directory and return its admin key."""
+def _prepare(config: GatewayConfig, stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> str:
+    """Create the gateway's directory, lock it until the stack closes, and return its admin key.
+
+    Raises ConfigError if another gateway uses it.
+    """
     private_directory(config.out)
+    lock = os.open(config.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, lock)
+    try:
+        # A killed process holds no lock.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"out is {config.out}, where another gateway runs: end that one, or choose another directory"
+        ) from None
     key = admin_key(config.out / "admin.key")
     write_private(config.out / "config.yaml", dump_config(config))
     return key
 
 
-def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, context: int) -> Sessions:
-    """Return the configured sessions. Raises ConfigError if the renderer does not support streaming."""
+def open_sessions(
+    config: GatewayConfig, client: LLMClient, renderer: Renderer, context: int, ledger: LedgerWriter
+) -> Sessions:
+    """Return the configured sessions, with those that a killed gateway left open.
+
+    Raises ConfigError if the renderer does not support streaming; FormatError or DiskError as :class:`Sessions`.
+    """
     if not isinstance(renderer, Reader):
         raise ConfigError(f"a gateway needs a renderer with 'live' and 'decode', not {type(renderer).__qualname__}")
     reader: Reader = renderer
@@ -192,7 +214,7 @@ def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, 
     )
     params = SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
 
-    def open_session(session_id: str, own: SessionSettings) -> tuple[Session, Reader]:
+    def open_session(session_id: str, own: SessionSettings, began: datetime) -> tuple[Session, Reader]:
         seed = own.seed
         if seed is None and config.seed is not None:
             seed = stable_hash("session", config.seed, session_id)
@@ -206,10 +228,11 @@ def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, 
             one_temperature=config.fixed_sampling if own.fixed_sampling is None else own.fixed_sampling,
             reasoning=own.reasoning or config.reasoning,
             echo=own.echo or config.echo,
+            began=began,
         )
         return session, reader
 
-    return Sessions(open_session, config.limits, config.out / "trajectories.jsonl")
+    return Sessions(open_session, config.limits, config.out / "trajectories.jsonl", ledger)
 
 
 def admin_key(file: Path) -> str:
@@ -228,11 +251,10 @@ def admin_key(file: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
-    """Yield the client, with a ledger."""
-    ledger = config.out / "ledger.jsonl"
+    """Yield the client."""
     if config.urls:
         settings = config.inference
-        client = LedgerClient(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait), ledger)
+        client = HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait)
         try:
             yield client
         finally:
@@ -241,11 +263,10 @@ async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
     fleet = ReplicaSet(config.inference, config.directory, logs=config.out / "logs")
     try:
         await fleet.launch()
-        client = LedgerClient(fleet.client, ledger)
         try:
-            yield client
+            yield fleet.client
         finally:
-            await client.close()
+            await fleet.client.close()
     finally:
         await fleet.close()
 

@@ -12,8 +12,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -23,7 +25,9 @@ from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, Lenient, invalid
+from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
 from turnwise.model.canonical import clean
+from turnwise.recorder.ledger import LedgerWriter
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.recorder.session import Session
 from turnwise.trajectory import Trajectory
@@ -125,6 +129,7 @@ class GatewaySession:
         fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
         sampling_metrics: Sampling settings for the trajectory's metrics.
         lenient: What is ignored instead of refused; None for the gateway's setting.
+        log: Where its rewards and failures are written down, or None.
     """
 
     id: str
@@ -147,11 +152,17 @@ class GatewaySession:
     fixed_sampling: bool | None = None
     sampling_metrics: dict[str, float] = field(default_factory=dict)
     lenient: frozenset[Lenient] | None = None
+    log: SessionLog | None = None
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Id, token, path and reward key, for controllers."""
+        return {"id": self.id, "token": self.token, "path": f"/s/{self.token}", "reward_key": self.reward_key}
 
     def state(self) -> dict[str, Any]:
         """Return the state for controllers."""
         return {
-            "id": self.id,
+            **self.keys,
             "running": len(self.running),
             "turns": self.session.turns,
             "turn_ids": self._turn_ids(),
@@ -160,13 +171,18 @@ class GatewaySession:
         }
 
     def note_reward(self, turn_id: str | None, name: str, value: float) -> None:
-        """Add a reward. Raises ApiError if it is not finite, names an unknown turn, or exceeds the maximum number."""
+        """Add a reward.
+
+        Raises ApiError if it is not finite, names an unknown turn, or exceeds the maximum number; DiskError.
+        """
         if turn_id is not None and turn_id not in self._turn_ids():
             raise invalid("turn_id", f"is {shown(turn_id)}, which is not a turn of session {self.id}")
         if not math.isfinite(value):
             raise invalid("value", f"must be a finite number, not {value}")
         if len(self.rewards) >= _MOST_REWARDS:
             raise ApiError(429, f"session {self.id} has {_MOST_REWARDS} rewards, the maximum")
+        if self.log is not None:
+            self.log.reward(self.id, turn_id, name, value)
         self.rewards.append((turn_id, name, value))
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
@@ -174,6 +190,8 @@ class GatewaySession:
         if error is not None:
             # Its frames hold the request, and those of a large one take a hundred megabytes.
             error.__traceback__ = error.__context__ = error.__cause__ = None
+            if self.log is not None:
+                self.log.failed(self.id, error, self.session.counters)
         self.spent = error if isinstance(error, BudgetExceeded) else None
         self.unrendered = error if isinstance(error, RenderError) else None
         if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:
@@ -216,21 +234,34 @@ class GatewaySession:
         return [each.turn_id for each in self.session.segments(messages=False) if each.turn_id is not None]
 
 
-Open = Callable[[str, SessionSettings], tuple[Session, Reader]]
-"""Makes the session of an id with its settings, and the renderer that reads its turns."""
+Open = Callable[[str, SessionSettings, datetime], tuple[Session, Reader]]
+"""Makes the session of an id with its settings and the time it began, and the renderer that reads its turns."""
 
 
 class Sessions:
     """All sessions of a gateway.
 
+    Sessions that a killed gateway left open are rebuilt: with their tokens, keys and lifetime.
+
     Args:
         open_session: Creates a session.
         limits: Limits for agents.
         finished: File of finished trajectories, one a line; a session has ended once its line is written. A restarted
-            gateway reuses the file; None keeps nothing.
+            gateway reuses the file; None keeps nothing. The log of open sessions stands beside it.
+        ledger: Ledger of the model's calls, from which ids are restored; None for sessions of text.
+
+    Raises:
+        FormatError: The log has another schema version, or the ledger cannot be read.
+        DiskError: The log cannot be written.
     """
 
-    def __init__(self, open_session: Open, limits: GatewayLimits, finished: Path | None = None) -> None:
+    def __init__(
+        self,
+        open_session: Open,
+        limits: GatewayLimits,
+        finished: Path | None = None,
+        ledger: LedgerWriter | None = None,
+    ) -> None:
         self.limits = limits
         self._open = open_session
         self._by_token: dict[str, GatewaySession] = {}
@@ -239,6 +270,10 @@ class Sessions:
         self._done = _read_ids(finished) if finished is not None else set()
         # Half a line may end like a whole one.
         self._file = AppendFile(finished, cut=True) if finished is not None else None
+        self._log = SessionLog(finished.with_name(NAME), ledger) if finished is not None else None
+        self._abandoned: Mapping[str, str] = {}
+        if self._log is not None:
+            self._restore(self._log, None if ledger is None else ledger.path)
 
     def create(
         self,
@@ -260,13 +295,25 @@ class Sessions:
         session_id = session_id or secrets.token_hex(12)
         if session_id in self._by_id or session_id in self._done:
             raise ApiError(409, f"session {session_id!r} exists already", param="id")
+        if session_id in self._abandoned:
+            raise ApiError(409, f"{self._told(session_id)}. Take another id", param="id", code="session_abandoned")
         settings = settings or SessionSettings()
-        session, reader = self._open(session_id, settings)
+        began = time.time()
+        session, reader = self._open(session_id, settings, datetime.fromtimestamp(began))
         lasts = min(seconds or self.limits.session_seconds, self.limits.session_seconds)
-        entry = self._enter(session, reader, about, time.monotonic() + lasts)
-        entry.fixed_sampling = settings.fixed_sampling
-        entry.sampling_metrics = settings.sampling_metrics()
-        entry.lenient = settings.lenient
+        token, reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        if self._log is not None:
+            self._log.opened(
+                session_id,
+                token=token,
+                reward_key=reward_key,
+                about=about,
+                settings=settings.to_json(),
+                began=began,
+                ends=began + lasts,
+            )
+        entry = self._enter(session, reader, about, time.monotonic() + lasts, (token, reward_key))
+        self._settle(entry, settings)
         return entry
 
     def adopt(self, session: Session, reader: Reader) -> GatewaySession:
@@ -280,11 +327,19 @@ class Sessions:
         await self._stop(entry)
         self._forget(entry)
 
-    def _enter(self, session: Session, reader: Reader, about: dict[str, str], expires: float) -> GatewaySession:
+    def _enter(
+        self,
+        session: Session,
+        reader: Reader,
+        about: dict[str, str],
+        expires: float,
+        keys: tuple[str, str] | None = None,
+    ) -> GatewaySession:
+        token, reward_key = keys or (secrets.token_urlsafe(32), secrets.token_urlsafe(32))
         entry = GatewaySession(
             id=session.id,
-            token=secrets.token_urlsafe(32),
-            reward_key=secrets.token_urlsafe(32),
+            token=token,
+            reward_key=reward_key,
             session=session,
             reader=reader,
             trajectory=about,
@@ -292,6 +347,59 @@ class Sessions:
         )
         self._by_token[entry.token] = self._by_id[entry.id] = entry
         return entry
+
+    def _settle(self, entry: GatewaySession, settings: SessionSettings) -> None:
+        """Give a session its settings, and its log, from the next event on."""
+        entry.fixed_sampling = settings.fixed_sampling
+        entry.sampling_metrics = settings.sampling_metrics()
+        entry.lenient = settings.lenient
+        entry.log = log = self._log
+        if log is not None:
+            entry.session.journal = partial(log.turn, entry.id)
+            entry.conversations.journal = partial(log.response, entry.id)
+
+    def _restore(self, log: SessionLog, ledger: Path | None) -> None:
+        """Rebuild the open sessions of the log."""
+        saved, recorders, readers = log.saved, dict[str, Session](), dict[str, Reader]()
+        for name in self._done.intersection(saved.open):
+            del saved.open[name]
+        for name, each in saved.open.items():
+            if not each.why:
+                try:
+                    began = datetime.fromtimestamp(each.began)
+                    recorders[name], readers[name] = self._open(name, SessionSettings.from_json(each.settings), began)
+                except (ApiError, TurnwiseError, TypeError) as error:
+                    each.why = str(error)
+        rebuilt = rebuild(saved, recorders, ledger, self._done)
+        for name, lost in list(rebuilt.lost.items()):
+            try:
+                self._reopen(saved.open[name], recorders[name], readers[name])
+            except TurnwiseError as error:
+                del rebuilt.lost[name]
+                rebuilt.abandoned[name] = str(error)
+            else:
+                _log.info("session %r goes on with %d turns (%d lost)", name, recorders[name].turns, len(lost))
+        for name in saved.open.keys() & rebuilt.abandoned.keys():
+            _log.error("session %r is not rebuilt: %s", name, rebuilt.abandoned[name])
+        log.begin(rebuilt)
+        self._abandoned = rebuilt.abandoned
+
+    def _reopen(self, saved: SavedSession, session: Session, reader: Reader) -> None:
+        """Enter a session whose turns were restored."""
+        conversations = Conversations()
+        conversations.restore(session.segments() if saved.responses else (), saved.responses)
+        # It ends when it would have ended; how long it was idle is counted anew, as no agent could reach it.
+        expires = time.monotonic() + saved.ends - time.time()
+        entry = self._enter(session, reader, saved.about, expires, saved.keys)
+        entry.conversations = conversations
+        entry.rewards = list(saved.rewards)
+        entry.temperatures = saved.temperatures
+        for error, counters in saved.failures:
+            session.counters = counters
+            entry.note_outcome(error)
+            if not isinstance(error, (BudgetExceeded, RenderError)):
+                session.failure = error
+        self._settle(entry, SessionSettings.from_json(saved.settings))
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
@@ -305,6 +413,8 @@ class Sessions:
         """Return an open session by id, for holders of a key. Raises ApiError."""
         entry = self._by_id.get(session_id)
         if entry is None:
+            if session_id in self._abandoned:
+                raise not_found(self._told(session_id))
             ended = " any more: it ended" if session_id in self._done else ""
             raise not_found(f"no session {session_id!r} is open{ended}")
         return entry
@@ -348,6 +458,8 @@ class Sessions:
             self._done.add(entry.id)
             self._forget(entry)
             entry.session.close()
+            if self._log is not None:
+                self._log.ended(entry.id)
             return trajectory
         finally:
             # What is not written yet can be ended again.
@@ -386,9 +498,15 @@ class Sessions:
                 _log.error("%s", error)
         if self._file is not None:
             self._file.close()
+        if self._log is not None:
+            self._log.close()
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def _told(self, session_id: str) -> str:
+        why = self._abandoned[session_id]
+        return f"session {session_id!r} was open when the gateway was killed, and could not be rebuilt: {why}"
 
     async def _stop(self, entry: GatewaySession) -> None:
         entry.closed = True

@@ -1,4 +1,4 @@
-"""The ledger: an independent log of the calls between recorder and model, for audits.
+"""The ledger: an independent log of the calls between recorder and model, for audits and restarts.
 
 One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a process opens the file,
 ``{"event": "end"}`` on an orderly close, and between them one record a call::
@@ -7,16 +7,21 @@ One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a proce
      "versions": [[version, start, end], ...], "finish": "stop"}
 
 The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``token_ids``.
+A call is referred to by ``at``, the byte at which its line begins. A gateway says, in its part, what became of the
+sessions that an earlier one left open (:class:`Resumption`)::
+
+    {"event": "resume", "sessions": {"ID": [AT, ...]}, "abandoned": {"ID": "why"}}
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import orjson
@@ -34,15 +39,18 @@ _REMEMBERED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One successful model call; ``part`` is the index of the process that wrote it.
+    """One successful model call.
 
     Attributes:
+        part: Index of the process that wrote it.
+        at: Byte of the file at which its line begins.
         prompt_ids: int32 of shape [tokens].
         completion_ids: int32 of shape [tokens].
         logprobs: float32 of shape [tokens].
     """
 
     part: int
+    at: int
     session: str
     prompt_ids: TokenIds
     completion_ids: TokenIds
@@ -52,16 +60,33 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a process did with the sessions that the one before it left open.
+
+    Attributes:
+        part: Index of the process.
+        lost: By resumed session, the calls (``at``) that were never committed: killed between ledger and commit.
+        abandoned: Why a session could not be rebuilt, by id.
+    """
+
+    part: int
+    lost: Mapping[str, tuple[int, ...]]
+    abandoned: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """A parsed ledger file.
 
     Attributes:
         entries: Calls in order of completion.
+        resumptions: What restarted processes did with open sessions, in order.
         closed_parts: Parts closed in order; others may lack trajectories (the process was killed).
         torn: Whether the last line is truncated.
     """
 
     entries: list[LedgerEntry]
+    resumptions: list[Resumption]
     closed_parts: frozenset[int]
     torn: bool
 
@@ -70,12 +95,12 @@ class LedgerWriter:
     """Writer of one ledger file for one process; several clients may share it. ``path``'s folder is created."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         with writing(path):
             self._file = AppendFile(path)
             self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
-        # The ids of the last call of each session, as bytes: compared and joined at once.
-        self._last: OrderedDict[str, bytes] = OrderedDict()
+        # The ids of the last call of each session, as bytes: compared and joined at once; and where it begins.
+        self._last: OrderedDict[str, tuple[bytes, int]] = OrderedDict()
         self._remembered = 0
         self._closed = False
 
@@ -96,15 +121,22 @@ class LedgerWriter:
             self._file.close()
         self.close()
 
+    def resume(self, lost: Mapping[str, Sequence[int]], abandoned: Mapping[str, str]) -> None:
+        """Append what becomes of the sessions that earlier processes left open. Raises DiskError."""
+        with writing(self.path):
+            self._file.append(orjson.dumps({"event": "resume", "sessions": lost, "abandoned": abandoned}))
+
+    def last_call(self, session: str) -> int:
+        """Return where the last call of a session begins, right after it was noted; KeyError if there is none."""
+        return self._last[session][1]
+
     def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
         """Append a successful call. Raises DiskError."""
-        before = self._last.pop(session, b"")
+        before, _ = self._last.pop(session, (b"", 0))
         asked = _id_bytes(prompt)
         shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
-        self._last[session] = now = asked + _id_bytes(completion.token_ids)
-        self._remembered += len(now) - len(before)
-        while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:
-            self._remembered -= len(self._last.popitem(last=False)[1])
+        now = asked + _id_bytes(completion.token_ids)
+        self._remembered -= len(before)
         record = {
             "session": session,
             "shared": shared,
@@ -114,8 +146,12 @@ class LedgerWriter:
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
-        with writing(self._path):
-            self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+        with writing(self.path):
+            at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+        self._last[session] = now, at
+        self._remembered += len(now)
+        while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:
+            self._remembered -= len(self._last.popitem(last=False)[1][0])
 
 
 class LedgerClient(LLMClient):
@@ -183,13 +219,41 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
 
 def read_ledger(path: Path) -> Ledger:
     """Read a ledger file. Raises FormatError for an unreadable line before the last, or another schema version."""
-    entries: list[LedgerEntry] = []
+    found = Ledger([], [], frozenset(), torn=False)
     closed: set[int] = set()
-    part, torn = -1, False
+    torn = False
+    for each in read_calls(path):
+        if isinstance(each, LedgerEntry):
+            found.entries.append(each)
+        elif isinstance(each, Resumption):
+            found.resumptions.append(each)
+        elif each.kind == "end":
+            closed.add(each.part)
+        else:
+            torn = each.kind == "torn"
+    return replace(found, closed_parts=frozenset(closed), torn=torn)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerMark:
+    """The ``start`` or ``end`` of a part, or a ``torn`` line."""
+
+    part: int
+    kind: str
+
+
+def read_calls(
+    path: Path, wanted: Callable[[str], bool] | None = None
+) -> Iterator[LedgerEntry | Resumption | LedgerMark]:
+    """Yield a ledger's contents in order, of calls only those of wanted sessions; the others are not parsed.
+
+    Raises FormatError as :func:`read_ledger`.
+    """
+    part = -1
     last: dict[str, TokenIds] = {}
-    for number, record in _lines(path):
+    for number, at, record in _lines(path, wanted):
         if record is None:
-            torn = True
+            yield LedgerMark(part, "torn")
             continue
         event = record.get("event")
         if event == "start":
@@ -197,41 +261,72 @@ def read_ledger(path: Path) -> Ledger:
                 raise FormatError(
                     f"{path}:{number}: schema version {record.get('schema_version')}; expected {SCHEMA_VERSION}"
                 )
-            part, last, torn = part + 1, {}, False
+            part, last = part + 1, {}
+            yield LedgerMark(part, "start")
         elif event == "end":
-            closed.add(part)
+            yield LedgerMark(part, "end")
+        elif event == "resume":
+            yield _resumption(path, number, part, record)
         else:
-            entries.append(_entry(path, number, part, record, last))
-    return Ledger(entries, frozenset(closed), torn)
+            yield _entry(path, number, (part, at), record, last)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, object] | None]]:
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            yield number, orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            following = next((later for later in lines[number:] if later), b"")
-            # Only a kill may cut a line: then it is the last one, or the next process starts after it.
-            if following and not following.startswith(b'{"event":"start"'):
-                raise FormatError(f"{path}:{number}: not JSON: {error}") from error
-            yield number, None
+def _lines(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """Yield (number, first byte, record) of each line that is wanted; the record is None for a torn line."""
+    broken: tuple[int, int, orjson.JSONDecodeError] | None = None
+    at = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            begins, at = at, at + len(line)
+            if line == b"\n":
+                continue
+            if broken is not None:
+                # Only a kill may cut a line: then it is the last one, or the next process starts after it.
+                if not line.startswith(b'{"event":"start"'):
+                    raise FormatError(f"{path}:{broken[0]}: not JSON: {broken[2]}") from broken[2]
+                yield *broken[:2], None
+                broken = None
+            if wanted is not None and _is_other(line, wanted):
+                continue
+            try:
+                yield number, begins, orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                broken = number, begins, error
+    if broken is not None:
+        yield *broken[:2], None
 
 
-def _entry(path: Path, number: int, part: int, record: dict[str, object], last: dict[str, TokenIds]) -> LedgerEntry:
+_SESSION, _SHARED = b'{"session":', b',"shared":'
+
+
+def _is_other(line: bytes, wanted: Callable[[str], bool]) -> bool:
+    """Return whether a line is a call of an unwanted session, from its first field."""
+    end = line.find(_SHARED) if line.startswith(_SESSION) and line.endswith(b"}\n") else -1
+    return end > 0 and not wanted(orjson.loads(line[len(_SESSION) : end]))
+
+
+def _resumption(path: Path, number: int, part: int, record: Mapping[str, Any]) -> Resumption:
+    try:
+        lost = {str(name): tuple(map(int, calls)) for name, calls in record["sessions"].items()}
+        return Resumption(part, lost, {str(name): str(why) for name, why in record["abandoned"].items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}:{number}: malformed resume event: {error!r}") from error
+
+
+def _entry(
+    path: Path, number: int, place: tuple[int, int], record: Mapping[str, Any], last: dict[str, TokenIds]
+) -> LedgerEntry:
     try:
         session = str(record["session"])
-        shared = int(record["shared"])  # type: ignore[call-overload]
+        shared = int(record["shared"])
         before = last.get(session, np.zeros(0, np.int32))
         if shared > len(before):
             raise ValueError(f"shares {shared} ids with a call that has {len(before)}")
         prompt = np.concatenate([before[:shared], np.asarray(record["token_ids"], np.int32)])
         completion = np.asarray(record["completion"], np.int32)
         last[session] = np.concatenate([prompt, completion])
-        versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])  # type: ignore[attr-defined]
+        versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])
         logprobs = np.asarray(record["logprobs"], np.float32)
-        return LedgerEntry(part, session, prompt, completion, logprobs, versions, str(record["finish"]))
+        return LedgerEntry(*place, session, prompt, completion, logprobs, versions, str(record["finish"]))
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

@@ -48,10 +48,11 @@ class MessageMatcher(Container[str]):
     ``rewritten`` holds the ids of turns that came back with changed content.
     """
 
-    __slots__ = ("_foreign", "_issued", "_strict", "_turns", "rewritten")
+    __slots__ = ("_changes", "_foreign", "_issued", "_strict", "_turns", "rewritten")
 
     def __init__(self, *, strict: bool = False) -> None:
         self.rewritten: set[str] = set()
+        self._changes: tuple[list[str], list[str]] = [], []
         self._strict = strict
         self._issued: dict[str, str] = {}
         self._turns: dict[str, Canonical] = {}
@@ -80,12 +81,29 @@ class MessageMatcher(Container[str]):
         """Return the recorded turn whose calls have exactly these ids, or None."""
         if not ids:
             return None
-        self._foreign.update(call_id for call_id in ids if call_id and call_id not in self._issued)
+        for call_id in ids:
+            if call_id and call_id not in self._issued and call_id not in self._foreign:
+                self._foreign.add(call_id)
+                self._changes[1].append(call_id)
         turn = self._turns.get(self._issued.get(ids[0], ""))
         if turn is None or turn.turn is None or sorted(ids) != sorted(call.id for call in turn.calls):
             return None
         if not same(turn, message, sampled=True):
             if self._strict:
                 return None
-            self.rewritten.add(turn.turn)
+            if turn.turn not in self.rewritten:
+                self.rewritten.add(turn.turn)
+                self._changes[0].append(turn.turn)
         return turn
+
+    def take_changes(self) -> tuple[list[str], list[str]]:
+        """Return the turns found rewritten and the agent's own call ids seen, since the last time."""
+        rewritten, foreign = (each[:] for each in self._changes)
+        # Messages may be canonicalized in a thread meanwhile: what that adds stays for the next time.
+        del self._changes[0][: len(rewritten)], self._changes[1][: len(foreign)]
+        return rewritten, foreign
+
+    def restore(self, rewritten: Sequence[str], foreign: Sequence[str]) -> None:
+        """Add what :meth:`take_changes` returned in an earlier process."""
+        self.rewritten.update(rewritten)
+        self._foreign.update(foreign)

@@ -6,7 +6,7 @@ messages; where that cannot be proven equal to the template, the request forks a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from turnwise.errors import BudgetExceeded, InferenceError, PromptTooLong, SessionError, TurnwiseError
-from turnwise.model.canonical import Canonical, template_arguments
+from turnwise.model.canonical import Canonical, canonical_tools, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
     SessionLimits,
@@ -39,6 +39,7 @@ from turnwise.recorder.tree import (
     path_tokens,
     segment_of,
 )
+from turnwise.recorder.turn_record import TurnRecord
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
@@ -52,6 +53,8 @@ from turnwise.types import (
     ToolSchema,
 )
 
+NO_IDS: TokenIds = np.zeros(0, np.int32)
+NO_IDS.flags.writeable = False
 _AT_ONCE = Prompts(threaded=False)
 _THREADED = Prompts(threaded=True)
 
@@ -99,6 +102,11 @@ class Session:
             trajectory by one temperature.
         reasoning: Policy for the reasoning of earlier turns.
         echo: Policy for turns that come back rewritten.
+        began: When the session began, for templates that write a date; now by default.
+
+    Attributes:
+        journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
+            the request raises, and the turn stays committed.
     """
 
     recorded_as: ClassVar[str] = "tokens"
@@ -115,14 +123,16 @@ class Session:
         one_temperature: bool = False,
         reasoning: ReasoningPolicy = "keep",
         echo: EchoPolicy = "same",
+        began: datetime | None = None,
     ) -> None:
         self.id = id
+        self.journal: Callable[[TurnRecord], None] | None = None
         self.limits = limits
         self.params = params or SamplingParams()
         self.reasoning = reasoning
         self.echo = echo
         self._client = client
-        self.renderer = renderer.at(datetime.now())
+        self.renderer = renderer.at(began or datetime.now())
         self._seed = seed
         self._one_temperature = one_temperature
         self._tree = Tree()
@@ -144,13 +154,36 @@ class Session:
 
     @property
     def last(self) -> Message | None:
-        """The assistant message committed last, as returned."""
+        """The assistant message committed last, as returned; None for a restored one."""
         return self._last
 
     @property
     def failure(self) -> TurnwiseError | None:
         """Error of the last request if the server or client failed; None after a success."""
         return self._failure
+
+    @failure.setter
+    def failure(self, error: TurnwiseError | None) -> None:
+        self._failure = error
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What limits, sampling seeds and metrics count, as JSON; settable, for a restored session."""
+        found = {
+            "requests": self._requests,
+            "prompt_tokens": self._prompt_tokens,
+            "encoded_tokens": self._encoded_tokens,
+            "escaped": self._escaped,
+        }
+        return {**found, "counts": dict(self._counts)} if self._counts else found
+
+    @counters.setter
+    def counters(self, found: Mapping[str, Any]) -> None:
+        self._requests = int(found["requests"])
+        self._prompt_tokens = int(found["prompt_tokens"])
+        self._encoded_tokens = int(found["encoded_tokens"])
+        self._escaped = int(found["escaped"])
+        self._counts = dict(found.get("counts", {}))
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that issued a call id, or None."""
@@ -261,6 +294,46 @@ class Session:
     def segments(self, *, messages: bool = True) -> list[Segment]:
         """Return the committed segments in commit order, with their messages if ``messages``."""
         return [segment_of(node, messages=messages) for node in self._tree.nodes]
+
+    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+        """Commit a turn of an earlier process again; turns come in commit order, before any request.
+
+        Args:
+            record: What the earlier process gave its journal.
+            prompt: Ids that the model saw, int32 of shape [tokens].
+            completion: What it sampled.
+
+        Raises:
+            SessionError: The record, its ids, and the turns restored so far contradict each other.
+        """
+        nodes, new = self._tree.nodes, record.new
+        parent = nodes[record.parent] if 0 <= record.parent < len(nodes) else None
+        before = joined(parent, NO_IDS)
+        token_ids = prompt[len(before) :]
+        known = nodes[record.context] if new is None and 0 <= record.context < len(nodes) else None
+        if (
+            record.turn_id != f"t{self._tree.turns}"
+            or (parent is None) != (record.parent < 0)
+            or (parent is not None and not parent.sampled)
+            or not np.array_equal(before, prompt[: len(before)])
+            or (new is not None and record.context != len(nodes))
+            or (new is None and (known is None or known.sampled or not np.array_equal(known.token_ids, token_ids)))
+            or record.finish_reason != completion.finish_reason
+        ):
+            raise SessionError(
+                f"session {self.id}: turn {record.turn_id} does not continue the {self._tree.turns} turns before it "
+                f"with the call of {len(prompt)} and {len(completion.token_ids)} ids that the ledger has for it"
+            )
+        key: RootKey = (canonical_tools(record.tools), record.arguments) if parent is None else parent.key
+        tools = record.tools if parent is None else parent.tools
+        match = Match(parent, known, new or (), token_ids, None, len(nodes), key, tools)
+        context = known or self._add(parent, match, token_ids, match.new, record.forks[0])
+        if known is not None:
+            match = replace(match, key=known.key, tools=known.tools)
+        self._add(context, match, completion.token_ids, (record.said,), record.forks[1], completion, record.turn_id)
+        self._echoes.register(record.turn_id, record.said)
+        self._echoes.restore(record.rewritten, record.foreign)
+        self.counters = record.counters
 
     def close(self) -> None:
         """Release the recorded tree; further requests fail, returned segments stay valid."""
@@ -427,7 +500,37 @@ class Session:
         match = request.match
         check_completion(completion, request.params, self.id)
         message, cut = read_completion(request.renderer, completion, match.token_ids, match.tools, request.params)
-        return self._record(request, completion, message, cut=cut)
+        given = self._record(request, completion, message, cut=cut)
+        if self.journal is not None:
+            self.journal(self._turn_record(request.params.temperature))
+        return given
+
+    def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
+        """Return the record of the turn committed last."""
+        turn = self._tree.nodes[-1]
+        context = turn.parent
+        assert context is not None
+        assert turn.completion is not None
+        # A new context is committed right before its first turn.
+        fresh, parent = context.index == turn.index - 1, context.parent
+        root = fresh and parent is None
+        rewritten, foreign = self._echoes.take_changes()
+        return TurnRecord(
+            turn_id=turn.turn_id or "",
+            parent=-1 if parent is None else parent.index,
+            context=context.index,
+            new=context.messages if fresh else None,
+            said=turn.messages[0],
+            forks=(context.fork if fresh else None, turn.fork),
+            finish_reason=turn.completion.finish_reason,
+            temperature=temperature,
+            counters=self.counters,
+            tools=context.tools if root else (),
+            arguments=context.key[1] if root else (),
+            rewritten=rewritten,
+            foreign=foreign,
+            extra=extra or {},
+        )
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
         match = request.match

@@ -4,6 +4,7 @@
    its trajectory's turns: the ids of a branch, concatenated, are what the engine saw.
 2. Segments are sound: sampled and context segments alternate; logprobs and spans cover exactly the sampled ids.
 3. Over all rows of a trajectory each sampled id is trained exactly once per use (``replay.max_uses``), and no other.
+   A gateway that goes on after a kill may name calls as lost before they were committed, and sessions as abandoned.
 4. A step trained what the journal gave it; the journal accounts for every finished trajectory.
 """
 
@@ -19,7 +20,7 @@ import orjson
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
-from turnwise.recorder.ledger import Ledger, LedgerEntry, read_ledger
+from turnwise.recorder.ledger import Ledger, LedgerEntry, Resumption, read_ledger
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, read_trajectories, row_digest
@@ -230,8 +231,10 @@ class _Audit:
         self._batches = batches
         self._calls: defaultdict[str, list[LedgerEntry]] = defaultdict(list)
         self._closed = ledger.closed_parts
+        self._resumptions = ledger.resumptions
         for entry in ledger.entries:
             self._calls[entry.session].append(entry)
+        self._lost = self._without_lost()
         self._rows: defaultdict[str, list[BatchRow]] = defaultdict(list)
         for row in batches.rows:
             self._rows[row.trajectory].append(row)
@@ -249,6 +252,8 @@ class _Audit:
             counts["turns"] += sum(segment.sampled for segment in trajectory.segments)
             counts["sampled tokens"] += trajectory.sampled_tokens
             counts["forks"] += sum(trajectory.forks().values())
+            if any(trajectory.id in each.abandoned for each in self._resumptions):
+                self._say(trajectory, "was abandoned by a gateway that was started again, and is on disk")
             if trajectory.id in seen:
                 self._say(trajectory, "occurs twice in the file")
                 continue
@@ -305,6 +310,8 @@ class _Audit:
                 self._say(
                     trajectory, f"{where}: {_difference(segment, prompt, left.pop(_likest(segment, prompt, left)))}"
                 )
+            elif _turn_key(segment, prompt) in self._lost.get(trajectory.id, ()):
+                self._say(trajectory, f"{where}: the ledger names its call as lost before it was committed")
             else:
                 self._say(trajectory, f"{where}: no call in the ledger sampled it")
         if trajectory.error is not None and left and left[-1] is calls[-1]:
@@ -317,6 +324,25 @@ class _Audit:
                 f"a call of the ledger is in no segment: prompt of {len(call.prompt_ids)} ids, "
                 f"completion of {len(call.completion_ids)} ids beginning {call.completion_ids[:8].tolist()}",
             )
+
+    def _without_lost(self) -> dict[str, set[bytes]]:
+        """Take the calls that a kill lost out of the ledger's; return them by session. Unexplained ones stay."""
+        lost: defaultdict[str, set[bytes]] = defaultdict(set)
+        for each in self._resumptions:
+            for session, places in each.lost.items():
+                calls = self._calls.get(session, [])
+                for at in places:
+                    why = _unexplained(each, at, places, calls, self._closed)
+                    if why is not None:
+                        said = f"session {session}: the ledger names its call at byte {at} as lost, {why}"
+                        self._report.contradictions.append(said)
+                        continue
+                    call = next(call for call in calls if call.at == at)
+                    lost[session].add(_call_key(call))
+                    self._report.counts["calls that a kill lost before they were committed"] += 1
+                    # By place: a call that was repeated is equal to it.
+                    self._calls[session] = calls = [call for call in calls if call.at != at]
+        return lost
 
     # Against what was trained
 
@@ -392,14 +418,21 @@ class _Audit:
 
     def _missing(self, seen: set[str]) -> None:
         report = self._report
-        for session, calls in self._calls.items():
-            if session in seen:
-                continue
+        abandoned = {session for each in self._resumptions for session in each.abandoned}
+        resumed = {session for each in self._resumptions for session in each.lost}
+        report.counts["sessions that a gateway could not rebuild after a kill"] += len(abandoned)
+        for session in sorted((self._calls.keys() | resumed) - seen - abandoned):
+            calls = self._calls.get(session, [])
             if session in self._pending:
                 report.counts["sessions whose group reward is still to come"] += 1
                 continue
-            if calls[-1].part in self._closed:
+            parts = [call.part for call in calls[-1:]]
+            last = max([*parts, *(each.part for each in self._resumptions if session in each.lost)])
+            if last in self._closed:
                 report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
+            elif any(each.part > last for each in self._resumptions):
+                said = "its process was killed, and the next one neither went on with it nor abandoned it"
+                report.contradictions.append(f"session {session}: {said}")
             else:
                 report.counts["sessions that a kill cut off"] += 1
         for name, rows in self._rows.items():
@@ -463,6 +496,21 @@ def _events(trajectory: Trajectory) -> Iterator[str]:
     for turn, name, value in trajectory.rewards:
         if turn is not None and turn not in turns:
             yield f"reward {name!r} ({value}) is noted on turn {turn}, which does not exist"
+
+
+def _unexplained(
+    resumption: Resumption, at: int, lost: Collection[int], calls: Sequence[LedgerEntry], closed: Collection[int]
+) -> str | None:
+    """Return what is wrong with a lost call: only what a killed process sampled last may be lost."""
+    call = next((each for each in calls if each.at == at), None)
+    if call is None:
+        return "where it has none"
+    if call.part >= resumption.part:
+        return "before its process had ended"
+    if call.part in closed:
+        return "but its process ended in order"
+    later = [each.at for each in calls if each.part == call.part and each.at > at]
+    return None if set(later) <= set(lost) else "but a later call of the same process was committed"
 
 
 def _call_key(call: LedgerEntry) -> bytes:

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.sessions import GatewayLimits, Sessions
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer
-from turnwise.recorder.ledger import LedgerClient, read_ledger
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter, read_ledger
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory, to_samples
@@ -113,7 +114,7 @@ class Caged:
     home: Path
     work: Path
     client: ScriptedClient
-    ledger: LedgerClient
+    ledger: LedgerWriter
     sessions: Sessions
     session_ids: list[str]
     process: asyncio.subprocess.Process
@@ -138,7 +139,7 @@ class Caged:
             turns = [self.sessions.of_id(each).session.turns for each in self.session_ids]
             pytest.fail(f"{argv[0]} did not end within {LIMIT_S:g} s; it took {turns} turns")
         trajectories = [await self.sessions.end(each) for each in self.session_ids]
-        await self.ledger.close()
+        self.ledger.close()
         assert self.process.returncode is not None
         said = (out.decode(), err.decode())
         left = Left(self.process.returncode, *said, trajectories, self.client.requests, self.routes)
@@ -213,13 +214,14 @@ async def caged(
         folder.mkdir()
     renderer = renderer_for("qwen3")
     client = _scripted(renderer, script, guides)
-    ledger = LedgerClient(client, run_dir / "ledger.jsonl")
+    book = LedgerWriter(run_dir / "ledger.jsonl")
+    ledger = LedgerClient(client, book)
 
-    def open_session(session_id: str, settings: SessionSettings) -> Any:
+    def open_session(session_id: str, settings: SessionSettings, began: datetime) -> Any:
         limits = SessionLimits(context_length=CONTEXT)
-        return Session(ledger, renderer, id=session_id, limits=limits, params=SamplingParams()), renderer
+        return Session(ledger, renderer, id=session_id, limits=limits, params=SamplingParams(), began=began), renderer
 
-    served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.jsonl")
+    served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.jsonl", book)
     routes: set[str] = set()
     abilities = abilities_of(renderer, guides=guides)
     app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)
@@ -239,7 +241,7 @@ async def caged(
         entries = [served.create(None, {}) for _ in range(sessions)]
         bases = [f"http://127.0.0.1:{listener.getsockname()[1]}/s/{entry.token}" for entry in entries]
         ids = [entry.id for entry in entries]
-        yield Caged(bases, home, work, client, ledger, served, ids, process, control, run_dir, routes)
+        yield Caged(bases, home, work, client, book, served, ids, process, control, run_dir, routes)
     finally:
         with contextlib.suppress(ProcessLookupError):
             # The group of what this function started, which began a session of its own.

@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from turnwise.gateway.sessions import Sessions
 from turnwise.inference.process import bind
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
-from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
+from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, ToolSchema
 
@@ -66,50 +68,71 @@ async def serving(
     abilities: Abilities | None = None,
     client: LLMClient | None = None,
     finished: Path | None = None,
+    out: Path | None = None,
     fixed: frozenset[str] = frozenset(),
     renderer: TemplateRenderer | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve until the block is left, then hold what all its sessions left against what the model was asked."""
+    """Serve until the block is left, then hold what all its sessions left against what the model was asked.
+
+    ``out``: a gateway's directory, for one that is started again; without it nothing is kept.
+    """
     renderer = renderer or renderer_for(family)
     llm = client or ScriptedClient(renderer, script, tools=tools)
+    bounds = session_limits or SessionLimits(context_length=100_000)
     folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
-    ledger = LedgerClient(llm, Path(folder.name) / "ledger.jsonl")
+    book = LedgerWriter((out or Path(folder.name)) / "ledger.jsonl")
+    finished = out / "trajectories.jsonl" if out is not None else finished
+    ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 
-    def open_session(session_id: str, own: SessionSettings) -> Any:
-        bounds = own.limits(session_limits or SessionLimits(context_length=100_000))
+    def open_session(session_id: str, own: SessionSettings, began: datetime) -> Any:
         session = Session(
             ledger,
             renderer,
             id=session_id,
-            limits=bounds,
+            limits=own.limits(bounds),
             params=own.params(SamplingParams()),
             seed=own.seed,
             one_temperature=bool(own.fixed_sampling),
             reasoning=own.reasoning or "keep",
             echo=own.echo or "same",
+            began=began,
         )
         recorders.append(session)
-        return recorders[-1], renderer
+        return session, renderer
 
-    sessions = Sessions(open_session, limits or GatewayLimits(), finished)
+    sessions = Sessions(open_session, limits or GatewayLimits(), finished, book)
     app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
+    try:
+        async with _listening(app, sessions.limits) as url, aiohttp.ClientSession(url) as http:
+            yield Served(url, app, llm, http, renderer)
+    finally:
+        await sessions.close()
+    await ledger.close()
+    book.close()
+    if out is not None:
+        assert audit_files(out).contradictions == []
+    else:
+        _assert_recorded(Path(folder.name), recorders)
+    folder.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: GatewayApp, limits: GatewayLimits) -> AsyncIterator[str]:
     with bind("127.0.0.1", 0) as listener:
         listener.listen(2048)
-        server = uvicorn.Server(_options(app, sessions.limits))
+        server = uvicorn.Server(_options(app, limits))
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            async with aiohttp.ClientSession(url) as http:
-                yield Served(url, app, llm, http, renderer)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await running
-            await sessions.close()
-    await ledger.close()
+
+
+def _assert_recorded(folder: Path, recorders: Sequence[Session]) -> None:
     left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
-    assert_sound(Path(folder.name), *left)
-    folder.cleanup()
+    assert_sound(folder, *left)
 
 
 def _options(app: GatewayApp, limits: GatewayLimits) -> uvicorn.Config:

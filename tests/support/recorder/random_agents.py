@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ from support.recorder.reference_recorder import SlowRecorder
 from turnwise.errors import InferenceError, RenderError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
-from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.ledger import LedgerClient, LedgerEntry, LedgerWriter, read_calls
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.trajectory import Trajectory
+from turnwise.recorder.turn_record import TurnRecord
+from turnwise.trajectory import Trajectory, segment_record
 from turnwise.types import Completion, SamplingParams, ToolCall, ToolSchema
 
 ACTIONS = (
@@ -119,9 +121,16 @@ class Wild:
         self, renderer: Renderer, script: Sequence[Any], path: Path, cut: int, reasoning: Any, echo: Any
     ) -> None:
         said = [ids_of(renderer, line) for line in script]
-        self.gate = Gate(LedgerClient(ScriptedClient(renderer, lambda request: said[request.number % len(said)]), path))
+        model = ScriptedClient(renderer, lambda request: said[request.number % len(said)])
+        self.book = LedgerWriter(path)
+        self.gate = Gate(LedgerClient(model, self.book))
+        self.turns: dict[int, bytes] = {}
         limits = SessionLimits(context_length=100_000)
-        self.session = Session(self.gate, renderer, id="s", limits=limits, reasoning=reasoning, echo=echo)
+        self.open = functools.partial(
+            Session, self.gate, renderer, id="s", limits=limits, reasoning=reasoning, echo=echo, seed=7
+        )
+        self.session = self.open()
+        self.session.journal = self.keep
         self.slow = SlowRecorder(renderer, reasoning=reasoning, strict=echo == "strict")
         self.path = path
         self.params = SamplingParams(max_tokens=cut)
@@ -130,6 +139,27 @@ class Wild:
         self.renderer = renderer
         self.calls = 0
         self.messages: list[Any] = [{"role": "user", "content": "q"}]
+
+    def keep(self, record: TurnRecord) -> None:
+        """Write a turn down, as a process that is killed does."""
+        self.turns[self.book.last_call("s")] = json.dumps(record.to_json()).encode()
+
+    def restart(self) -> None:
+        """Go on with a session rebuilt from what was written down."""
+        again = self.open()
+        for entry in read_calls(self.path):
+            if isinstance(entry, LedgerEntry):
+                completion = Completion(
+                    entry.completion_ids, entry.logprobs, entry.finish_reason, entry.weight_versions
+                )
+                again.restore(TurnRecord.from_json(json.loads(self.turns[entry.at])), entry.prompt_ids, completion)
+        if self.turns:
+            # Failed requests of after the last turn were counted; the rest of a session is in its turns.
+            again.counters = self.session.counters
+        assert whole(again) == whole(self.session)
+        assert again.metrics() == self.session.metrics() or not self.turns
+        again.journal = self.keep
+        self.session = again
 
     async def ask(self, messages: Sequence[Any]) -> Any:
         """Send a request; None where the template refuses it, in which case both recorders must say so."""
@@ -316,6 +346,7 @@ class Wild:
     async def check(self) -> Trajectory:
         """Hold the session against the slow recorder and the ledger."""
         await self.gate.close()
+        self.book.close()
         segments = self.session.segments()
         assert [(s.kind, s.parent, s.token_ids.tolist(), s.fork) for s in segments] == list(self.slow.tree())
         trajectory = Trajectory.from_bytes(Trajectory("s", "e", "g", "t", segments=segments).to_bytes())
@@ -332,6 +363,11 @@ CHANGES = {
 }  # fmt: skip
 
 LATER = ("edit", "rewind", "rewrite", "edit_reasoning")
+
+
+def whole(session: Session) -> list[str]:
+    """All of a session's segments, ids and log-probabilities as they are."""
+    return [repr({**segment_record(each), "token_ids": each.token_ids.tobytes()}) for each in session.segments()]
 
 
 def _defaulting(value: Any) -> ToolSchema:

@@ -27,7 +27,8 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def answer(**message: Any) -> Answer:
-    return Answer({"role": "assistant", "content": "", "finish_reason": "stop", **message}, 10, 5)  # type: ignore[typeddict-item]
+    said = {"role": "assistant", "content": "", "finish_reason": "stop", "turn_id": "t0", **message}
+    return Answer(said, 10, 5)  # type: ignore[arg-type]
 
 
 def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:

@@ -14,6 +14,7 @@ from turnwise.gateway.config import SETTINGS, GatewayConfig, SessionSettings
 from turnwise.gateway.server import open_sessions
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import LLMClient
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Trajectory
 from turnwise.types import Completion, SamplingParams, TokenPrompt
@@ -169,7 +170,8 @@ async def test_the_gateways_own_settings_hold_where_a_session_has_none(tmp_path:
         fixed_sampling=True,
     )  # fmt: skip
     client: LLMClient = ScriptedClient(renderer_for("qwen3"), ["Yes."])
-    sessions = open_sessions(config, client, renderer_for("qwen3"), 1000)
+    book = LedgerWriter(tmp_path / "ledger.jsonl")
+    sessions = open_sessions(config, LedgerClient(client, book), renderer_for("qwen3"), 1000, book)
     plain = sessions.create("plain", {}).session
     assert (plain.params.temperature, plain.params.top_k, plain.limits.max_turns) == (0.7, 9, 4)
     assert (plain.limits.context_length, plain.reasoning, plain.echo) == (1000, "template", "same")

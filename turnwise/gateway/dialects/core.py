@@ -133,6 +133,14 @@ class Abilities:
     lenient: frozenset[Lenient] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The turn of a response, and how many messages its path has before the stored conversation (instructions)."""
+
+    turn_id: str
+    instructions: int
+
+
 @dataclass(slots=True)
 class ChatRequest:
     """A parsed request of any dialect.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.gateway.dialects import core as sse
-from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, call_for_client, new_id
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
 from turnwise.gateway.dialects.openai_chat import openai_error
 from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_request
 from turnwise.gateway.errors import ApiError
@@ -73,8 +73,9 @@ class OpenAIResponses:
         """Store a response unless the request forbids it."""
         if request.extra["body"].get("store") is False:
             return
-        previous, new = request.extra["conversation"]
-        self._conversations.keep(response_id, previous, [*new, _echo(answer)], items)
+        previous, new, instructions = request.extra["conversation"]
+        origin = Origin(answer.message["turn_id"], instructions)
+        self._conversations.keep(response_id, previous, [*new, _echo(answer)], items, origin)
 
 
 def _echo(answer: Answer) -> Message:

@@ -6,15 +6,16 @@ Consecutive assistant items form one turn as long as the ids that this gateway g
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from turnwise.errors import shown
+from turnwise.errors import SessionError, shown
 from turnwise.gateway.dialects.core import (
     Abilities,
     ChatRequest,
     Fields,
+    Origin,
     check_names,
     echoed_call,
     image_part,
@@ -26,6 +27,7 @@ from turnwise.gateway.dialects.core import (
 )
 from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
 from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
+from turnwise.trajectory import Segment
 from turnwise.types import Message, ToolSchema
 
 _ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})(\d{2,})\Z")
@@ -84,7 +86,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversa
         ignored=held.ignored | tools.ignored,
         logprobs="message.output_text.logprobs" in fields.items("include"),
         options=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
-        extra={"body": body, "tools": tools, "conversation": (previous or None, new)},
+        extra={"body": body, "tools": tools, "conversation": (previous or None, new, len(system))},
     )
 
 
@@ -235,41 +237,75 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 class _StoredResponse:
     before: _StoredResponse | None
     messages: tuple[Message, ...]
-    items: Sequence[Mapping[str, Any]]
+    items: Sequence[Mapping[str, Any]] = ()
+    instructions: int = 0
 
 
 class Conversations:
-    """Stored responses for ``previous_response_id`` and ``item_reference``: at most ``most``, oldest dropped first."""
+    """Stored responses for ``previous_response_id`` and ``item_reference``: at most ``most``, oldest dropped first.
 
-    __slots__ = ("_kept", "_most")
+    ``items`` has their output items by id. ``journal`` is called with the id, the origin and the items of each stored
+    response.
+    """
+
+    __slots__ = ("_kept", "_most", "items", "journal")
 
     def __init__(self, most: int = 4096) -> None:
         self._kept: dict[str, _StoredResponse] = {}
+        self.items: dict[str, Mapping[str, Any]] = {}
         self._most = most
+        self.journal: Callable[[str, Origin, Sequence[Mapping[str, Any]]], None] | None = None
 
     def keep(
         self,
         response_id: str,
         previous: str | None,
         messages: Sequence[Message],
-        items: Sequence[Mapping[str, Any]] = (),
+        items: Sequence[Mapping[str, Any]],
+        origin: Origin,
     ) -> None:
         """Store the messages that a response added to an earlier conversation, its own last, and its output items."""
         before = self._kept.get(previous) if previous is not None else None
-        self._kept[response_id] = _StoredResponse(before, tuple(messages), items)
+        self._store(response_id, _StoredResponse(before, tuple(messages), items))
+        if self.journal is not None:
+            self.journal(response_id, origin, items)
+
+    def restore(
+        self, segments: Sequence[Segment], responses: Iterable[tuple[str, Origin, Sequence[Mapping[str, Any]]]]
+    ) -> None:
+        """Store what ``journal`` was given by an earlier process; each conversation is the path of its turn.
+
+        Raises SessionError if a response is that of no turn.
+        """
+        paths: dict[int, _StoredResponse | None] = {-1: None}
+        turns: dict[str | None, int] = {}
+        for segment in segments:
+            # What a path has in common with others is stored once.
+            said = cast("tuple[Message, ...]", segment.messages)
+            paths[segment.index] = _StoredResponse(paths[segment.parent], said)
+            turns[segment.turn_id] = segment.index
+        for response_id, origin, items in responses:
+            if origin.turn_id not in turns:
+                raise SessionError(f"response {response_id} is that of turn {origin.turn_id}, which is not recorded")
+            path = paths[turns[origin.turn_id]]
+            self._store(response_id, _StoredResponse(path, (), items, origin.instructions))
+
+    def _store(self, response_id: str, response: _StoredResponse) -> None:
+        self._kept[response_id] = response
+        self.items.update((str(item["id"]), item) for item in response.items if item.get("id"))
         if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+            oldest = self._kept.pop(next(iter(self._kept)))
+            for item in oldest.items:
+                self.items.pop(str(item.get("id")), None)
 
     def item(self, item_id: str) -> Mapping[str, Any]:
         """Return an output item by id. Raises ApiError for an unknown id."""
-        named = _ITEM.match(item_id)
-        response = self._kept.get(f"resp_{named[1]}") if named else None
-        found = [item for item in response.items if item["id"] == item_id] if response is not None else []
-        if not found:
+        found = self.items.get(item_id)
+        if found is None:
             told = f"Item with id {shown(item_id)} not found. Items are kept for their session (its last {self._most} "
             told += "responses), and not with store: false: send the item itself, or remove it from your input"
             raise ApiError(404, f"input: {told}", param="input", code="item_not_found")
-        return found[0]
+        return found
 
     def earlier(self, response_id: str) -> Sequence[Message]:
         """Return the conversation up to and including a response. Raises ApiError for an unknown id."""
@@ -282,7 +318,9 @@ class Conversations:
                 code="previous_response_not_found",
             )
         parts: list[tuple[Message, ...]] = []
+        instructions = 0
         while found is not None:
             parts.append(found.messages)
+            instructions = instructions or found.instructions
             found = found.before
-        return [message for part in reversed(parts) for message in part]
+        return [message for part in reversed(parts) for message in part][instructions:]

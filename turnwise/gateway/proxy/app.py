@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from turnwise.errors import BudgetExceeded, InferenceError, SessionError, undo_on_error
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import SessionApp, read_json
-from turnwise.gateway.dialects.core import Dialect, not_found
+from turnwise.gateway.dialects.core import Dialect, Origin, not_found
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
@@ -28,7 +28,6 @@ from turnwise.types import Message, text_of
 
 _log = logging.getLogger(__name__)
 _MODELS = re.compile(r"models(?:/(?!\.{1,2}(?:/|\Z))[\w.:@+-]+)*\Z", re.ASCII)
-_MOST_ITEMS = 10_000
 _SHOWN = 300
 
 
@@ -69,10 +68,10 @@ class _Turn:
             if not each.read:
                 self._session.count("unread_answers")
             told = usage if number == 0 or usage is None else Usage(0, 0)
-            self._session.commit(place, message, cut=each.cut, usage=told, sampling=asked.sampling)
             if self.reader.model:
                 self._session.count(f"answered_by/{self.reader.model}")
-            self._keep(message)
+            given = self._session.commit(place, message, cut=each.cut, usage=told, sampling=asked.sampling)
+            self._keep(message, given["turn_id"])
         self._session.withdraw(self._placed[len(said) :])
         if said:
             self._entry.note_outcome(None)
@@ -89,23 +88,25 @@ class _Turn:
             self._session.withdraw(self._placed)
 
     def fail(self, why: str) -> None:
-        self._session.fail(InferenceError(f"the hosted endpoint {why}"))
+        self._fail(InferenceError(f"the hosted endpoint {why}"))
+
+    def _fail(self, failure: TurnwiseError) -> None:
+        self._session.fail(failure)
+        self._entry.note_outcome(failure)
 
     def refused(self, status: int, raw: bytes) -> None:
         failure = failure_of(status, raw)
         if isinstance(failure, BudgetExceeded):
             self._entry.note_outcome(failure)
         elif failure is not None:
-            self._session.fail(failure)
+            self._fail(failure)
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: Message, turn_id: str) -> None:
         reader, asked = self.reader, self._asked
         if reader.response_id and self._stored and asked.read:
-            self._entry.conversations.keep(reader.response_id, asked.previous, [*asked.new, message])
-            items = self._session.items
-            items.update((str(item["id"]), item) for item in reader.items if item.get("id"))
-            while len(items) > _MOST_ITEMS:
-                del items[next(iter(items))]
+            origin = Origin(turn_id, asked.instructions)
+            said = [*asked.new, message]
+            self._entry.conversations.keep(reader.response_id, asked.previous, said, reader.items, origin)
 
 
 def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[PendingRequest]]:
@@ -160,7 +161,7 @@ class HostedApp(SessionApp):
             await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, None))
             return
         assert isinstance(entry.session, TextSession)
-        asked = read_asked(dialect.name, body, entry.conversations, entry.session.items)
+        asked = read_asked(dialect.name, body, entry.conversations)
         turn = _Turn(entry, dialect.name, body, asked)
         try:
             await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, turn))

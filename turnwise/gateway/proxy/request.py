@@ -37,6 +37,7 @@ class Asked:
         previous: The response that it continues.
         new: The messages that it adds to that response's conversation.
         read: Whether the conversation could be parsed.
+        instructions: Number of messages before that conversation.
     """
 
     messages: list[Message]
@@ -47,12 +48,11 @@ class Asked:
     previous: str | None = None
     new: Sequence[Message] = ()
     read: bool = True
+    instructions: int = 0
 
 
-def read_asked(
-    dialect: str, body: Mapping[str, Any], conversations: Conversations, items: Mapping[str, Mapping[str, Any]]
-) -> Asked:
-    """Parse a request body; ``conversations`` and ``items`` are the session's stored Responses.
+def read_asked(dialect: str, body: Mapping[str, Any], conversations: Conversations) -> Asked:
+    """Parse a request body; ``conversations`` are the session's stored Responses.
 
     Raises ApiError if it continues what this session did not record, or its answer could not be recorded.
     """
@@ -60,7 +60,7 @@ def read_asked(
     tools = tuple(_tools(body.get("tools")))
     try:
         if dialect == "openai_responses":
-            return _responses(body, conversations, items, tools, sampling)
+            return _responses(body, conversations, tools, sampling)
         messages = _chat(body) if dialect == "openai_chat" else _anthropic(body)
     except (_Refused, SessionError) as error:
         if isinstance(error, _Refused):
@@ -137,11 +137,7 @@ def _anthropic(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _responses(
-    body: Mapping[str, Any],
-    conversations: Conversations,
-    items: Mapping[str, Mapping[str, Any]],
-    tools: tuple[ToolSchema, ...],
-    sampling: dict[str, float],
+    body: Mapping[str, Any], conversations: Conversations, tools: tuple[ToolSchema, ...], sampling: dict[str, float]
 ) -> Asked:
     for key, why in (
         ("background", "an answer is recorded while its request waits"),
@@ -157,11 +153,11 @@ def _responses(
         # Another session's, for all that is known.
         raise _Refused(error) from None
     given = body.get("input")
-    new = _read_items([_resolved(item, items) for item in given] if isinstance(given, list) else given)
+    new = _read_items([_resolved(item, conversations.items) for item in given] if isinstance(given, list) else given)
     instructions = body.get("instructions")
     system: list[Message] = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     messages, prefill = _without_prefill([*system, *before, *new])
-    return Asked(messages, tools, prefill, 1, sampling, previous, new)
+    return Asked(messages, tools, prefill, 1, sampling, previous, new, instructions=len(system))
 
 
 def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:

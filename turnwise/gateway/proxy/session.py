@@ -20,12 +20,11 @@ from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
-from turnwise.recorder.session import PendingRequest, Session
+from turnwise.recorder.session import NO_IDS, PendingRequest, Session
+from turnwise.recorder.turn_record import TurnRecord
 from turnwise.tools.response import estimated_tokens
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCall, ToolSchema
 
-NO_IDS: TokenIds = np.zeros(0, np.int32)
-NO_IDS.flags.writeable = False
 # The limits of a hosted endpoint are unknown: it answers with status 400.
 UNKNOWN_CONTEXT = 2**53
 _BYTES_A_TOKEN = 4
@@ -181,7 +180,6 @@ class TextSession(Session):
 
     Attributes:
         turn_metrics: Reported usage and sampling parameters, by turn id.
-        items: Items of Responses by id, for references of later requests.
     """
 
     recorded_as: ClassVar[str] = "text"
@@ -199,7 +197,6 @@ class TextSession(Session):
         limits = SessionLimits(UNKNOWN_CONTEXT, max_turns=max_turns, max_total_tokens=max_total_tokens)
         super().__init__(NoTokens(), TextRenderer(), id=id, limits=limits, params=params, echo=echo)
         self.turn_metrics: dict[str, dict[str, float]] = {}
-        self.items: dict[str, dict[str, Any]] = {}
         self._ask = ask
         self._history = History(self._recognise)
         self._repeated: set[str] = set()
@@ -269,7 +266,23 @@ class TextSession(Session):
                 self.count(name, value)
             self._use(placed, usage)
         self.turn_metrics[given["turn_id"]] = noted
+        if self.journal is not None:
+            behind = self._behind.get(self._tree.nodes[-1].index)
+            told = {"metrics": noted, "used": self._used, "behind": behind, "repeated": sorted(self._repeated)}
+            self.journal(self._turn_record(extra=told))
         return given
+
+    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+        """Commit a turn of an earlier process again; see :meth:`Session.restore`."""
+        super().restore(record, prompt, completion)
+        told = record.extra
+        self.turn_metrics[record.turn_id] = dict(told["metrics"])
+        self._used = int(told["used"])
+        if told["behind"] is not None:
+            self._behind[self._tree.nodes[-1].index] = int(told["behind"])
+        self._repeated.update(told["repeated"])
+        # Requests that were not answered used up no turn.
+        self._requests = self._tree.turns
 
     def withdraw(self, placed: Sequence[PendingRequest]) -> None:
         """Withdraw unanswered requests: they use up no turn."""
@@ -332,7 +345,12 @@ class TextSettings:
     max_total_tokens: int | None = None
     echo: EchoPolicy = "same"
 
-    def open(self, session_id: str, own: SessionSettings) -> tuple[TextSession, TextRenderer]:
+    def open(
+        self,
+        session_id: str,
+        own: SessionSettings,
+        began: datetime,  # noqa: ARG002 - there is no date
+    ) -> tuple[TextSession, TextRenderer]:
         """Return a new session with its own settings, and its reader. Raises ApiError for the endpoint's settings."""
         theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
         if theirs:

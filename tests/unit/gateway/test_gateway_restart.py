@@ -1,0 +1,506 @@
+"""A gateway that was killed and is started again: its open sessions go on as if nothing had happened.
+
+A kill is a copy of the gateway's directory while it runs: what the files hold then is what a kill leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from support.gateway.hosted_endpoint import hosting, provider
+from support.gateway.server import ADMIN_HEADERS, Served, serving
+from turnwise.errors import ConfigError, FormatError, InferenceError
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import _prepare
+from turnwise.gateway.session_log import read_saved
+from turnwise.inference.scripted import ScriptedRequest
+from turnwise.recorder.ledger import read_ledger
+from turnwise.rollout.audit import audit_files
+from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory import Trajectory
+from turnwise.types import ToolCall, ToolSchema
+
+RUN = ToolSchema("run", "Runs a command.", {"type": "object", "properties": {"command": {"default": 2**70}}})
+LINES = ("sessions.jsonl", "ledger.jsonl", "trajectories.jsonl")
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def script(request: ScriptedRequest) -> Any:
+    """What a model says depends on its prompt and its seed only, as in a server."""
+    if "Break." in request.text[-60:]:
+        return InferenceError("the server broke")
+    if "Call." in request.text[-60:]:
+        return {
+            "role": "assistant",
+            "content": "So.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [ToolCall("", "run", {})],
+        }
+    return f"Answer {len(request.prompt)} {(request.params.seed or 0) % 1000}"
+
+
+def killed(out: Path) -> Path:
+    """The directory that a gateway leaves that is killed now."""
+    again = out.with_name(f"{out.name}-again")
+    shutil.copytree(out, again)
+    return again
+
+
+async def post(served: Any, path: str, body: Any, *, admin: bool = False, key: str = "") -> tuple[int, Any]:
+    headers = ADMIN_HEADERS if admin else {"authorization": f"Bearer {key}"}
+    async with served.http.post(path, json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def state(served: Any, name: str) -> Any:
+    async with served.http.get(f"/sessions/{name}", headers=ADMIN_HEADERS) as answer:
+        return await answer.json()
+
+
+async def chat(served: Served, opened: Any, messages: list[Any], **more: Any) -> Any:
+    body = {"model": "m", "messages": messages, "tools": [RUN.to_json()], **more}
+    status, answer = await post(served, f"{opened['path']}/v1/chat/completions", body)
+    assert status == 200, answer
+    return answer["choices"][0]["message"]
+
+
+async def end(served: Any, name: str) -> Trajectory:
+    status, body = await post(served, f"/sessions/{name}/finalize", {}, admin=True)
+    assert status == 200, body
+    return Trajectory.from_bytes(json.dumps(body["trajectory"]))
+
+
+def left(trajectory: Trajectory) -> Any:
+    return json.loads(trajectory.to_bytes())
+
+
+async def later(served: Served, opened: Any, history: list[Any]) -> None:
+    """What an agent does after the kill: it goes on, edits, and is sampled once more."""
+    answer = await chat(served, opened, [*history, user("And then?")], temperature=0.5)
+    await chat(served, opened, [*history, user("And then?"), answer, user("Now?")])
+    await chat(served, opened, [*history, user("And then?")])
+    await chat(served, opened, [*history[:-1], {**history[-1], "content": "edited"}])
+    assert (await post(served, f"{opened['path']}/v1/chat/completions", {"messages": [user("9th")]}))[0] == 400
+    key = opened["reward_key"]
+    assert (await post(served, f"/sessions/{opened['id']}/rewards", {"value": 2, "turn_id": "t2"}, key=key))[0] == 200
+
+
+async def test_a_session_goes_on_as_if_its_gateway_had_not_been_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    about = {"id": "s", "task_id": "task", "seed": 5, "max_turns": 8, "top_p": 0.5, "lenient": ["tool_choice"]}
+    async with serving(script, tools=[RUN], out=out) as served:
+        opened = await served.open(**about)
+        called = await chat(served, opened, [user("Call.")], tool_choice="required")
+        result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "é\ud83d\ude00"}
+        history = [user("Call."), called, result]
+        answer = await chat(served, opened, history)
+        await chat(served, opened, [user("Alone.")])
+        key = opened["reward_key"]
+        assert (await post(served, "/sessions/s/rewards", {"value": 1, "name": "r"}, key=key))[0] == 200
+        history += [answer, user("Call.")]
+        called = await chat(served, opened, history)
+        history += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "r"}]
+        again = killed(out)
+        before = await state(served, "s")
+        await later(served, opened, history)
+        straight = await end(served, "s")
+    async with serving(script, tools=[RUN], out=again) as served:
+        assert await state(served, "s") == before
+        assert (await post(served, "/sessions", {"id": "s"}, admin=True))[0] == 409
+        await later(served, opened, history)
+        restarted = await end(served, "s")
+    assert (straight.metrics["forks"], straight.stop_reason) == (3, "max_turns")
+    assert left(restarted) == left(straight)
+    assert read_saved(again / "sessions.jsonl").open == {}
+
+
+async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
+    """Sessions with a stream that was open, a request that failed, and no request at all."""
+    out, gate = tmp_path / "out", asyncio.Event()
+
+    async def slow(request: ScriptedRequest) -> Any:
+        if "Wait." in request.text[-60:]:
+            gate.set()
+            await asyncio.Event().wait()
+        return script(request)
+
+    async with serving(slow, out=out) as served:
+        for name in ("waits", "broke", "new"):
+            opened = await served.open(id=name, seed=3)
+            history = [user("Go."), await chat(served, opened, [user("Go.")])] if name != "new" else []
+            if name == "broke":
+                status, told = await post(
+                    served, f"{opened['path']}/v1/chat/completions", {"messages": [user("Break.")]}
+                )
+                assert (status, told["error"]["message"]) == (503, "the server broke")
+            if name == "waits":
+                asking = asyncio.ensure_future(chat(served, opened, [*history, user("Wait.")]))
+                await gate.wait()
+        again = killed(out)
+        asking.cancel()
+    async with serving(script, out=again) as served:
+        waits = await state(served, "waits")
+        await chat(served, waits, [*history, user("Wait.")])
+        assert (await end(served, "waits")).metrics["turns"] == 2
+        trajectory = await end(served, "broke")
+        assert (trajectory.stop_reason, trajectory.error) == ("error", "InferenceError: the server broke")
+        assert served.session(await state(served, "new")).turns == 0
+    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.jsonl")}
+    assert ends == {"waits": "completed", "broke": "error", "new": "cancelled"}
+
+
+async def test_stored_responses_are_gone_on_from(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    async def ask(served: Served, opened: Any, **body: Any) -> Any:
+        tools = [{"type": "function", "name": "run", "parameters": {}}]
+        return await post(served, f"{opened['path']}/v1/responses", {"model": "m", "tools": tools, **body})
+
+    async def go_on(served: Served, opened: Any) -> Trajectory:
+        more = {"previous_response_id": second["id"], "instructions": "Be long."}
+        status, third = await ask(served, opened, input="On?", **more)
+        assert status == 200, third
+        references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        status, other = await ask(served, opened, instructions="Be brief.", input=[user("Call."), *references, result])
+        assert status == 200, other
+        status, fourth = await ask(served, opened, input="And?", **more | {"previous_response_id": third["id"]})
+        assert status == 200, fourth
+        status, told = await ask(served, opened, input="x", previous_response_id="resp_unknown")
+        assert (status, told["error"]["code"]) == (400, "previous_response_not_found")
+        return await end(served, "s")
+
+    async with serving(script, tools=[RUN], out=out) as served:
+        opened = await served.open(id="s", seed=1)
+        _, first = await ask(served, opened, instructions="Be brief.", input="Call.")
+        [call] = [item for item in first["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+        more = {"previous_response_id": first["id"], "instructions": "Be brief."}
+        _, second = await ask(served, opened, input=[result], **more)
+        again = killed(out)
+        straight = await go_on(served, opened)
+    async with serving(script, tools=[RUN], out=again) as served:
+        assert left(await go_on(served, opened)) == left(straight)
+
+
+async def three_sessions(out: Path) -> list[Any]:
+    """Sessions of two turns each, killed in the middle; returns the messages of the last one's last request."""
+    async with serving(script, out=out) as served:
+        for name in ("a", "b", "c"):
+            opened = await served.open(id=name, seed=1)
+            history = [user(f"Go {name}."), await chat(served, opened, [user(f"Go {name}.")])]
+            await chat(served, opened, [*history, user("On.")])
+        killed(out)
+    return [*history, user("On.")]
+
+
+def rewritten(file: Path, change: Callable[[list[Any]], Any]) -> None:
+    records = [json.loads(line) for line in file.read_bytes().splitlines()]
+    change(records)
+    file.write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records))
+
+
+def events(records: list[Any], session: str, kind: str) -> list[Any]:
+    return [each for each in records if each.get("session") == session and each.get("event") == kind]
+
+
+async def test_a_call_that_was_killed_before_it_was_committed_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = await three_sessions(out)
+    again = out.with_name("out-again")
+    # The kill came between the ledger's line and the turn's, of which it left a part.
+    log = again / "sessions.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
+    async with serving(script, out=again) as served:
+        opened = await state(served, "c")
+        assert opened["turn_ids"] == ["t0"]
+        await chat(served, opened, asked)
+        trajectories = [await end(served, name) for name in ("a", "b", "c")]
+    [resumed] = [each for each in read_ledger(again / "ledger.jsonl").resumptions if each.lost]
+    calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.session == "c"]
+    assert resumed.lost == {"a": (), "b": (), "c": (calls[1].at,)}
+    # It is sampled once more with the same seed, hence the same ids.
+    assert calls[2].completion_ids.tolist() == calls[1].completion_ids.tolist()
+    assert [(each.metrics["turns"], each.metrics["forks"]) for each in trajectories] == [(2, 0)] * 3
+    report = audit_files(again)
+    assert report.contradictions == []
+    assert report.counts["calls that a kill lost before they were committed"] == 1
+
+
+def _turn_removed(files: dict[str, list[Any]], _: int) -> None:
+    [each] = [each for each in files["trajectories.jsonl"] if each["id"] == "c"]
+    del each["segments"][-2:]
+
+
+def _id_changed(files: dict[str, list[Any]], _: int) -> None:
+    files["trajectories.jsonl"][1]["segments"][1]["token_ids"][0] += 1
+
+
+def _turn_named_as_lost(files: dict[str, list[Any]], at: int) -> None:
+    resumed(files)["sessions"]["a"].append(at)
+
+
+def _earlier_call_named_as_lost(files: dict[str, list[Any]], at: int) -> None:
+    resumed(files)["sessions"]["c"] = [at]
+
+
+def _call_that_there_is_not(files: dict[str, list[Any]], _: int) -> None:
+    resumed(files)["sessions"]["b"].append(7)
+
+
+def _call_in_neither(files: dict[str, list[Any]], _: int) -> None:
+    resumed(files)["sessions"]["c"].clear()
+
+
+def _trajectory_removed(files: dict[str, list[Any]], _: int) -> None:
+    files["trajectories.jsonl"][:] = [each for each in files["trajectories.jsonl"] if each["id"] != "b"]
+
+
+def _abandoned_with_a_trajectory(files: dict[str, list[Any]], _: int) -> None:
+    event = resumed(files)
+    del event["sessions"]["b"]
+    event["abandoned"]["b"] = "why"
+
+
+def _closed_part(files: dict[str, list[Any]], _: int) -> None:
+    records = files["ledger.jsonl"]
+    records.insert(records.index(resumed(files)) - 1, {"event": "end"})
+
+
+def resumed(files: dict[str, list[Any]]) -> Any:
+    return next(each for each in files["ledger.jsonl"] if each.get("sessions"))
+
+
+@pytest.mark.parametrize(
+    ("plant", "session", "told"),
+    [
+        (_turn_removed, "c", "a call of the ledger is in no segment"),
+        (_id_changed, "b", "differs at 0"),
+        (_turn_named_as_lost, "a", "the ledger names its call as lost before it was committed"),
+        (_earlier_call_named_as_lost, "c", "but a later call of the same process was committed"),
+        (_call_that_there_is_not, "b", "where it has none"),
+        (_call_in_neither, "c", "a call of the ledger is in no segment"),
+        (_trajectory_removed, "b", "but no trajectory"),
+        (_abandoned_with_a_trajectory, "b", "was abandoned by a gateway that was started again, and is on disk"),
+        (_closed_part, "c", "but its process ended in order"),
+    ],
+)
+async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any, session: str, told: str) -> None:
+    out = tmp_path / "out"
+    async with serving(script, out=out) as served:
+        for name in ("a", "b", "c"):
+            opened = await served.open(id=name)
+            history = [user("Go."), await chat(served, opened, [user("Go.")])]
+            history += [user("On."), await chat(served, opened, [*history, user("On.")])]
+            await chat(served, opened, [*history, user("So?")])
+        again = killed(out)
+    log = again / "sessions.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    async with serving(script, out=again) as served:
+        for name in ("a", "b", "c"):
+            await chat(served, await state(served, name), [user("Other.")])
+            await end(served, name)
+    assert audit_files(again).contradictions == []
+    calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.part == 0]
+    last = {each.session: each for each in calls}
+    place = last["a"].at if session == "a" else calls[[each.session for each in calls].index("c") + 1].at
+    files = {name: [json.loads(line) for line in (again / name).read_bytes().splitlines()] for name in LINES[1:]}
+    lost = resumed(files)["sessions"]["c"]
+    assert lost == [last["c"].at]
+    plant(files, place)
+    for name, records in files.items():
+        (again / name).write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records))
+    found = audit_files(again).contradictions
+    assert any(session in each and told in each for each in found), found
+
+
+async def test_a_session_that_cannot_be_rebuilt_is_refused_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    await three_sessions(out)
+    again = out.with_name("out-again")
+    log = again / "sessions.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if b'"event":"turn","session":"b"' in line)
+    lines[at] = lines[at].replace(b":", b";", 1)
+    log.write_bytes(b"".join(lines))
+    damaged = log.read_bytes()
+    for life in range(2):
+        async with serving(script, out=again) as served:
+            assert len(served.app.sessions) == (2 if life == 0 else 0)
+            status, told = await post(served, "/sessions", {"id": "b"}, admin=True)
+            assert (status, told["error"]["code"], told["error"]["param"]) == (409, "session_abandoned", "id")
+            assert "could not be rebuilt: line" in told["error"]["message"]
+            assert "of sessions.jsonl" in told["error"]["message"]
+            async with served.http.get("/sessions/b", headers=ADMIN_HEADERS) as answer:
+                assert answer.status == 404
+                assert "could not be rebuilt" in await answer.text()
+    assert (again / "sessions.1.damaged").read_bytes() == damaged
+    report = audit_files(again)
+    assert report.contradictions == []
+    assert report.counts["sessions that a gateway could not rebuild after a kill"] == 1
+
+
+@pytest.mark.parametrize("damage", ["no log", "no ledger", "another prompt"])
+async def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    await three_sessions(out)
+    again = out.with_name("out-again")
+    if damage == "no log":
+        (again / "sessions.jsonl").unlink()
+    elif damage == "no ledger":
+        (again / "ledger.jsonl").unlink()
+    else:
+        # What follows stays where it is.
+        ledger = (again / "ledger.jsonl").read_bytes()
+        (again / "ledger.jsonl").write_bytes(re.sub(rb'(?<="shared":)[2-9](?=\d)', rb"1", ledger))
+    async with serving(script, out=again) as served:
+        why = {
+            "no log": "its opening is not in sessions.jsonl",
+            "no ledger": "ledger.jsonl lacks the call of its turn t0",
+            "another prompt": "turn t1 does not continue the 1 turns before it",
+        }[damage]
+        for name in ("a", "b", "c"):
+            status, told = await post(served, "/sessions", {"id": name}, admin=True)
+            assert (status, told["error"]["code"]) == (409, "session_abandoned")
+            assert why in told["error"]["message"]
+        assert len(served.app.sessions) == 0
+
+
+async def test_another_schema_version_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    await three_sessions(out)
+    log = out.with_name("out-again") / "sessions.jsonl"
+    rewritten(log, lambda records: records[0].update(schema_version=9))
+    before = log.read_bytes()
+    with pytest.raises(FormatError, match="schema version 9; this version reads 1"):
+        async with serving(script, out=log.parent):
+            pass
+    assert log.read_bytes() == before
+
+
+async def test_a_lifetime_goes_on_by_the_clock(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    await three_sessions(out)
+    again = out.with_name("out-again")
+    rewritten(again / "sessions.jsonl", lambda records: events(records, "a", "open")[0].update(ends=1.0))
+    async with serving(script, out=again) as served:
+        opened = {name: await state(served, name) for name in ("a", "b")}
+        assert (await post(served, f"{opened['a']['path']}/v1/chat/completions", {"messages": [user("x")]}))[0] == 404
+        assert await served.app.sessions.sweep() == 1
+        await chat(served, opened["b"], [user("x")])
+    ends = {each.id: (each.stop_reason, each.metrics["turns"]) for each in read_trajectories(again / LINES[2])}
+    assert ends == {"a": ("timeout", 2), "b": ("cancelled", 3), "c": ("cancelled", 2)}
+
+
+async def test_the_log_holds_open_sessions_only_however_often_it_is_begun(tmp_path: Path) -> None:
+    out = tmp_path / "0"
+    sizes = []
+    for number in range(4):
+        async with serving(script, out=out) as served:
+            for name in range(3):
+                opened = await served.open(id=f"{number}-{name}")
+                await chat(served, opened, [user("Go.")])
+                await end(served, opened["id"])
+            if number == 0:
+                await chat(served, await served.open(id="open"), [user("Go.")])
+            sizes.append((out / LINES[0]).stat().st_size)
+            out = killed(out)
+    assert max(sizes[1:]) - min(sizes[1:]) < 100
+    async with serving(script, out=out) as served:
+        assert len(read_saved(out / LINES[0]).open) == len(served.app.sessions) == 1
+
+
+async def test_a_turn_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    """The disk is full for the log, not for the ledger: the agent is told, and no turn is lost."""
+    out = tmp_path / "out"
+    async with serving(script, out=out) as served:
+        for number in range(3):
+            # So that the log is longer than the ledger.
+            await served.open(id=f"{number}" * 200, task_id="t" * 200, group_id="g" * 200)
+        opened = await served.open(id="s")
+        key = opened["reward_key"]
+        limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((out / LINES[0]).stat().st_size + 10, limit[1]))
+        try:
+            status, told = await post(served, f"{opened['path']}/v1/chat/completions", {"messages": [user("Go.")]})
+            assert (status, told["error"]["code"]) == (507, "disk_full")
+            assert "sessions.jsonl cannot be written" in told["error"]["message"]
+            for path, admin in (("/sessions/s/rewards", False), ("/sessions", True)):
+                status, told = await post(
+                    served, path, {"value": 1} if not admin else {"id": "n"}, admin=admin, key=key
+                )
+                assert (status, told["error"]["code"]) == (507, "disk_full")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert (await post(served, "/sessions/s/rewards", {"value": 1}, key=key))[0] == 200
+        again = killed(out)
+    async with serving(script, out=again) as served:
+        found = await state(served, "s")
+        assert (found["turn_ids"], found["rewards"]) == (["t0"], [[None, "reward", 1.0]])
+
+
+def test_a_directory_serves_one_gateway_at_a_time(tmp_path: Path) -> None:
+    config = GatewayConfig(model=tmp_path, out=tmp_path / "out")
+    with contextlib.ExitStack() as first:
+        _prepare(config, first)
+        with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="where another gateway runs"):
+            _prepare(config, second)
+    with contextlib.ExitStack() as third:
+        _prepare(config, third)
+
+
+async def test_a_hosted_session_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    number = iter(range(1, 100))
+
+    async def respond(request: Any) -> Any:
+        count = next(number)
+        item = {"type": "message", "id": f"msg_{count}", "role": "assistant",
+                "content": [{"type": "output_text", "text": f"Answer {count}."}]}  # fmt: skip
+        usage = {"input_tokens": 7 * count, "output_tokens": 2, "total_tokens": 9}
+        return web.json_response(
+            {"id": f"resp_{count}", "status": "completed", "output": [item], "usage": usage, "model": "m"}
+        )
+
+    async def ask(hosted: Any, opened: Any, **body: Any) -> Any:
+        return await post(hosted, f"{opened['path']}/v1/responses", body)
+
+    async def go_on(hosted: Any) -> Trajectory:
+        nonlocal number
+        number = iter(range(10, 100))
+        more = [user("Go."), {"type": "item_reference", "id": "msg_1"}, user("On.")]
+        assert (await ask(hosted, opened, input="So?", previous_response_id="resp_2"))[0] == 200
+        assert (await ask(hosted, opened, input=[*more, {"type": "item_reference", "id": "msg_2"}, user("Hm?")]))[
+            0
+        ] == 200
+        assert (await ask(hosted, opened, input="So?", previous_response_id="resp_10"))[0] == 200
+        return await hosted.finalize(opened)
+
+    async with provider(respond) as there:
+        async with hosting(there.url, finished=out / LINES[2]) as hosted:
+            opened = await hosted.open(id="s", max_total_tokens=500)
+            assert (await ask(hosted, opened, input="Go.", temperature=0.5, instructions="Brief."))[0] == 200
+            status, _ = await ask(hosted, opened, input="On.", previous_response_id="resp_1", temperature=0.5)
+            assert status == 200
+            again = killed(out)
+            straight = await go_on(hosted)
+        async with hosting(there.url, finished=again / LINES[2]) as hosted:
+            restarted = await go_on(hosted)
+    assert left(restarted) == left(straight)
+    assert (straight.recorded, straight.metrics["turns"]) == ("text", 5)
