@@ -98,6 +98,7 @@ def _keep(path: str, connection: Any) -> None:
     key, word = bytes.fromhex(settings.pop("key")), os.urandom(16).hex()
     connection.sendall(json.dumps(dict(settings, word=word)).encode() + b"\n")
     statuses: Any = {}
+    facts: Any = {"line": {}, "seconds": {}}
     wrong: Any = []
     with connection.makefile("rb") as told:
         for line in told:
@@ -107,8 +108,10 @@ def _keep(path: str, connection: Any) -> None:
                 wrong.append(name)
             elif kind == "status" and statuses.get(name) not in ("FAILED", "ERROR"):
                 statuses[name] = value
+            elif kind in facts:
+                facts[kind].setdefault(name, value)
             elif kind == "end":
-                text = json.dumps({"tests": statuses, "wrong": wrong[:20], "exit": value})
+                text = json.dumps(dict(facts, tests=statuses, wrong=wrong[:20], exit=value))
                 code = hmac.new(key, text.encode(), digestmod=hashlib.sha256).hexdigest()
                 with open(settings["report"], "w", encoding="utf-8") as file:
                     json.dump({"text": text, "code": code}, file)
@@ -227,6 +230,8 @@ class _Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        if call.excinfo is not None and call.when == "call":
+            self._tell("line", item.nodeid, _line_of(item, call.excinfo.tb))
         if call.excinfo is None or item.nodeid in self._may_fail:
             return
         if isinstance(call.excinfo.value, pytest.xfail.Exception):
@@ -265,6 +270,8 @@ class _Guard:
             status = "PASSED" if seen else "FAILED"
         if status is not None:
             self._tell("status", report.nodeid, status)
+        if report.when == "call":
+            self._tell("seconds", report.nodeid, report.duration)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
@@ -326,6 +333,16 @@ def _raised_in(trace: Any) -> str:
         path = trace.tb_frame.f_code.co_filename
         found, trace = (found if path.startswith(inside) else path), trace.tb_next
     return found
+
+
+def _line_of(item: Any, trace: Any) -> int:
+    """Return the line of a test's own body that failed, or 0."""
+    codes = [code for _, code in _code_of(getattr(item, "function", None))]
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return int(trace.tb_lineno)
+        trace = trace.tb_next
+    return 0
 
 
 def _is_of_tests(path: str) -> bool:
