@@ -313,8 +313,8 @@ def alterations(function: Function, most: int, rng: random.Random, *, since: int
     numbers = [number for number, check in enumerate(checks) if (check.statement.end_lineno or 0) >= since]
     numbers = numbers or list(range(len(checks)))
     found = [_of_values(checks, number, most, rng) for number in numbers if checks[number].leaves]
-    # Values of the first check, then literal ones: a program without the solution reaches no other.
-    found.sort(key=lambda each: each.kind != "value")
+    # Those of the first check before others, which a program without the solution may pass.
+    found.sort(key=lambda each: (each.twins[0][0].check != numbers[0] if each.twins else True, each.kind != "value"))
     truths = [number for number in numbers if checks[number].kind == "truth"]
     if truths:
         found.append(_of_truths(truths, most, rng))

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import importlib
 import json
+import operator
 import os
 import socket
 import sys
@@ -40,32 +41,63 @@ _BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
 
 
 def _functions() -> Any:
-    """Return what may not change: functions and classes of the watched modules, and the functions' code."""
-    found: Any = {}
-    for name, module in list(sys.modules.items()):
-        if module is None or name.split(".")[0] not in _WATCHED:
-            continue
-        found[name, "", ""] = (module, None)
-        for key, value in list(vars(module).items()):
+    """Return what may not change, by place: functions and classes of the watched modules, and the functions' code."""
+    modules = {name: module for name, module in list(sys.modules.items()) if name.split(".")[0] in _WATCHED}
+    found: Any = [_Held("", sys.modules.get, {name: module for name, module in modules.items() if module is not None})]
+    for name, module in modules.items():
+        held: Any = {}
+        for key, value in list(vars(module).items()) if module is not None else ():
             if isinstance(value, types.FunctionType):
-                found[name, "", key] = (value, value.__code__)
+                held[key] = value
             elif isinstance(value, type) and str(value.__module__).split(".")[0] in _WATCHED:
-                found[name, "", key] = (value, None)
-                for part, inner in list(vars(value).items()):
-                    plain = getattr(inner, "__func__", inner)
-                    if isinstance(plain, types.FunctionType):
-                        found[name, key, part] = (inner, plain.__code__)
+                held[key] = value
+                parts = {part: inner for part, inner in list(vars(value).items()) if _plain(inner) is not None}
+                found.append(_Held(name + "." + key, vars(value).get, parts))
+        if held:
+            found.append(_Held(name, vars(module).get, held))
     return found
 
 
-def _held(name: str, owner: str, key: str) -> Any:
-    module = sys.modules.get(name)
-    if not key:
-        return module
-    place = vars(module) if module is not None else {}
-    if owner:
-        place = vars(place[owner]) if isinstance(place.get(owner), type) else {}
-    return place.get(key)
+def _plain(value: Any) -> Any:
+    """Return the function in a method of a class, or None."""
+    inner = getattr(value, "__func__", value)
+    return inner if isinstance(inner, types.FunctionType) else None
+
+
+_is = operator.is_
+_code = operator.attrgetter("__code__")
+
+
+class _Held:
+    """The functions and classes of one module or class. Looking at all of them takes well below a millisecond."""
+
+    def __init__(self, place: str, get: Any, values: Any) -> None:
+        self._place, self._get, self._values = place, get, values
+        self._note()
+
+    def _note(self) -> None:
+        functions = [each for each in map(_plain, self._values.values()) if each is not None]
+        self._known = (tuple(self._values), tuple(self._values.values()), functions, list(map(_code, functions)))
+
+    def values(self) -> Any:
+        return self._values.values()
+
+    def changed(self, own: Any) -> Any:
+        """Return the names of what was replaced; what one part of pytest replaces becomes what has to stay."""
+        keys, values, functions, codes = self._known
+        if all(map(_is, map(self._get, keys), values)) and all(map(_is, map(_code, functions), codes)):
+            return []
+        code = {id(function): held for function, held in zip(functions, codes)}  # noqa: B905 - older Pythons
+        names = []
+        for key, value in list(self._values.items()):
+            held, plain = self._get(key), _plain(value)
+            if id(held) in own:
+                self._values[key] = held
+            elif held is not value or (plain is not None and plain.__code__ is not code[id(plain)]):
+                names.append(".".join(part for part in (self._place, key) if part))
+        if not names:
+            self._note()
+        return names
 
 
 def _keeper(path: str) -> Any:
@@ -129,7 +161,7 @@ class _Guard:
         self._word = settings["word"].encode()
         self._files = settings["files"]
         self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
-        self._functions: Any = {}
+        self._functions: Any = []
         self._builtins: Any = {}
         self._own: Any = set()
         self._hooks: Any = {}
@@ -168,13 +200,9 @@ class _Guard:
             self._looking.discard(thread)
 
     def _look(self, everything: bool) -> None:
-        for (name, owner, key), (value, code) in self._functions.items():
-            held = _held(name, owner, key)
-            plain = getattr(held, "__func__", held)
-            if id(held) in self._own:
-                continue
-            if held is not value or (code is not None and plain.__code__ is not code):
-                self._complain("replaced: " + ".".join(part for part in (name, owner, key) if part))
+        for held in self._functions:
+            for name in held.changed(self._own):
+                self._complain("replaced: " + name)
         for impls in self._hooks.values():
             for impl, function in impls:
                 if impl.function is not function:
@@ -196,7 +224,7 @@ class _Guard:
             if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
                 self._complain("equal to everything: a class of " + os.path.basename(path))
         # One part of pytest replaces methods of others while it starts.
-        self._own = {id(value) for (name, _, _), (value, _) in self._functions.items() if name == "_pytest.legacypath"}
+        self._own = {id(each) for held in self._functions for each in held.values() if _from_legacy(each)}
 
     def _impls(self, config: Any, name: str) -> Any:
         caller = getattr(config.hook, name)
@@ -298,6 +326,12 @@ def _asking(frame: Any) -> str:
             return _real(path)
         frame = frame.f_back
     return ""
+
+
+def _from_legacy(value: Any) -> bool:
+    return getattr(value, "__module__", "") == "_pytest.legacypath" or (
+        isinstance(value, types.ModuleType) and value.__name__ == "_pytest.legacypath"
+    )
 
 
 def _code_of(function: Any) -> Any:
