@@ -10,7 +10,7 @@ import ast
 import builtins
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -108,10 +108,23 @@ class Check:
             self.body[self.place : self.place + 1] = statement.body  # type: ignore[attr-defined]
 
 
-def checks_of(function: Function) -> list[Check]:
-    """Return the checks that every passing run of a test reaches, in order."""
-    rows = _parameters(function)
-    return [found for body, place in _reached(function.body) if (found := _check(body, place, rows)) is not None]
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What expected values are made of: parameters of the test, with their literals, and functions of its file."""
+
+    rows: dict[str, list[ast.Constant]]
+    makers: Collection[str]
+
+
+def checks_of(function: Function, makers: Collection[str] = ()) -> list[Check]:
+    """Return the checks that every passing run of a test reaches, in order.
+
+    Args:
+        function: The test.
+        makers: Functions of its file whose results are expected values, such as ``eur(3)``.
+    """
+    known = _Known(_parameters(function), makers)
+    return [found for body, place in _reached(function.body) if (found := _check(body, place, known)) is not None]
 
 
 def _reached(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
@@ -132,37 +145,35 @@ def _may_leave(statement: ast.AST) -> bool:
     return any(_may_leave(child) for child in ast.iter_child_nodes(statement))
 
 
-def _check(body: list[ast.stmt], place: int, rows: dict[str, list[ast.Constant]]) -> Check | None:
+def _check(body: list[ast.stmt], place: int, known: _Known) -> Check | None:
     statement = body[place]
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
             sides = (test.comparators[0], test.left)
-            return _value(body, place, sides, rows, same=isinstance(test.ops[0], ast.Is))
+            return _value(body, place, sides, known, same=isinstance(test.ops[0], ast.Is))
         return Check(body, place, "truth")
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if name in _COMPARES and len(call.args) >= 2:
-            return _value(body, place, (call.args[1], call.args[0]), rows, same=name == "assertIs")
+            return _value(body, place, (call.args[1], call.args[0]), known, same=name == "assertIs")
         return Check(body, place, "truth") if name in _OPPOSITE else None
     if isinstance(statement, ast.With) and len(statement.items) == 1 and _raises(statement.items[0].context_expr):
         return Check(body, place, "raises")
     return None
 
 
-def _value(
-    body: list[ast.stmt], place: int, sides: Sequence[ast.expr], rows: dict[str, list[ast.Constant]], *, same: bool
-) -> Check:
+def _value(body: list[ast.stmt], place: int, sides: Sequence[ast.expr], known: _Known, *, same: bool) -> Check:
     """Find the expected one of two compared sides; the right one where both look like it."""
     for side in sides:
         if _is_literal(side) and not all(_is_literal(each) for each in sides):
             return Check(body, place, "value", _leaves(side, same=same), side, pure=True)
     for side in sides:
-        if isinstance(side, ast.Name) and side.id in rows and not same:
-            return Check(body, place, "value", tuple(rows[side.id]), side, pure=True, rows=True)
+        if isinstance(side, ast.Name) and side.id in known.rows and not same:
+            return Check(body, place, "value", tuple(known.rows[side.id]), side, pure=True, rows=True)
     for side in sides:
-        if not same and _is_made(side):
+        if not same and _is_made(side, known.makers):
             return Check(body, place, "value", _leaves(side, same=False), side)
     return Check(body, place, "value")
 
@@ -179,14 +190,14 @@ def _evaluates(node: ast.expr) -> bool:
     return True
 
 
-def _is_made(node: ast.expr) -> bool:
+def _is_made(node: ast.expr, makers: Collection[str]) -> bool:
     """Whether an expression only puts values together: literals, and calls of classes such as ``Money(3, "EUR")``."""
     if isinstance(node, ast.Call):
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        known = name[:1].isupper() or name in ("date", "datetime", "time", "timedelta")
-        return known and not node.keywords and all(_is_made(each) for each in node.args)
+        known = name[:1].isupper() or name in ("date", "datetime", "time", "timedelta") or name in makers
+        return known and not node.keywords and all(_is_made(each, makers) for each in node.args)
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return all(_is_made(each) for each in node.elts)
+        return all(_is_made(each, makers) for each in node.elts)
     return _is_literal(node)
 
 
@@ -300,16 +311,19 @@ class Altered:
     rows: bool = False
 
 
-def alterations(function: Function, most: int, rng: random.Random, *, since: int = 0) -> list[Altered]:
+def alterations(
+    function: Function, most: int, rng: random.Random, *, makers: Collection[str] = (), since: int = 0
+) -> list[Altered]:
     """Return ways to alter a test, the best first.
 
     Args:
         function: The test.
         most: Most twins of each way.
         rng: Draws literals and checks.
+        makers: See :func:`checks_of`.
         since: Line from which checks are taken, where there are any: earlier ones pass without the solution.
     """
-    checks = checks_of(function)
+    checks = checks_of(function, makers)
     numbers = [number for number, check in enumerate(checks) if (check.statement.end_lineno or 0) >= since]
     numbers = numbers or list(range(len(checks)))
     found = [_of_values(checks, number, most, rng) for number in numbers if checks[number].leaves]

@@ -114,6 +114,9 @@ class TestFile:
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"{path} is not Python {error}") from error
         self._found = _tests(self._tree)
+        functions = [each for each in self._tree.body if isinstance(each, ast.FunctionDef)]
+        self.makers = frozenset(each.name for each in functions if not each.name.startswith("test") and _is_test(each))
+        """Plain functions of the file, whose results tests expect."""
 
     @property
     def tests(self) -> dict[str, Function]:
@@ -129,25 +132,24 @@ class TestFile:
         """
         tree = copy.deepcopy(self._tree)
         for name, test in _tests(tree).items():
-            copies: list[ast.stmt] = [_renamed(test.function, new, edits) for new, edits in members.get(name, ())]
+            copies: list[ast.stmt] = [self._renamed(test.function, new, edits) for new, edits in members.get(name, ())]
             if copies or only:
                 place = test.body.index(test.function)
                 test.body[place : place + 1] = copies or [ast.Pass()]
         return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
-
-def _renamed(function: Function, name: str, edits: Sequence[Edit]) -> Function:
-    made = copy.deepcopy(function)
-    made.name = name
-    if isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant) and len(made.body) > 1:
-        del made.body[0]  # what is said of the test tells what is expected
-    checks = checks_of(made)
-    for edit in edits:
-        checks[edit.check].apply(edit)
-    for node in ast.walk(made):
-        if isinstance(node, ast.Assert):
-            node.msg = None
-    return made
+    def _renamed(self, function: Function, name: str, edits: Sequence[Edit]) -> Function:
+        made = copy.deepcopy(function)
+        made.name = name
+        if isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant) and len(made.body) > 1:
+            del made.body[0]  # what is said of the test tells what is expected
+        checks = checks_of(made, self.makers)
+        for edit in edits:
+            checks[edit.check].apply(edit)
+        for node in ast.walk(made):
+            if isinstance(node, ast.Assert):
+                node.msg = None
+        return made
 
 
 def _tests(tree: ast.Module) -> dict[str, _Test]:

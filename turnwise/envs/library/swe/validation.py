@@ -35,7 +35,7 @@ _MOST_OF_MANY: Final = 3
 _MOST_KEPT: Final = 6
 """Tests with twins among those that must keep passing; of each there is one twin."""
 _SHARE: Final = 0.1
-"""Most time of the twins, as a share of the tests' own, above a second."""
+"""Most time of the twins, as a share of the tests' own, above a tenth of a second, without what any test takes."""
 _ATTEMPTS: Final = 8
 _PLANS: Final[dict[str, TwinPlan]] = {}
 _LOCKS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]]] = WeakKeyDictionary()
@@ -183,17 +183,19 @@ class _Making:
             key for key, nodes in named.items() if key not in first and all(self._required(n, keep) for n in nodes)
         ]
         self.rng.shuffle(others)
-        left = max(1.0, _SHARE * sum(self.solution.seconds.values()))
+        took = self.solution.seconds
+        least, left = min(took.values(), default=0.0), max(0.1, _SHARE * sum(took.values()))
         found = {}
         for key in [*first, *others[:_MOST_KEPT]]:
-            seconds = sum(self.solution.seconds.get(node, 0.0) for node in named[key])
+            seconds = sum(took.get(node, 0.0) - least for node in named[key])
             most = (_MOST[len(first) - 1] if len(first) <= len(_MOST) else _MOST_OF_MANY) if key in first else 1
             room = int(left / max(1, len(first)) / max(seconds, 1e-6))
             if key not in first and seconds > left / _MOST_KEPT:
                 continue
             lines = [self.without.lines[node] for node in named[key] if node in self.without.lines]
             function = self.files[key[0]].tests[key[1]]
-            ways = alterations(function, max(1, min(most, room)), self.rng, since=min(lines, default=0))
+            most, since, makers = max(1, min(most, room)), min(lines, default=0), self.files[key[0]].makers
+            ways = alterations(function, most, self.rng, makers=makers, since=since)
             if ways:
                 found[key] = (ways, tuple(cases[key]))
         return found
