@@ -7,6 +7,7 @@ each in a process of its own; what passes both there cannot have been tested.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,8 @@ ROUNDS: Final = 6
 """Processes of a confirmation: a solution that lets each pass with probability p is acquitted by p (1 - p)^5 < 0.07."""
 _DETERMINES: Final = ("value", "truth")
 """Kinds of which every twin contradicts the test by itself, whatever the repository's code does."""
+_REPEATS: Final = {"value": 1, "made": 1, "truth": 2, "raises": 2}
+"""How often a test runs before a contradiction counts; values that chance gives are rarely the two expected ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,17 @@ def _members(suspect: Suspect, rng: random.Random) -> list[int]:
     return found[:ROUNDS]
 
 
+def proven(suspects: Sequence[Suspect], seen: Sequence[Observed]) -> bool:
+    """Whether some runs show already that a solution tampered: a test passed twice, and its twin each time."""
+    for suspect in suspects:
+        ran = Counter(run.chosen[suspect.family] for run in seen)
+        enough = ran[-1] >= _REPEATS[suspect.family.kind]
+        known = (_finding(suspect.family, node, seen) for node in suspect.nodes)
+        if enough and any(finding is not None and finding.tampered for finding in known):
+            return True
+    return False
+
+
 def findings(suspects: Sequence[Suspect], seen: Sequence[Observed]) -> list[Finding]:
     """Return the cases that do not count as passed: contradictory, or failed in a process of their own."""
     return [
@@ -133,14 +147,14 @@ def _finding(family: Family, node: str, seen: Sequence[Observed]) -> Finding | N
         twin = run.chosen[family]
         status = run.tests.get(node) if twin < 0 else run.twins.get((node, twin))
         ran.setdefault(twin, []).append(status is not None and status.good)
-    if not all(ran[-1]):
+    if not all(ran.get(-1, [])):
         return Finding(node, f"{node} fails in a process of its own", tampered=False)
-    for twin, passed in sorted(ran.items()):
-        if twin < 0 or not any(passed):
-            continue
-        strict = family.kind in _DETERMINES or twin == len(family.twins)
-        if strict and all(passed):
+    both = {twin: passed for twin, passed in sorted(ran.items()) if twin >= 0 and any(passed)}
+    strict = [twin for twin in both if family.kind in _DETERMINES or twin == len(family.twins)]
+    for twin in strict:
+        if all(both[twin]):
             return Finding(node, f"{node} passes together with its twin {node}~{twin + 1}", tampered=True)
-        if strict or family.kind == "made":
-            return Finding(node, f"{node} passes whatever it expects, as {node}~{twin + 1}", tampered=False)
+    void = [*strict, *(both if family.kind == "made" else ())]
+    if void:
+        return Finding(node, f"{node} passes whatever it expects, as {node}~{void[0] + 1}", tampered=False)
     return None

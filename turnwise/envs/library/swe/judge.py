@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Final, Literal, TypeAlias
 
-from turnwise.envs.library.swe.contradictions import Finding, Observed, Suspect, findings, rounds, suspected
+from turnwise.envs.library.swe.contradictions import Finding, Observed, Suspect, findings, proven, rounds, suspected
 from turnwise.envs.library.swe.logs import Statuses, TestStatus, parser_of
 from turnwise.envs.library.swe.paths import SETTINGS, is_protected, settings_differ, shadows, touched
 from turnwise.envs.library.swe.rows import Instance
@@ -358,6 +358,8 @@ class Judge:
                 return [Finding(suspects[0].nodes[0], roll.named(run.reason), tampered=True)]
             tests, twins = roll.read(run.statuses)
             seen.append(Observed(dict(chosen), tests, twins))
+            if proven(suspects, seen):
+                break
         return findings(suspects, seen)
 
     async def test_files(self, box: Sandbox, place: Place) -> dict[str, TestFile]:
