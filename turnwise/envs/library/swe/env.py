@@ -14,7 +14,7 @@ from turnwise.envs.library.swe.rows import Instance, instance_of
 from turnwise.envs.library.swe.twins import NO_TWINS, TwinPlan
 from turnwise.envs.library.swe.validation import Plans, make_plan, why_none
 from turnwise.envs.library.swe.workspace import Place, hide_history, prepare, spec_of, submission
-from turnwise.envs.results import ScoreParts
+from turnwise.envs.results import Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, TurnwiseError, shown
@@ -41,6 +41,15 @@ TOOLS: Final[Mapping[str, type[BaseTool]]] = {
 }
 LIMITS: Final = SandboxLimits(memory=4 * 2**30, pids=512, disk=8 * 2**30)
 _RULES: Final = ("resolved", "partial")
+
+
+def _without_twins(plan: TwinPlan) -> list[str]:
+    """Return what a row's tests cannot show of a solution that goes for the report."""
+    if plan.reason:
+        return [Remark(f"its tests have no contradictory twins: {plan.reason}")]
+    if plan.lacking:
+        return [Remark(f"{len(plan.lacking)} of its tests have no contradictory twin: {plan.lacking[0]}")]
+    return []
 
 
 class SweEnv(ToolEnv):
@@ -145,6 +154,7 @@ class SweEnv(ToolEnv):
                 "dropped_files": float(len(verdict.dropped)),
                 "eval_seconds": verdict.seconds,
             },
+            notes={"tampered": verdict.tampered} if verdict.tampered else {},
         )
 
     async def judge(self, patch: bytes, *, reverse: bool = False) -> Verdict:
@@ -184,7 +194,7 @@ class SweEnv(ToolEnv):
             await self.close_sandbox(box)
 
     async def check_task(self, task: Task) -> list[str]:
-        """Check that a row's solution resolves it, and the empty patch does not."""
+        """Check that a row's solution resolves it, and the empty patch does not; remark on tests without twins."""
         try:
             self.instance = instance = self._instance(task)
             wrong = []
@@ -197,6 +207,8 @@ class SweEnv(ToolEnv):
             empty = await self.judge(b"")
             if empty.resolved:
                 wrong.append("it is resolved without any change")
+            if self.beside_twins and not wrong:
+                wrong += _without_twins(await self.twins())
         except TurnwiseError as error:
             if error.retryable:
                 raise

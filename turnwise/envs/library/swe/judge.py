@@ -158,6 +158,7 @@ class TestRun:
 
 MOST_LOG: Final = 8 * 2**20
 _TAIL: Final = 4_000
+_TAMPERED: Final = "the run was tampered with: "
 _RNG: Final = random.SystemRandom()
 _MOST_FILES: Final = 200
 _WORDS: Final = (
@@ -330,7 +331,7 @@ class Judge:
         log = roll.named(run.log)
         verdict = decide(self.instance, tests, dropped=dropped, log=log, reason=roll.named(run.reason))
         if run.tampered:
-            return replace(verdict, tampered=verdict.reason)
+            return replace(verdict, tampered=verdict.reason.removeprefix(_TAMPERED))
         held = {node for node, status in {**verdict.fail_to_pass, **verdict.pass_to_pass}.items() if status.good}
         suspects = suspected(self.plan.families, tests, twins, held)
         if not suspects:
@@ -338,8 +339,8 @@ class Judge:
         findings = await self._confirm(box, place, files, suspects)
         tests |= {finding.node: TestStatus.FAILED for finding in findings}
         proof = next((finding.reason for finding in findings if finding.tampered), "")
-        reason = f"the run was tampered with: {proof}" if proof else ""
-        return replace(decide(self.instance, tests, dropped=dropped, log=log, reason=reason), tampered=reason)
+        reason = _TAMPERED + proof if proof else ""
+        return replace(decide(self.instance, tests, dropped=dropped, log=log, reason=reason), tampered=proof)
 
     async def _confirm(
         self, box: Sandbox, place: Place, files: Mapping[str, TestFile], suspects: Sequence[Suspect]
@@ -355,7 +356,8 @@ class Judge:
             await self._write(box, place, texts)
             run = await self.run(box, place, files=tuple(texts), written=texts)
             if run.tampered:
-                return [Finding(suspects[0].nodes[0], roll.named(run.reason), tampered=True)]
+                reason = roll.named(run.reason).removeprefix(_TAMPERED)
+                return [Finding(suspects[0].nodes[0], reason, tampered=True)]
             tests, twins = roll.read(run.statuses)
             seen.append(Observed(dict(chosen), tests, twins))
             if proven(suspects, seen):
@@ -454,7 +456,7 @@ class Judge:
         except (SandboxFileError, ValueError, KeyError, TypeError, AttributeError):
             return TestRun({}, "the report of the tests cannot be read")
         statuses = {name: TestStatus(status) for name, status in report["tests"].items()}
-        wrong = f"the run was tampered with: {report['wrong'][0]}" if report["wrong"] else ""
+        wrong = _TAMPERED + report["wrong"][0] if report["wrong"] else ""
         return TestRun(
             statuses, wrong, tampered=bool(wrong), lines=dict(report["line"]), seconds=dict(report["seconds"])
         )
