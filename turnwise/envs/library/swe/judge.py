@@ -143,7 +143,7 @@ class TestRun:
         reason: Failure of the run as a whole, or "".
         tampered: Whether the guard complained.
         lines: The failed line of each failed test.
-        seconds: Duration of each test.
+        seconds: What each test took: of quick ones the time of the processor.
     """
 
     __test__ = False

@@ -32,10 +32,10 @@ from turnwise.sandboxes.core import Sandbox
 _MOST: Final = (15, 7)
 """Twins of each test that must be fixed where there is one, or two, of these."""
 _MOST_OF_MANY: Final = 3
-_MOST_KEPT: Final = 6
+_MOST_KEPT: Final = 4
 """Tests with twins among those that must keep passing; of each there is one twin."""
 _SHARE: Final = 0.1
-"""Most time of the twins, as a share of the tests' own, above a tenth of a second, without what any test takes."""
+"""Most time of the twins, as a share of the tests' own, above a tenth of a second."""
 _ATTEMPTS: Final = 8
 _PLANS: Final[dict[str, TwinPlan]] = {}
 _LOCKS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]]] = WeakKeyDictionary()
@@ -184,10 +184,10 @@ class _Making:
         ]
         self.rng.shuffle(others)
         took = self.solution.seconds
-        least, left = min(took.values(), default=0.0), max(0.1, _SHARE * sum(took.values()))
+        left = max(0.1, _SHARE * sum(took.values()))
         found = {}
         for key in [*first, *others[:_MOST_KEPT]]:
-            seconds = sum(took.get(node, 0.0) - least for node in named[key])
+            seconds = sum(took.get(node, 0.0) for node in named[key])
             most = (_MOST[len(first) - 1] if len(first) <= len(_MOST) else _MOST_OF_MANY) if key in first else 1
             room = int(left / max(1, len(first)) / max(seconds, 1e-6))
             if key not in first and seconds > left / _MOST_KEPT:

@@ -12,12 +12,26 @@ import os
 import socket
 import sys
 import threading
+import time
 import types
 from typing import Any
 
 import pytest
 
 _WATCHED = ("_pytest", "pytest", "pluggy", "unittest", "ast")
+_ALWAYS = (
+    *("pytest", "pluggy", "unittest.case", "_pytest.runner", "_pytest.python", "_pytest.outcomes", "_pytest.raises"),
+    *(
+        "_pytest.python_api",
+        "_pytest.unittest",
+        "_pytest.assertion",
+        "_pytest.reports",
+        "_pytest.nodes",
+        "_pytest.mark",
+    ),
+)
+"""Modules that are looked at before and after each test; the others with every eighth, since looking takes time."""
+_EIGHTH = 8
 _HOOKS = (
     "pytest_pyfunc_call",
     "pytest_runtest_protocol",
@@ -72,7 +86,7 @@ class _Held:
     """The functions and classes of one module or class. Looking at all of them takes well below a millisecond."""
 
     def __init__(self, place: str, get: Any, values: Any) -> None:
-        self._place, self._get, self._values = place, get, values
+        self.place, self._get, self._values = place, get, values
         self._note()
 
     def _note(self) -> None:
@@ -94,7 +108,7 @@ class _Held:
             if id(held) in own:
                 self._values[key] = held
             elif held is not value or (plain is not None and plain.__code__ is not code[id(plain)]):
-                names.append(".".join(part for part in (self._place, key) if part))
+                names.append(".".join(part for part in (self.place, key) if part))
         if not names:
             self._note()
         return names
@@ -162,6 +176,8 @@ class _Guard:
         self._files = settings["files"]
         self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
         self._functions: Any = []
+        self._always: Any = []
+        self._looks = 0
         self._builtins: Any = {}
         self._own: Any = set()
         self._hooks: Any = {}
@@ -200,7 +216,8 @@ class _Guard:
             self._looking.discard(thread)
 
     def _look(self, everything: bool) -> None:
-        for held in self._functions:
+        self._looks += 1
+        for held in self._functions if everything or self._looks % _EIGHTH == 0 else self._always:
             for name in held.changed(self._own):
                 self._complain("replaced: " + name)
         for impls in self._hooks.values():
@@ -219,6 +236,7 @@ class _Guard:
         """Take what is there as what has to stay."""
         comparisons = importlib.import_module(__name__.replace("guard_", "comparisons_"))
         self._functions = _functions()
+        self._always = [held for held in self._functions if held.place.startswith(_ALWAYS) or not held.place]
         self._builtins = dict(vars(builtins))
         for path, words in self._changed.items():
             if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
@@ -281,9 +299,13 @@ class _Guard:
         for impl, _ in self._impls(item.config, "pytest_pyfunc_call"):
             if id(impl) not in known and not str(getattr(impl.plugin, "__file__", "")).endswith("conftest.py"):
                 self._complain("added: a hook of pytest")
+        began, worked = time.monotonic(), time.process_time()
         outcome = yield
+        took, worked = time.monotonic() - began, time.process_time() - worked
         self._look(everything=False)
         self._seen[item.nodeid] = outcome.excinfo is None and not getattr(item, "_excinfo", None)
+        # Of a quick test what it computed: a busy machine does not count.
+        self._tell("seconds", item.nodeid, took if took > 1.0 else worked)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -298,8 +320,6 @@ class _Guard:
             status = "PASSED" if seen else "FAILED"
         if status is not None:
             self._tell("status", report.nodeid, status)
-        if report.when == "call":
-            self._tell("seconds", report.nodeid, report.duration)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
