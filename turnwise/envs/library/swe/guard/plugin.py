@@ -57,6 +57,7 @@ _BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
 def _functions() -> Any:
     """Return what may not change, by place: functions and classes of the watched modules, and the functions' code."""
     modules = {name: module for name, module in list(sys.modules.items()) if name.split(".")[0] in _WATCHED}
+    classes: Any = {}
     found: Any = [_Held("", sys.modules.get, {name: module for name, module in modules.items() if module is not None})]
     for name, module in modules.items():
         held: Any = {}
@@ -65,10 +66,13 @@ def _functions() -> Any:
                 held[key] = value
             elif isinstance(value, type) and str(value.__module__).split(".")[0] in _WATCHED:
                 held[key] = value
-                parts = {part: inner for part, inner in list(vars(value).items()) if _plain(inner) is not None}
-                found.append(_Held(name + "." + key, vars(value).get, parts))
+                classes[id(value)] = value
         if held:
             found.append(_Held(name, vars(module).get, held))
+    for value in classes.values():
+        parts = {part: inner for part, inner in list(vars(value).items()) if _plain(inner) is not None}
+        if parts:
+            found.append(_Held(value.__module__ + "." + value.__qualname__, vars(value).get, parts))
     return found
 
 
