@@ -133,7 +133,8 @@ class Trajectory:
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
         turn_metrics: Metrics by turn id: calls, and what tools measured.
-        turn_notes: Texts by turn id that tools noted: what a tool reported among its metrics that is no number.
+        turn_notes: Texts by turn id ("" for the episode) that tools and scores noted: what a tool reported among its
+            metrics that is no number, why a solution counts for nothing.
         states: The environment's state label after each turn, by turn id; the empty key holds the initial state.
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.

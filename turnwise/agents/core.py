@@ -334,7 +334,8 @@ class Episode:
             for name, value in parts.items():
                 self.note(name, value, turn if other == agent else self._last_turn(other), agent=other)
         self.count(info.get("metrics") or {}, turn, agent=agent)
-        self._keep(info.get("tool_notes") or {}, turn, agent)
+        for notes in ("tool_notes", "notes"):
+            self._keep(info.get(notes) or {}, turn, agent)
         note_state(self.states, info, agent, turn, self._last_turn)
         self._check_threads()
         if result.terminated or result.truncated:
@@ -474,6 +475,7 @@ class Episode:
             for name, value in own.items():
                 self.note(name, value, agent=agent)
         self.count(parts.metrics)
+        self._keep(parts.notes, None, "main")
         self._check_threads()
 
     @property

@@ -220,7 +220,8 @@ class Env(Sandboxed):
         return None
 
     def check_task(self, task: Task) -> MaybeAwaitable[Sequence[str]]:  # noqa: ARG002
-        """Return faults of a task, one sentence each; called by ``check_env`` for every task.
+        """Return faults of a task, one sentence each; called by ``check_env`` for every task. A
+        :class:`~turnwise.envs.results.Remark` is no fault: the task can be used, and it is shown as a warning.
 
         For tasks from external rows, which may be broken: a reference below the top score, or a task that is already
         solved. Called without ``reset``, on a separate environment.
@@ -345,7 +346,7 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
     parts = check_score(await _call(env, "score", args, kwargs), env)
-    return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics, parts.agents)
+    return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics, parts.agents, parts.notes)
 
 
 def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:

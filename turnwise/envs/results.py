@@ -19,6 +19,12 @@ AgentRewards: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
 _ROLES = frozenset(get_args(Role))
 
 
+class Remark(str):
+    """What ``check_task`` says of a task that can be used as it is: a warning, where a plain text is an error."""
+
+    __slots__ = ()
+
+
 class StepResult(NamedTuple):
     """Result of a step. Unpacks as Gymnasium's five values.
 
@@ -28,11 +34,11 @@ class StepResult(NamedTuple):
         terminated: The message ended the episode and was scored: the reward holds the score.
         truncated: The episode ends for another reason, unscored.
         info: Keys read: ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
-            ``dict[str, float]``), ``stop_reason`` (a StopReason, where truncated for another reason than
-            ``env_truncated``). With several agents, ``reward`` and ``rewards`` are the acting agent's,
-            ``agent_rewards`` further ones by agent (a number, or named parts), and ``turn`` the next agent. ``state``
-            (a text or an integer, also from ``reset``) names the state of the next move, for credit assignment across
-            equal states. Further keys are yours.
+            ``dict[str, float]``), ``notes`` (texts that the trajectory keeps: ``dict[str, str]``), ``stop_reason`` (a
+            StopReason, where truncated for another reason than ``env_truncated``). With several agents, ``reward`` and
+            ``rewards`` are the acting agent's, ``agent_rewards`` further ones by agent (a number, or named parts), and
+            ``turn`` the next agent. ``state`` (a text or an integer, also from ``reset``) names the state of the next
+            move, for credit assignment across equal states. Further keys are yours.
     """
 
     observation: Observation
@@ -48,19 +54,22 @@ class ScoreParts(dict[str, float]):
     Attributes:
         metrics: Numbers to log; they count for nothing.
         agents: Scores by agent: a number, or named parts.
+        notes: Texts by name that the trajectory keeps (``turn_notes``), such as why a solution counts for nothing.
     """
 
-    __slots__ = ("agents", "metrics")
+    __slots__ = ("agents", "metrics", "notes")
 
     def __init__(
         self,
         parts: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
         agents: AgentRewards | None = None,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(parts or {})
         self.metrics: dict[str, float] = dict(metrics or {})
         self.agents: dict[str, float | Mapping[str, float]] = dict(agents or {})
+        self.notes: dict[str, str] = dict(notes or {})
 
     def info(self) -> dict[str, Any]:
         """Return the info of a step that ended the episode with this score."""
@@ -68,6 +77,7 @@ class ScoreParts(dict[str, float]):
             "rewards": dict(self),
             "metrics": self.metrics,
             **({"agent_rewards": self.agents} if self.agents else {}),
+            **({"notes": self.notes} if self.notes else {}),
         }
 
 
@@ -201,7 +211,8 @@ def check_score(result: Any, env: object) -> ScoreParts:
     if not isinstance(result, ScoreParts):
         return ScoreParts(parts)
     metrics = {name: finite(value, f"{where} the metric {name!r}:") for name, value in result.metrics.items()}
-    return ScoreParts(parts, metrics, agent_parts(result.agents, "score", f"{where} agents"))
+    notes = {str(name): str(text) for name, text in result.notes.items()}
+    return ScoreParts(parts, metrics, agent_parts(result.agents, "score", f"{where} agents"), notes)
 
 
 def _named_messages(observation: Any, where: str) -> list[Message]:

@@ -363,7 +363,7 @@ class ShapeReward(Wrapper):
         """Shape the score of an episode that no step scored."""
         parts: ScoreParts = await invoke(self.env, "score", final)
         shaped = await self._shaped(sum(parts.values()), {"rewards": dict(parts)}, final, dict(parts))
-        return ScoreParts(shaped, parts.metrics, parts.agents)
+        return ScoreParts(shaped, parts.metrics, parts.agents, parts.notes)
 
     async def _shaped(
         self, reward: float, info: dict[str, Any], action: Message | None, parts: dict[str, float]

@@ -9,6 +9,7 @@ from typing import Any
 from turnwise.agents.core import Agent, Episode
 from turnwise.envs.core import invoke
 from turnwise.envs.library.swe import SweEnv, tasks
+from turnwise.envs.library.swe.rows import instance_of
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig, SandboxManager
 from turnwise.tasks import Task
@@ -41,6 +42,17 @@ async def episode(manager: SandboxManager, row: Task, **config: Any) -> AsyncIte
     env.sandboxes = manager
     try:
         await invoke(env, "reset", row, seed=0)
+        yield env
+    finally:
+        await invoke(env, "close")
+
+
+@asynccontextmanager
+async def judging(manager: SandboxManager, row: Task, **config: Any) -> AsyncIterator[SweEnv]:
+    """An environment that only judges: patches to a row, without an episode."""
+    env = SweEnv(**config)
+    env.sandboxes, env.instance = manager, instance_of(row)
+    try:
         yield env
     finally:
         await invoke(env, "close")

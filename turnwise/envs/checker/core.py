@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from turnwise.envs.checker import contract, policies, prompts, repeats
 from turnwise.envs.checker import contract as failures
@@ -23,6 +23,7 @@ from turnwise.envs.checker.context import (
     made,
 )
 from turnwise.envs.core import Env
+from turnwise.envs.results import Remark
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
 from turnwise.tasks.core import Task
@@ -60,9 +61,13 @@ async def each_task(exam: CheckContext) -> None:
     found = await asyncio.gather(*map(look, rows))
     for task, problems in zip(rows, found, strict=True):
         for problem in problems:
-            exam.find("tasks", f"task {task.id!r}: {problem}", "fix the row, or remove it")
+            remark = isinstance(problem, Remark)
+            remedy = "nothing has to be done" if remark else "fix the row, or remove it"
+            severity: Literal["error", "warning"] = "warning" if remark else "error"
+            exam.find("tasks", f"task {task.id!r}: {problem}", remedy, severity=severity)
     exam.report.figures["tasks looked at"] = float(len(rows))
-    exam.report.figures["broken tasks"] = float(sum(map(bool, found)))
+    broken = [[each for each in problems if not isinstance(each, Remark)] for problems in found]
+    exam.report.figures["broken tasks"] = float(sum(map(bool, broken)))
 
 
 Check = Callable[[CheckContext], Awaitable[None]]

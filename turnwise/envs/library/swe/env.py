@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final, Literal, get_args
@@ -10,12 +11,14 @@ from typing import ClassVar, Final, Literal, get_args
 from turnwise.envs.core import ResetResult, Solution, StepResult
 from turnwise.envs.library.swe.judge import Channel, Judge, Verdict
 from turnwise.envs.library.swe.rows import Instance, instance_of
+from turnwise.envs.library.swe.twins import NO_TWINS, TwinPlan
+from turnwise.envs.library.swe.validation import Plans, make_plan, why_none
 from turnwise.envs.library.swe.workspace import Place, hide_history, prepare, spec_of, submission
-from turnwise.envs.results import ScoreParts
+from turnwise.envs.results import Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, TurnwiseError, shown
-from turnwise.sandboxes.core import SandboxLimits
+from turnwise.sandboxes.core import Sandbox, SandboxLimits
 from turnwise.tasks import Task
 from turnwise.tools.core import BaseTool
 from turnwise.tools.sandboxed.base import SubmitTool
@@ -38,6 +41,15 @@ TOOLS: Final[Mapping[str, type[BaseTool]]] = {
 }
 LIMITS: Final = SandboxLimits(memory=4 * 2**30, pids=512, disk=8 * 2**30)
 _RULES: Final = ("resolved", "partial")
+
+
+def _without_twins(plan: TwinPlan) -> list[str]:
+    """Return what a row's tests cannot show of a solution that goes for the report."""
+    if plan.reason:
+        return [Remark(f"its tests have no contradictory twins: {plan.reason}")]
+    if plan.lacking:
+        return [Remark(f"{len(plan.lacking)} of its tests have no contradictory twin: {plan.lacking[0]}")]
+    return []
 
 
 class SweEnv(ToolEnv):
@@ -68,6 +80,7 @@ class SweEnv(ToolEnv):
         instructions: str | None = INSTRUCTIONS,
         eval_timeout: float = 600.0,
         channel: Channel = "auto",
+        twins: bool = True,
         image: str = "{image}",
         cache: str | None = None,
         max_patch: int = 2**20,
@@ -80,6 +93,7 @@ class SweEnv(ToolEnv):
             instructions: The system prompt, with ``{workdir}`` for the repository's path; None: none.
             eval_timeout: Seconds for the tests.
             channel: Source of results: the ``report`` of the plugin (pytest), the ``log``, or ``auto``.
+            twins: Whether contradictory twins run beside the tests, where a row's tests can have some.
             image: Template of a row's image, ``{image}`` being the published one: ``registry.local/{image}``.
             cache: Folder of cached repositories; None: below ``$XDG_CACHE_HOME/turnwise``.
             max_patch: Bytes of a diff; a larger one counts as none.
@@ -97,7 +111,10 @@ class SweEnv(ToolEnv):
             raise ConfigError(f"max_patch is {shown(max_patch)}: it must be a number of bytes above 0")
         if "{image}" not in image:
             raise ConfigError(f"image is {shown(image)}: write {{image}} in place of the published name")
+        if not isinstance(twins, bool):
+            raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
         self.reward: str = reward
+        self.beside_twins = twins
         self.tools = tuple(TOOLS[name]() for name in tools)
         self.instructions = instructions
         self.eval_timeout, self.channel, self.image, self.max_patch = float(eval_timeout), channel, image, max_patch
@@ -129,6 +146,7 @@ class SweEnv(ToolEnv):
             {"score": verdict.partial if self.reward == "partial" else float(verdict.resolved)},
             {
                 "resolved": float(verdict.resolved),
+                "tampered": float(bool(verdict.tampered)),
                 "fail_to_pass": verdict.fixed,
                 "pass_to_pass": verdict.kept,
                 "empty_patch": 0.0,
@@ -136,6 +154,7 @@ class SweEnv(ToolEnv):
                 "dropped_files": float(len(verdict.dropped)),
                 "eval_seconds": verdict.seconds,
             },
+            notes={"tampered": verdict.tampered} if verdict.tampered else {},
         )
 
     async def judge(self, patch: bytes, *, reverse: bool = False) -> Verdict:
@@ -145,15 +164,37 @@ class SweEnv(ToolEnv):
             patch: A git diff; an empty one grades the repository as it is.
             reverse: Whether it is reverted instead of applied.
         """
+        plan = await self.twins() if self.beside_twins else NO_TWINS
+        async with self._fresh() as box:
+            judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel, plan=plan)
+            return await judge.judge(box, patch, reverse=reverse)
+
+    async def twins(self) -> TwinPlan:
+        """Return the contradictory twins of this episode's row; they are made once for a row."""
+        judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel)
+        reason = why_none(self.instance, reports=judge.reports)
+        if reason:
+            return TwinPlan(lacking=self.instance.fail_to_pass, reason=reason)
+        plans = Plans(self.cache)
+        async with plans.lock(self.instance):
+            plan = plans.held(self.instance)
+            if plan is None:
+                async with self._fresh() as before, self._fresh() as after:
+                    plan = await make_plan(judge, before, after)
+                plans.keep(self.instance, plan)
+            return plan
+
+    @asynccontextmanager
+    async def _fresh(self) -> AsyncIterator[Sandbox]:
+        """Open a separate sandbox with the row's repository."""
         box = await self.open_sandbox(spec_of(self.instance, LIMITS, self.cache))
         try:
-            judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel)
-            return await judge.judge(box, patch, reverse=reverse)
+            yield box
         finally:
             await self.close_sandbox(box)
 
     async def check_task(self, task: Task) -> list[str]:
-        """Check that a row's solution resolves it, and the empty patch does not."""
+        """Check that a row's solution resolves it, and the empty patch does not; remark on tests without twins."""
         try:
             self.instance = instance = self._instance(task)
             wrong = []
@@ -166,6 +207,8 @@ class SweEnv(ToolEnv):
             empty = await self.judge(b"")
             if empty.resolved:
                 wrong.append("it is resolved without any change")
+            if self.beside_twins and not wrong:
+                wrong += _without_twins(await self.twins())
         except TurnwiseError as error:
             if error.retryable:
                 raise
@@ -177,6 +220,7 @@ class SweEnv(ToolEnv):
         result = await super().final_step(final, observation)
         if self.verdict is not None:
             result.info.update(tests=self.verdict.tests(), reason=self.verdict.reason)
+            result.info.update(tampered=self.verdict.tampered)
             result.info.update(dropped=list(self.verdict.dropped), eval_log=self.verdict.log)
         return result
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import random
 import secrets
 import shlex
 import time
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Final, Literal, TypeAlias
 
+from turnwise.envs.library.swe.contradictions import Finding, Observed, Suspect, findings, proven, rounds, suspected
 from turnwise.envs.library.swe.logs import Statuses, TestStatus, parser_of
 from turnwise.envs.library.swe.paths import SETTINGS, is_protected, settings_differ, shadows, touched
 from turnwise.envs.library.swe.rows import Instance
+from turnwise.envs.library.swe.twins import NO_TWINS, Roll, TestFile, TwinPlan, enroll, select
 from turnwise.envs.library.swe.workspace import GIT, Place, git, prepare
 from turnwise.errors import EnvError, SandboxFileError, SandboxFileNotFound
 from turnwise.sandboxes.core import ExecResult, Sandbox
@@ -36,6 +39,8 @@ class Verdict:
         fail_to_pass: Status of each test that must be fixed; ``ERROR`` where none was reported.
         pass_to_pass: Status of each test that must keep passing.
         dropped: Changed files that were restored, since they decide how tests run.
+        tampered: What shows that the solution changed how tests run or report, or "": a test that passes together with
+            its contradictory twin, with both names, or what the guard found.
         seconds: Duration of applying the solution and running the tests.
     """
 
@@ -45,6 +50,7 @@ class Verdict:
     pass_to_pass: Mapping[str, TestStatus] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     log: str = ""
+    tampered: str = ""
     seconds: float = 0.0
 
     @property
@@ -128,8 +134,32 @@ def _r2e_name(name: str) -> str:
 Channel: TypeAlias = Literal["auto", "report", "log"]
 """Where results are read: the plugin's report (pytest only), or the log."""
 
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """Result of running tests once.
+
+    Attributes:
+        reason: Failure of the run as a whole, or "".
+        tampered: Whether the guard complained.
+        lines: The failed line of each failed test.
+        seconds: What each test took: of quick ones the time of the processor.
+    """
+
+    __test__ = False
+
+    statuses: Statuses
+    reason: str = ""
+    log: str = ""
+    tampered: bool = False
+    lines: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
 MOST_LOG: Final = 8 * 2**20
 _TAIL: Final = 4_000
+_TAMPERED: Final = "the run was tampered with: "
+_RNG: Final = random.SystemRandom()
 _MOST_FILES: Final = 200
 _WORDS: Final = (
     *("settrace", "setprofile", "get_objects", "get_referrers", "get_referents"),
@@ -143,10 +173,14 @@ class Judge:
 
     Args:
         channel: Source of results; ``auto`` is the report for pytest.
+        plan: The twins of the row's tests.
     """
 
-    def __init__(self, instance: Instance, *, timeout: float = 600.0, channel: Channel = "auto") -> None:
+    def __init__(
+        self, instance: Instance, *, timeout: float = 600.0, channel: Channel = "auto", plan: TwinPlan = NO_TWINS
+    ) -> None:
         self.instance = instance
+        self.plan = plan
         self.timeout = timeout
         self.reports = instance.framework == "pytest" if channel == "auto" else channel == "report"
 
@@ -163,20 +197,34 @@ class Judge:
             SandboxError: The sandbox failed.
         """
         began = time.monotonic()
+        staged = await self.stage(box, patch, reverse=reverse)
+        if isinstance(staged, str):
+            return decide(self.instance, {}, reason=staged)
+        verdict = await self._verdict(box, *staged)
+        return replace(verdict, seconds=time.monotonic() - began)
+
+    async def stage(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> tuple[Place, tuple[str, ...]] | str:
+        """Apply a patch, restore the files that decide how tests run, and add the tests.
+
+        Returns:
+            Where the repository is, and the restored files; or why the patch is worth nothing.
+
+        Raises:
+            EnvError: As :meth:`judge`.
+        """
         place = await prepare(box, self.instance)
         if patch.strip():
             said = await self._apply(box, place, patch, reverse)
             if said is not None:
-                return decide(self.instance, {}, reason=f"the patch does not apply: {said}")
+                return f"the patch does not apply: {said}"
         try:
             dropped = await self._put_back(box, place)
-            await self._add_tests(box, place)
+            await self._add_tests(box)
         except EnvError as error:
-            if not await self._at_fault(box, place, patch):
+            if not await self._at_fault(box, patch):
                 raise
-            return decide(self.instance, {}, reason=f"the patch conflicts with the tests: {error}")
-        verdict = await self._run(box, place, dropped)
-        return replace(verdict, seconds=time.monotonic() - began)
+            return f"the patch conflicts with the tests: {error}"
+        return place, dropped
 
     async def _apply(self, box: Sandbox, place: Place, patch: bytes, reverse: bool) -> str | None:
         """Apply a patch; return git's error, or None."""
@@ -206,7 +254,7 @@ class Judge:
         base = {name for name, (status, _) in changed.items() if status != "A"}
         links = {name for name, (_, mode) in changed.items() if mode in ("120000", "160000")}
         allowed = touched(self.instance.patch) - touched(self.instance.test_patch)
-        extra = (*self.instance.protected, *touched(self.instance.test_patch))
+        extra = (*self.instance.protected, *touched(self.instance.test_patch), *self.plan.files)
         wrong = {name for name in changed if is_protected(name, allowed=allowed, extra=extra)}
         new = {name: shadows(name) for name in changed if name not in base and name not in allowed}
         tops = [top for top in set(new.values()) if top and not (await git(box, "cat-file", "-e", f"HEAD:{top}")).ok]
@@ -228,13 +276,13 @@ class Judge:
             done = await box.exec(f"xargs -0 -n 500 {GIT} {command} --", timeout=120.0, stdin=given)
             await self._must(done, "putting files back")
 
-    async def _at_fault(self, box: Sandbox, place: Place, patch: bytes) -> bool:
+    async def _at_fault(self, box: Sandbox, patch: bytes) -> bool:
         """Whether the row's tests apply without the patch, so that the patch is at fault."""
         if not patch.strip():
             return False
         await git(box, "reset", "--quiet", "--hard", "HEAD")
         try:
-            await self._add_tests(box, place)
+            await self._add_tests(box)
         except EnvError:
             return False
         return True
@@ -259,40 +307,107 @@ class Judge:
             after = None
         return settings_differ(name.rpartition("/")[2], done.stdout if done.ok else None, after)
 
-    async def _add_tests(self, box: Sandbox, place: Place) -> None:
+    async def _add_tests(self, box: Sandbox) -> None:
         instance = self.instance
         if instance.tests_commit:
             names = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
             done = await git(box, "checkout", "--quiet", instance.tests_commit, "--", *names)
             await self._must(done, f"the tests of {instance.name}")
         if instance.test_patch and not instance.applies_tests:
-            path = f"{place.temporary}/{secrets.token_hex(8)}.diff"
-            await box.write_file(path, (instance.test_patch.rstrip("\n") + "\n").encode())
-            done = await git(box, "apply", "--binary", "--whitespace=nowarn", path)
-            await self._must(done, f"test_patch of {instance.name}")
+            # From its input: the text of hidden tests is not to lie around.
+            given = (instance.test_patch.rstrip("\n") + "\n").encode()
+            command = f"{GIT} apply --binary --whitespace=nowarn -"
+            await self._must(await box.exec(command, timeout=120.0, stdin=given), f"test_patch of {instance.name}")
 
-    async def _run(self, box: Sandbox, place: Place, dropped: tuple[str, ...]) -> Verdict:
-        instance = self.instance
+    async def _verdict(self, box: Sandbox, place: Place, dropped: tuple[str, ...]) -> Verdict:
+        """Run the tests beside their twins, and hold the two against each other."""
+        roll, files = Roll(), await self.test_files(box, place)
+        if files:
+            by_path = {path: [each for each in self.plan.families if each.path == path] for path in files}
+            texts = {path: enroll(files[path], of, _RNG, roll) for path, of in by_path.items()}
+            await self._write(box, place, texts)
+        run = await self.run(box, place, written=files)
+        tests, twins = roll.read(run.statuses)
+        log = roll.named(run.log)
+        verdict = decide(self.instance, tests, dropped=dropped, log=log, reason=roll.named(run.reason))
+        if run.tampered:
+            return replace(verdict, tampered=verdict.reason.removeprefix(_TAMPERED))
+        held = {node for node, status in {**verdict.fail_to_pass, **verdict.pass_to_pass}.items() if status.good}
+        suspects = suspected(self.plan.families, tests, twins, held)
+        if not suspects:
+            return verdict
+        findings = await self._confirm(box, place, files, suspects)
+        tests |= {finding.node: TestStatus.FAILED for finding in findings}
+        proof = next((finding.reason for finding in findings if finding.tampered), "")
+        reason = _TAMPERED + proof if proof else ""
+        return replace(decide(self.instance, tests, dropped=dropped, log=log, reason=reason), tampered=proof)
+
+    async def _confirm(
+        self, box: Sandbox, place: Place, files: Mapping[str, TestFile], suspects: Sequence[Suspect]
+    ) -> list[Finding]:
+        """Run suspected tests and their twins apart, one of each in a process; return what contradicts itself."""
+        seen: list[Observed] = []
+        for chosen in rounds(suspects, _RNG):
+            roll, texts = Roll(), {}
+            for path, file in files.items():
+                of = [(family, twin) for family, twin in chosen if family.path == path]
+                if of:
+                    texts[path] = select(file, of, roll)
+            await self._write(box, place, texts)
+            run = await self.run(box, place, files=tuple(texts), written=texts)
+            if run.tampered:
+                reason = roll.named(run.reason).removeprefix(_TAMPERED)
+                return [Finding(suspects[0].nodes[0], reason, tampered=True)]
+            tests, twins = roll.read(run.statuses)
+            seen.append(Observed(dict(chosen), tests, twins))
+            if proven(suspects, seen):
+                break
+        return findings(suspects, seen)
+
+    async def test_files(self, box: Sandbox, place: Place) -> dict[str, TestFile]:
+        """Return the files of tests with twins, as they were when the twins were made."""
+        found = {}
+        for path, digest in self.plan.files.items():
+            content = await box.read_file(f"{place.workdir}/{path}")
+            if hashlib.sha256(content).hexdigest() == digest:
+                found[path] = TestFile(path, content.decode())
+        return found
+
+    async def _write(self, box: Sandbox, place: Place, texts: Mapping[str, str]) -> None:
+        for path, text in texts.items():
+            await box.write_file(f"{place.workdir}/{path}", text.encode())
+
+    async def run(
+        self, box: Sandbox, place: Place, *, files: tuple[str, ...] = (), written: Collection[str] = ()
+    ) -> TestRun:
+        """Run the tests once.
+
+        Args:
+            box: The sandbox.
+            place: The repository in it.
+            files: Those to run; by default the row's.
+            written: Files that were written for this run, compiled ones of which are removed.
+        """
+        instance = self.instance if not files else replace(self.instance, files=files)
         nonce, key = secrets.token_hex(16), secrets.token_bytes(32)
         folder = f"{place.temporary}/turnwise-{secrets.token_hex(8)}"
         env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
         if self.reports:
             env |= await self._guard(box, place, folder, nonce, key)
-        script = _script(instance, place.workdir, nonce)
+        script = _script(instance, place.workdir, nonce, written)
         await box.write_file(f"{folder}/run.sh", script.encode())
         done = await box.exec(
             ["bash", f"{folder}/run.sh"], timeout=self.timeout, env={**instance.env, **env}, max_output=MOST_LOG
         )
         log = (done.stdout + done.stderr).decode("utf-8", "replace")
         between = log.partition(f"begin {nonce}\n")[2].partition(f"end {nonce}")[0]
-        statuses, reason = parser_of(instance.framework)(between), ""
+        tail = between[-_TAIL:] or log[-_TAIL:]
         if done.timed_out:
-            reason = f"the tests took longer than {self.timeout:g} s"
-        elif self.reports:
-            statuses, reason = await self._report(box, folder, key)
-        elif f"end {nonce}" not in log:
-            reason = "the test script did not finish"
-        return decide(instance, statuses, dropped=dropped, log=between[-_TAIL:] or log[-_TAIL:], reason=reason)
+            return TestRun({}, f"the tests took longer than {self.timeout:g} s", tail)
+        if self.reports:
+            return replace(await self._report(box, folder, key), log=tail)
+        reason = "" if f"end {nonce}" in log else "the test script did not finish"
+        return TestRun(parser_of(instance.framework)(between), reason, tail)
 
     async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:
         # Nothing in the repository can have these names.
@@ -329,30 +444,35 @@ class Judge:
             ]
         return found
 
-    async def _report(self, box: Sandbox, folder: str, key: bytes) -> tuple[Statuses, str]:
+    async def _report(self, box: Sandbox, folder: str, key: bytes) -> TestRun:
         try:
             sealed: Any = json.loads(await box.read_file(f"{folder}/report.json"))
             text, code = sealed["text"], sealed["code"]
             if not hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), code):
-                return {}, "the report of the tests was forged"
+                return TestRun({}, "the report of the tests was forged", tampered=True)
             report = json.loads(text)
         except SandboxFileNotFound:
-            return {}, "the tests ended without a report"
+            return TestRun({}, "the tests ended without a report")
         except (SandboxFileError, ValueError, KeyError, TypeError, AttributeError):
-            return {}, "the report of the tests cannot be read"
+            return TestRun({}, "the report of the tests cannot be read")
         statuses = {name: TestStatus(status) for name, status in report["tests"].items()}
-        return statuses, f"the run was tampered with: {report['wrong'][0]}" if report["wrong"] else ""
+        wrong = _TAMPERED + report["wrong"][0] if report["wrong"] else ""
+        return TestRun(
+            statuses, wrong, tampered=bool(wrong), lines=dict(report["line"]), seconds=dict(report["seconds"])
+        )
 
     async def _must(self, done: ExecResult, what: str) -> None:
         if not done.ok:
             raise EnvError(f"{self.instance.name}: {what}: {done.text.strip()[-800:] or f'exit {done.exit_code}'}")
 
 
-def _script(instance: Instance, workdir: str, nonce: str) -> str:
+def _script(instance: Instance, workdir: str, nonce: str, written: Collection[str]) -> str:
     if instance.script:
         body = [instance.script]
     else:
         body = [*instance.before, " ".join([instance.command, *map(shlex.quote, instance.files)])]
-    return "\n".join(
-        ["exec 2>&1", f"cd {shlex.quote(workdir)}", f"echo begin {nonce}", "(", *body, ")", f"echo end {nonce}", ""]
-    )
+    # A file of the same second and size would be taken for the one that was compiled.
+    compiled = [f"{head}{slash}__pycache__/{name[:-3]}." for head, slash, name in (p.rpartition("/") for p in written)]
+    removed = [f"rm -f -- {shlex.quote(path)}*.pyc" for path in sorted(compiled)]
+    before = ["exec 2>&1", f"cd {shlex.quote(workdir)}", *removed, f"echo begin {nonce}"]
+    return "\n".join([*before, "(", *body, ")", f"echo end {nonce}", ""])

@@ -7,16 +7,31 @@ import hashlib
 import hmac
 import importlib
 import json
+import operator
 import os
 import socket
 import sys
 import threading
+import time
 import types
 from typing import Any
 
 import pytest
 
 _WATCHED = ("_pytest", "pytest", "pluggy", "unittest", "ast")
+_ALWAYS = (
+    *("pytest", "pluggy", "unittest.case", "_pytest.runner", "_pytest.python", "_pytest.outcomes", "_pytest.raises"),
+    *(
+        "_pytest.python_api",
+        "_pytest.unittest",
+        "_pytest.assertion",
+        "_pytest.reports",
+        "_pytest.nodes",
+        "_pytest.mark",
+    ),
+)
+"""Modules that are looked at before and after each test; the others with every eighth, since looking takes time."""
+_EIGHTH = 8
 _HOOKS = (
     "pytest_pyfunc_call",
     "pytest_runtest_protocol",
@@ -40,32 +55,67 @@ _BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
 
 
 def _functions() -> Any:
-    """Return what may not change: functions and classes of the watched modules, and the functions' code."""
-    found: Any = {}
-    for name, module in list(sys.modules.items()):
-        if module is None or name.split(".")[0] not in _WATCHED:
-            continue
-        found[name, "", ""] = (module, None)
-        for key, value in list(vars(module).items()):
+    """Return what may not change, by place: functions and classes of the watched modules, and the functions' code."""
+    modules = {name: module for name, module in list(sys.modules.items()) if name.split(".")[0] in _WATCHED}
+    classes: Any = {}
+    found: Any = [_Held("", sys.modules.get, {name: module for name, module in modules.items() if module is not None})]
+    for name, module in modules.items():
+        held: Any = {}
+        for key, value in list(vars(module).items()) if module is not None else ():
             if isinstance(value, types.FunctionType):
-                found[name, "", key] = (value, value.__code__)
+                held[key] = value
             elif isinstance(value, type) and str(value.__module__).split(".")[0] in _WATCHED:
-                found[name, "", key] = (value, None)
-                for part, inner in list(vars(value).items()):
-                    plain = getattr(inner, "__func__", inner)
-                    if isinstance(plain, types.FunctionType):
-                        found[name, key, part] = (inner, plain.__code__)
+                held[key] = value
+                classes[id(value)] = value
+        if held:
+            found.append(_Held(name, vars(module).get, held))
+    for value in classes.values():
+        parts = {part: inner for part, inner in list(vars(value).items()) if _plain(inner) is not None}
+        if parts:
+            found.append(_Held(value.__module__ + "." + value.__qualname__, vars(value).get, parts))
     return found
 
 
-def _held(name: str, owner: str, key: str) -> Any:
-    module = sys.modules.get(name)
-    if not key:
-        return module
-    place = vars(module) if module is not None else {}
-    if owner:
-        place = vars(place[owner]) if isinstance(place.get(owner), type) else {}
-    return place.get(key)
+def _plain(value: Any) -> Any:
+    """Return the function in a method of a class, or None."""
+    inner = getattr(value, "__func__", value)
+    return inner if isinstance(inner, types.FunctionType) else None
+
+
+_is = operator.is_
+_code = operator.attrgetter("__code__")
+
+
+class _Held:
+    """The functions and classes of one module or class. Looking at all of them takes well below a millisecond."""
+
+    def __init__(self, place: str, get: Any, values: Any) -> None:
+        self.place, self._get, self._values = place, get, values
+        self._note()
+
+    def _note(self) -> None:
+        functions = [each for each in map(_plain, self._values.values()) if each is not None]
+        self._known = (tuple(self._values), tuple(self._values.values()), functions, list(map(_code, functions)))
+
+    def values(self) -> Any:
+        return self._values.values()
+
+    def changed(self, own: Any) -> Any:
+        """Return the names of what was replaced; what one part of pytest replaces becomes what has to stay."""
+        keys, values, functions, codes = self._known
+        if all(map(_is, map(self._get, keys), values)) and all(map(_is, map(_code, functions), codes)):
+            return []
+        code = {id(function): held for function, held in zip(functions, codes)}  # noqa: B905 - older Pythons
+        names = []
+        for key, value in list(self._values.items()):
+            held, plain = self._get(key), _plain(value)
+            if id(held) in own:
+                self._values[key] = held
+            elif held is not value or (plain is not None and plain.__code__ is not code[id(plain)]):
+                names.append(".".join(part for part in (self.place, key) if part))
+        if not names:
+            self._note()
+        return names
 
 
 def _keeper(path: str) -> Any:
@@ -98,6 +148,7 @@ def _keep(path: str, connection: Any) -> None:
     key, word = bytes.fromhex(settings.pop("key")), os.urandom(16).hex()
     connection.sendall(json.dumps(dict(settings, word=word)).encode() + b"\n")
     statuses: Any = {}
+    facts: Any = {"line": {}, "seconds": {}}
     wrong: Any = []
     with connection.makefile("rb") as told:
         for line in told:
@@ -107,8 +158,10 @@ def _keep(path: str, connection: Any) -> None:
                 wrong.append(name)
             elif kind == "status" and statuses.get(name) not in ("FAILED", "ERROR"):
                 statuses[name] = value
+            elif kind in facts:
+                facts[kind].setdefault(name, value)
             elif kind == "end":
-                text = json.dumps({"tests": statuses, "wrong": wrong[:20], "exit": value})
+                text = json.dumps(dict(facts, tests=statuses, wrong=wrong[:20], exit=value))
                 code = hmac.new(key, text.encode(), digestmod=hashlib.sha256).hexdigest()
                 with open(settings["report"], "w", encoding="utf-8") as file:
                     json.dump({"text": text, "code": code}, file)
@@ -126,7 +179,9 @@ class _Guard:
         self._word = settings["word"].encode()
         self._files = settings["files"]
         self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
-        self._functions: Any = {}
+        self._functions: Any = []
+        self._always: Any = []
+        self._looks = 0
         self._builtins: Any = {}
         self._own: Any = set()
         self._hooks: Any = {}
@@ -165,13 +220,10 @@ class _Guard:
             self._looking.discard(thread)
 
     def _look(self, everything: bool) -> None:
-        for (name, owner, key), (value, code) in self._functions.items():
-            held = _held(name, owner, key)
-            plain = getattr(held, "__func__", held)
-            if id(held) in self._own:
-                continue
-            if held is not value or (code is not None and plain.__code__ is not code):
-                self._complain("replaced: " + ".".join(part for part in (name, owner, key) if part))
+        self._looks += 1
+        for held in self._functions if everything or self._looks % _EIGHTH == 0 else self._always:
+            for name in held.changed(self._own):
+                self._complain("replaced: " + name)
         for impls in self._hooks.values():
             for impl, function in impls:
                 if impl.function is not function:
@@ -188,12 +240,13 @@ class _Guard:
         """Take what is there as what has to stay."""
         comparisons = importlib.import_module(__name__.replace("guard_", "comparisons_"))
         self._functions = _functions()
+        self._always = [held for held in self._functions if held.place.startswith(_ALWAYS) or not held.place]
         self._builtins = dict(vars(builtins))
         for path, words in self._changed.items():
             if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
                 self._complain("equal to everything: a class of " + os.path.basename(path))
         # One part of pytest replaces methods of others while it starts.
-        self._own = {id(value) for (name, _, _), (value, _) in self._functions.items() if name == "_pytest.legacypath"}
+        self._own = {id(each) for held in self._functions for each in held.values() if _from_legacy(each)}
 
     def _impls(self, config: Any, name: str) -> Any:
         caller = getattr(config.hook, name)
@@ -227,6 +280,8 @@ class _Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        if call.excinfo is not None and call.when == "call":
+            self._tell("line", item.nodeid, _line_of(item, call.excinfo.tb))
         if call.excinfo is None or item.nodeid in self._may_fail:
             return
         if isinstance(call.excinfo.value, pytest.xfail.Exception):
@@ -248,9 +303,13 @@ class _Guard:
         for impl, _ in self._impls(item.config, "pytest_pyfunc_call"):
             if id(impl) not in known and not str(getattr(impl.plugin, "__file__", "")).endswith("conftest.py"):
                 self._complain("added: a hook of pytest")
+        began, worked = time.monotonic(), time.process_time()
         outcome = yield
+        took, worked = time.monotonic() - began, time.process_time() - worked
         self._look(everything=False)
         self._seen[item.nodeid] = outcome.excinfo is None and not getattr(item, "_excinfo", None)
+        # Of a quick test what it computed: a busy machine does not count.
+        self._tell("seconds", item.nodeid, took if took > 1.0 else worked)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -293,6 +352,12 @@ def _asking(frame: Any) -> str:
     return ""
 
 
+def _from_legacy(value: Any) -> bool:
+    return getattr(value, "__module__", "") == "_pytest.legacypath" or (
+        isinstance(value, types.ModuleType) and value.__name__ == "_pytest.legacypath"
+    )
+
+
 def _code_of(function: Any) -> Any:
     """Yield a function and those that it wraps, each with its code."""
     seen: Any = set()
@@ -326,6 +391,16 @@ def _raised_in(trace: Any) -> str:
         path = trace.tb_frame.f_code.co_filename
         found, trace = (found if path.startswith(inside) else path), trace.tb_next
     return found
+
+
+def _line_of(item: Any, trace: Any) -> int:
+    """Return the line of a test's own body that failed, or 0."""
+    codes = [code for _, code in _code_of(getattr(item, "function", None))]
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return int(trace.tb_lineno)
+        trace = trace.tb_next
+    return 0
 
 
 def _is_of_tests(path: str) -> bool:
