@@ -91,9 +91,11 @@ def stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
 
 def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) -> None:
     """Mount folders on each other, the last of them to be written to; those below never change."""
+    # Relative names: a path may hold what separates options, and all of them have to fit into one page of memory.
+    os.chdir(at)
     lowers = []
     for number, (source, foreign) in enumerate(overlay["lowers"]):
-        lower = f"{at}/{overlay['name']}.{number}"
+        lower = f"{overlay['name']}.{number}"
         os.mkdir(lower)
         if owner is not None and foreign != owner:
             namespace = syscalls.user_namespace(foreign, owner)
@@ -102,10 +104,11 @@ def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) 
         else:
             syscalls.mount(source, lower, None, syscalls.MS_BIND)
         lowers.append(lower)
-    top = f"{at}/{overlay['name']}"
+    top = str(overlay["name"])
     options = f"lowerdir={':'.join(lowers)},upperdir={top}.upper,workdir={top}.ovl,index=off,metacopy=off"
     options += ",userxattr" if userns else ",redirect_dir=on"
     syscalls.mount("turnwise", top, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+    os.chdir("/")
 
 
 def reveal(paths: list[str], uid: int, private: bool) -> None:
