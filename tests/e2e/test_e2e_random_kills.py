@@ -58,8 +58,7 @@ class Fixtures:
             stack.callback(self._end_runner)
             while self.killed.total() < kills:
                 with training(self.config) as process:
-                    below = self._live(process, kills)
-                    wait_until(lambda left=below: gone(left), f"the end of what a dead trainer had started: {below}")
+                    _see_the_end_of(self._live(process, kills))
                 self.lives.append(left_on_disk(self.run))
 
     def _live(self, process: Turnwise, kills: int) -> list[psutil.Process]:
@@ -100,8 +99,8 @@ class Fixtures:
                 return [psutil.Process(player.pid)] if up else []
             below = psutil.Process(process.pid).children(recursive=True)
             if victim == "sandboxes":
-                return [each for each in below if any("boot.launcher" in part for part in each.cmdline())]
-            servers = [each for each in below if "turnwise.engine.server" in each.cmdline() and listening(each)]
+                return [each for each in below if any("boot.launcher" in part for part in _command(each))]
+            servers = [each for each in below if "turnwise.engine.server" in _command(each) and listening(each)]
             return servers if victim == "server" else [psutil.Process(process.pid)] * bool(servers)
         return []
 
@@ -131,6 +130,22 @@ class Fixtures:
         assert proof.steps == steps
         assert proof.trained > 0
         print(f"killed {dict(self.killed)}, {len(self.lives)} processes did not end in order; {proof}")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return a process's command line: empty after its end, also while its parent has not waited for it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def _see_the_end_of(below: list[psutil.Process]) -> None:
+    """Wait for the end of what a dead trainer had started."""
+    try:
+        wait_until(lambda: gone(below), "the end of what a dead trainer had started")
+    except AssertionError as error:
+        left = [(each, _command(each)) for each in below if not gone([each])]
+        raise AssertionError(f"{error}: {left}") from None
 
 
 @contextlib.contextmanager

@@ -57,6 +57,31 @@ async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
     }
 
 
+_AS_OTHER_USER = """
+import asyncio
+from turnwise.sandboxes.checker import check_sandbox
+from turnwise.sandboxes.local import LocalBackend
+
+async def main():
+    backend = LocalBackend("bubblewrap", _without=frozenset({"groups"}))
+    names = ("attack: fork bomb", "attack: fill the disk", "attack: kernel", "trees: upload", "life: snapshot")
+    report = await check_sandbox(backend, only=names)
+    report.raise_for_failures()
+    print(backend.rung.uid, report.capabilities.pids, report.capabilities.disk, report.capabilities.kernel)
+    await backend.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it takes root a right away")
+async def test_root_that_may_not_mount_becomes_another_user_before_bubblewrap_runs() -> None:
+    """As in most containers. No limit holds for root's own processes, which read files of the kernel that are root's."""
+    command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", _AS_OTHER_USER]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.stdout == "60999 True True True\n", done.stderr + done.stdout
+
+
 class Exposing(LocalBackend):
     """Sandboxes from which one address of the host is reached, as a black box's session is."""
 

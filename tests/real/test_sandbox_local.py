@@ -82,6 +82,26 @@ async def test_snapshots_lie_on_each_other(backend: LocalBackend, folder: Path) 
         await backend.make(SandboxSpec(snapshot=two)).start()
 
 
+async def test_a_state_folder_of_any_name_holds_deep_snapshots(folder: Path) -> None:
+    # What separates the options of a mount, and so long that a few of its layers fill the page that they have to fit in.
+    place = folder / "a,b:c\\d" / ("n" * 200) / ("m" * 200)
+    place.mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "work").mkdir()
+    backend = LocalBackend("bubblewrap", directory=place)
+    try:
+        last = backend.make(SandboxSpec(workspace=folder / "work"))
+        await last.start()
+        assert backend.rung.overlay
+        for number in range(10):
+            await last.exec(f"echo {number} >> file")
+            last, before = await last.fork(), last
+            await before.close()
+        assert await last.read_file("file") == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9\n"
+    finally:
+        await backend.close()
+
+
 async def test_an_image_is_a_folder_with_a_root_file_system(folder: Path) -> None:
     busybox = shutil.which("busybox")
     assert busybox is not None, "install busybox-static"

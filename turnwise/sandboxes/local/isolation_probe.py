@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import re
 import secrets
@@ -77,6 +78,9 @@ def _candidates(
             base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), program
+                # Root may lack the right to mount (in a container, say), and an overlay would show its owners as they are.
+                yield replace(base, stage="user"), program
+            # Where this process is root, its sandboxes stay root's: only if it cannot become another user.
             yield replace(base, stage="user", overlay=True, uid=None), program
             if uid is None:
                 yield base, program
@@ -118,6 +122,14 @@ async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabili
     return _capabilities(rung, overlay=b"/work overlay " in seen.stdout)
 
 
+def _is_root() -> bool:
+    """Whether this process's user is root outside of its user namespace, too."""
+    if os.geteuid():
+        return False
+    with open("/proc/self/uid_map") as file:
+        return ["0", "0"] in [line.split()[:2] for line in file]
+
+
 def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     strong = rung.isolation == "bubblewrap"
     notes: list[str] = []
@@ -139,7 +151,19 @@ def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
             notes.append("workspaces are copied: an overlay is not allowed here")
         if rung.stage is None:
             notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
-        return Capabilities("bubblewrap", disk=rung.stage is not None, kernel=filtered, notes=tuple(notes))
+        as_root = rung.uid is None and _is_root()
+        pids = not as_root or rung.groups.pids is not None
+        if as_root:
+            notes.append(
+                "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
+            )
+        if not pids:
+            notes.append(
+                "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
+            )
+        return Capabilities(
+            "bubblewrap", pids=pids, disk=rung.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
+        )
     version = landlock.version() if rung.isolation == "landlock" else 0
     contained = rung.isolation == "landlock"
     bounded = rung.stage is not None

@@ -113,8 +113,8 @@ class IsolationLevel:
     Attributes:
         isolation: Its name.
         uid: User of sandboxes if this process is root; None: its own.
-        stage: Private file system mounted before a start: ``root`` (in the launcher's mount namespace), ``user`` (in a
-            user namespace), or None (files in the state folder).
+        stage: Private file system mounted before a start: ``root`` (by root's own right), ``user`` (in a user
+            namespace), or None (files in the state folder).
         overlay: Whether workspaces are copy-on-write overlays; otherwise copies.
         groups: Available control groups.
         without: Containments switched off by tests that show their effect.
@@ -311,7 +311,7 @@ def _files(
 
 
 def _shown(wanted: list[tuple[str, str]], rung: IsolationLevel) -> list[tuple[str, str]]:
-    if rung.stage != "root" or rung.isolation != "bubblewrap":
+    if rung.stage is None or rung.uid is None or rung.isolation != "bubblewrap":
         return []
     return [*wanted, (str(interpreter()), PYTHON)]
 

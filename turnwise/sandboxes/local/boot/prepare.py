@@ -33,9 +33,9 @@ def become(plan: dict[str, Any], control: int) -> None:
         os.setgroups([])
         os.setresgid(plan["uid"], plan["uid"], plan["uid"])
         os.setresuid(plan["uid"], plan["uid"], plan["uid"])
-        # A change of user takes the wish back that the parent's end ends this.
-        if plan["nested"]:
-            syscalls.die_with(plan["parent"])
+    if plan["nested"]:
+        # A change of user, or of its namespace, takes the wish back that the parent's end ends this.
+        syscalls.die_with(plan["parent"])
     if plan["landlock"] is not None:
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         landlock.restrict(plan["landlock"])
@@ -70,7 +70,10 @@ def stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
     """Make a private file system that holds all that may be written, and show in it what will be seen inside."""
     user, group = os.geteuid(), os.getegid()
     owner = folders["owner"]
-    if plan["userns"]:
+    if plan["userns"] and owner is not None:
+        syscalls.enter_user_namespace()
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+    elif plan["userns"]:
         syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
@@ -91,9 +94,11 @@ def stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
 
 def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) -> None:
     """Mount folders on each other, the last of them to be written to; those below never change."""
+    # Relative names: a path may hold what separates options, and all of them have to fit into one page of memory.
+    os.chdir(at)
     lowers = []
     for number, (source, foreign) in enumerate(overlay["lowers"]):
-        lower = f"{at}/{overlay['name']}.{number}"
+        lower = f"{overlay['name']}.{number}"
         os.mkdir(lower)
         if owner is not None and foreign != owner:
             namespace = syscalls.user_namespace(foreign, owner)
@@ -102,10 +107,11 @@ def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) 
         else:
             syscalls.mount(source, lower, None, syscalls.MS_BIND)
         lowers.append(lower)
-    top = f"{at}/{overlay['name']}"
+    top = str(overlay["name"])
     options = f"lowerdir={':'.join(lowers)},upperdir={top}.upper,workdir={top}.ovl,index=off,metacopy=off"
     options += ",userxattr" if userns else ",redirect_dir=on"
     syscalls.mount("turnwise", top, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+    os.chdir("/")
 
 
 def reveal(paths: list[str], uid: int, private: bool) -> None:
