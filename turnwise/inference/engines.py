@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+import orjson
 
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.inference.config import InferenceConfig
@@ -22,6 +25,9 @@ ENGINES: dict[str, type[Replica] | str] = {
 """Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
 
 _log = logging.getLogger(__name__)
+_SHIPPED = tuple(ENGINES)
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_GPU = Path("/dev/nvidiactl")
 
 
 def register_engine(name: str) -> Callable[[R], R]:
@@ -54,9 +60,62 @@ def find_engine(name: str) -> type[Replica]:
     return found
 
 
+def model_settings(model: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory, of its text part where it has several; ``{}`` without one."""
+    try:
+        settings = orjson.loads((model / "config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        # The engine's own words about it are better.
+        return {}
+    return dict(settings.get("text_config") or settings)
+
+
+def served_dtype(model: Path, dtype: str) -> str:
+    """Return the dtype that a server computes in; ``auto`` is the checkpoint's, float32 if it does not say.
+
+    vLLM's own ``auto`` serves a float32 checkpoint in half precision.
+    """
+    if dtype != "auto":
+        return dtype
+    settings = model_settings(model)
+    said = settings.get("dtype", settings.get("torch_dtype"))
+    if said in _STORED.values():
+        return str(said)
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as source:
+            head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
+        stored = next((_STORED[each["dtype"]] for each in head.values() if each.get("dtype") in _STORED), None)
+        if stored is not None:
+            return stored
+    return "float32"
+
+
+def emulates_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this machine computes bfloat16 on a processor without instructions for it."""
+    if _GPU.exists():
+        return False
+    try:
+        flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)[0].split())
+    except (OSError, IndexError):
+        # Another system, whose processor is not known.
+        return False
+    return not flags & {"avx512_bf16", "amx_bf16", "bf16"}
+
+
 async def check_engine(model: Path, config: InferenceConfig) -> None:
-    """Check the configured engine before its servers are started; log its warnings. Raises ConfigError."""
-    for warning in await find_engine(config.engine).check(model, config):
+    """Check the configured engine before its servers are started; log warnings. Raises ConfigError."""
+    if config.custom and config.engine in _SHIPPED:
+        raise ConfigError(
+            f"inference.custom is {config.custom!r}, which is for engines of others, and inference.engine is "
+            f"{config.engine}: remove it"
+        )
+    warnings = await find_engine(config.engine).check(model, config)
+    if not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
+        warnings.append(
+            f"inference.dtype is {config.dtype}, so servers compute in bfloat16, which this processor emulates: "
+            "inference.dtype=float32 is several times faster here"
+        )
+    for warning in warnings:
         _log.warning("%s", warning)
 
 
@@ -104,3 +163,22 @@ def make_replicas(model: Path, config: InferenceConfig, *, logs: Path) -> list[R
         make_replica(model, config, log_file=logs / f"server-{number}.log", number=number, url=url)
         for number, url in enumerate(urls)
     ]
+
+
+async def serve_replica(model: Path, config: InferenceConfig, *, name: str | None, log_file: Path) -> None:
+    """Serve a model by the configured engine until this task is cancelled.
+
+    Raises:
+        ConfigError: The engine cannot be used as configured.
+        InferenceError: The server does not start, or dies.
+    """
+    if config.urls:
+        raise ConfigError(f"url is {config.url}, which serves already: leave it out to start a server")
+    await check_engine(model, config)
+    replica = make_replica(model, config, name=name, log_file=log_file)
+    try:
+        await replica.launch()
+        _log.info("serving %s at %s; the log of the server is %s", model, replica.url, log_file)
+        raise await replica.wait_died()
+    finally:
+        await replica.close()

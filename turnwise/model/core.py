@@ -192,11 +192,6 @@ class Replica(ABC):
     def url(self) -> str:
         """Base URL; valid after :meth:`launch`."""
 
-    @property
-    @abstractmethod
-    def running(self) -> bool:
-        """Whether the server's process is running."""
-
     @abstractmethod
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
