@@ -240,6 +240,7 @@ FOREIGN_ATTRIBUTES = {
     "max_position_embeddings",  # a field that not every transformers config has
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
+    "lm_head",  # which not every model of vLLM has
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
     # What objects of pytest have, of one version or another (envs/library/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),

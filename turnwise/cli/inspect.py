@@ -134,7 +134,7 @@ def _evaluate(config: EvalConfig) -> None:
     from turnwise.inference.builtin import forked_servers
 
     # The servers import while this process reads its tasks.
-    with forked_servers(0 if config.url is not None else config.inference.replicas):
+    with forked_servers([] if config.url is not None else [config.inference]):
         from turnwise.evaluation.runner import run_eval
 
         run_eval(config)

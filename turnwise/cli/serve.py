@@ -45,6 +45,15 @@ def serve(
         return
     config = load_config(InferenceConfig, overrides=given)
     _log_to_terminal(config.log_level)
+    if config.engine != "builtin":
+        import asyncio
+        from datetime import datetime
+
+        from turnwise.inference.engines import serve_replica
+
+        folder = Path("runs").absolute() / f"serve-{name or model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        asyncio.run(serve_replica(model.absolute(), config, name=name, log_file=folder / "server.log"))
+        return
     from turnwise.engine.server import ServerSpec, serve
 
     serve(ServerSpec(model=model.absolute(), name=name, config=config))

@@ -75,8 +75,7 @@ def train(
         from turnwise.trainer.run.train import run_train
 
     frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-    servers = checked.inference.replicas + sum(each.inference.replicas for each in frozen)
-    with forked_servers(servers):
+    with forked_servers([checked.inference, *(each.inference for each in frozen)]):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
 

@@ -6,7 +6,6 @@ times as much as the next. :func:`read_weights` maps a file and checks all of it
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -16,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
+from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum
 from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 
@@ -40,30 +39,12 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_WORDS = 512
-"""Words of 64 bits that are summed for a checksum: 4 KiB, a page of memory."""
-# Odd, so that a change of a single word never vanishes in a sum modulo 2**64.
-_FACTORS = np.random.default_rng(0).integers(-(2**63), 2**63, _WORDS, dtype=np.int64) | 1
 
 
 def weights_directory(name: str) -> Path:
     """Create a private directory for weights, in shared memory if available; the caller removes it."""
     parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix=f"turnwise-{name}-", dir=parent))
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """Return the checksum of a CPU tensor's bytes: 32 hexadecimal digits, computed at memory speed.
-
-    It is blake2b-128 of one number per 4 KiB (the sum modulo 2**64 of its 64-bit words, each times an odd
-    position-dependent factor) and of the remaining bytes. Any single changed word is detected, several almost surely.
-    """
-    flat = _bytes_of(tensor)
-    whole = flat.size - flat.size % (8 * _WORDS)
-    sums = np.einsum("ij,j->i", flat[:whole].view(np.int64).reshape(-1, _WORDS), _FACTORS)
-    digest = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16)
-    digest.update(flat[whole:].data)
-    return digest.hexdigest()
 
 
 def write_weights(
@@ -149,16 +130,11 @@ def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bits: equal NaNs are equal, zeros of different sign are not."""
-    left, right = _bytes_of(one), _bytes_of(other)
+    left, right = bytes_of(one), bytes_of(other)
     whole = left.size - left.size % 8
     return np.array_equal(left[:whole].view(np.int64), right[:whole].view(np.int64)) and np.array_equal(
         left[whole:], right[whole:]
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    flat: npt.NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -181,7 +157,7 @@ def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
         os.truncate(descriptor, 8 + len(raw) + ends[-1])
         out.write(len(raw).to_bytes(8, "little") + raw)
         for name in order:
-            out.write(_bytes_of(stored[name]).data)
+            out.write(bytes_of(stored[name]).data)
 
 
 def _versions(home: Path, newest: int) -> list[Path]:

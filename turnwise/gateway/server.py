@@ -313,9 +313,10 @@ class GatewayProcess(LaunchedServer):
         process = ServerProcess(
             f"the gateway of {config.url or config.model}",
             log_file=Path(log_file or config.out / "logs" / "gateway.log"),
-            launch_timeout=config.inference.launch_timeout,
+            # As long as the slowest engine may take.
+            launch_timeout=config.inference.launch_timeout or 900.0,
             # What is open is written down first, and servers that it launched are ended before it.
-            close_timeout=config.inference.close_timeout + 10,
+            close_timeout=(config.inference.close_timeout or 20.0) + 10,
         )
         super().__init__(process, config.host, config.port)
 

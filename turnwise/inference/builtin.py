@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import gc
@@ -25,10 +24,11 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.errors import InferenceError
+from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
-from turnwise.inference.process import Launched, LaunchedReplica, LaunchedServer, ServerProcess
+from turnwise.inference.process import Launched, LaunchedServer, ServerProcess
+from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
 from turnwise.plugins import without_collections
 
@@ -36,54 +36,24 @@ _SERVER = "turnwise.engine.server"
 _SERVER_IMPORTS = ("turnwise.engine.causal_lm", "transformers.modeling_utils", "uvicorn", "uvloop")
 
 
-def forked_servers(count: int) -> AbstractContextManager[None]:
-    """Fork this process for ``count`` built-in servers that start in the context; see :class:`ForkedProcesses`."""
+def forked_servers(configs: Sequence[InferenceConfig]) -> AbstractContextManager[None]:
+    """Fork this process for each built-in server that starts in the context; see :class:`ForkedProcesses`."""
+    count = sum(each.replicas for each in configs if each.engine == "builtin" and not each.urls)
     return ForkedProcesses(_SERVER, _SERVER_IMPORTS).forked(count)
 
 
-class BuiltinReplica(LaunchedReplica):
+class BuiltinReplica(ServerReplica):
     """A built-in inference server in its own process, which ends with its parent (lifeline pipe)."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        config: InferenceConfig | None = None,
-        *,
-        name: str | None = None,
-        weight_version: int = 0,
-        log_file: str | Path,
-    ) -> None:
-        """Configure a replica; :meth:`launch` starts it.
+    @classmethod
+    async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
+        """Check the settings before a server is started; see :meth:`turnwise.model.core.Replica.check`."""
+        del model
+        if config.dtype == "float16":
+            raise ConfigError("inference.dtype is float16, which the built-in engine does not compute in: say bfloat16")
+        return []
 
-        Args:
-            model: Checkpoint directory.
-            config: Server settings.
-            name: Served name; None for the directory's.
-            weight_version: Version of the checkpoint's weights.
-            log_file: Server log; its directory is created.
-        """
-        self._model = Path(model)
-        self._config = config or InferenceConfig()
-        self._name = name
-        self._weight_version = weight_version
-        # What a restart brings back, and what the process that runs has loaded.
-        self._manifest: WeightManifest | None = None
-        self._loaded: WeightManifest | None = None
-        process = ServerProcess(
-            str(self._model),
-            log_file=Path(log_file),
-            launch_timeout=self._config.launch_timeout,
-            close_timeout=self._config.close_timeout,
-        )
-        super().__init__(process, self._config.host, self._config.port)
-        # A restart brings back the last weights: newer ones must not be overtaken by them.
-        self._loading = asyncio.Lock()
-
-    async def launch(self) -> None:
-        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
-        await self._launch(paused=False)
-
-    async def _launch(self, *, paused: bool) -> None:
+    async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         def command(report: int, lifeline: int) -> list[str]:
             spec = {
                 "model": str(self._model),
@@ -96,31 +66,24 @@ class BuiltinReplica(LaunchedReplica):
             }
             return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
-        self._loaded = None
         threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
-        reported = await self._process.start(command, {**os.environ, **threads})
-        self._port = int(reported["port"])
+        reported = await process.start(command, {**os.environ, **threads})
+        return int(reported["port"])
 
-    async def update_weights(self, manifest: WeightManifest) -> int:
-        """Load a version in place and return the version now served.
+    async def prepare_updates(self) -> None:
+        """Check that a server that was started elsewhere is a built-in one. Raises InferenceError."""
+        if self._given_url is None:
+            return
+        try:
+            await self.stats()
+        except RequestRefused as error:
+            raise InferenceError(
+                f"inference.url names {self.url}, which is no built-in server ({error}): name its engine in "
+                "inference.engine"
+            ) from error
 
-        Weights already loaded only get the new version: KV cache and requests in flight are kept.
-
-        Raises:
-            RequestRefused: The weights do not fit; the server keeps its own.
-            InferenceError: The server did not respond.
-        """
-        async with self._loading:
-            return await self._load(manifest)
-
-    async def _load(self, manifest: WeightManifest) -> int:
-        if not manifest.same_weights(self._loaded):
-            self._loaded = None
-            await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
-            self._loaded = manifest
-        version = await self._control.set_version(self._reachable(), manifest.version)
-        self._manifest = manifest
-        return version
+    async def _load_weights(self, manifest: WeightManifest) -> None:
+        await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds."""
@@ -128,29 +91,11 @@ class BuiltinReplica(LaunchedReplica):
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present."""
-        running = self._process.cpu_if_ended()
-        if running is None and self._process.running:
+        if self._process.running:
             with contextlib.suppress(InferenceError):
                 running = float((await self.stats())["cpu_seconds"])
-        return self._process.spent_cpu + (running or 0.0)
-
-    async def restart(self) -> None:
-        """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
-        async with self._loading:
-            port, manifest = self._port, self._manifest
-            await self.close()
-            try:
-                self._port = port
-                await self._launch(paused=manifest is not None)
-            except InferenceError:
-                if self._config.port:
-                    raise
-                # Another process bound the port in the meantime.
-                self._port = 0
-                await self._launch(paused=manifest is not None)
-            if manifest is not None:
-                await self._load(manifest)
-                await self.resume()
+                return running + (self._process.spent_cpu if isinstance(self._process, ServerProcess) else 0.0)
+        return await super().cpu_seconds()
 
 
 class RewardServerSpec(BaseModel):

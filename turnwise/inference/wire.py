@@ -168,6 +168,11 @@ def covers(spans: Sequence[VersionSpan], tokens: int) -> bool:
 
 def encode_manifest(manifest: WeightManifest) -> bytes:
     """Return the body of ``/update_weights``."""
+    return orjson.dumps({"update_info": manifest_info(manifest)})
+
+
+def manifest_info(manifest: WeightManifest) -> dict[str, Any]:
+    """Return ``update_info`` of ``/update_weights``."""
     tensors = [
         {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "checksum": entry.checksum}
         for entry in manifest.tensors
@@ -176,7 +181,7 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
     if manifest.adapter is not None:
         adapter = manifest.adapter
         info["adapter"] = {"kind": "lora", "rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
-    return orjson.dumps({"update_info": info})
+    return info
 
 
 def decode_manifest(raw: bytes) -> WeightManifest:

@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from turnwise.errors import RequestRefused
+from turnwise.errors import EngineDied, RequestRefused
 from turnwise.model.canonical import Canonical, TemplateArguments
 from turnwise.types import (
     Completion,
@@ -170,7 +171,21 @@ class WeightManifest:
 
 
 class Replica(ABC):
-    """Control plane of one inference server."""
+    """Control plane of one inference server.
+
+    An engine's class is constructed as ``Class(model, config, name=..., weight_version=..., log_file=..., number=...,
+    url=...)``; see :class:`turnwise.inference.replica.ServerReplica`, from which most engines derive.
+    """
+
+    @classmethod
+    async def check(cls, model: Path, config: Any) -> list[str]:
+        """Check what can be checked before a server of ``config`` (an ``InferenceConfig``) is started.
+
+        Returns:
+            Warnings. Errors are raised as ConfigError, naming key, value and remedy.
+        """
+        del model, config
+        return []
 
     @property
     @abstractmethod
@@ -180,6 +195,14 @@ class Replica(ABC):
     @abstractmethod
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
+
+    @abstractmethod
+    async def wait_died(self) -> EngineDied:
+        """Wait until the server ends unexpectedly; return the error that describes it."""
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """Start a server that died again, with its last weights; requests wait. Raises InferenceError."""
 
     @abstractmethod
     async def health(self) -> bool:
@@ -197,9 +220,24 @@ class Replica(ABC):
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
 
+    async def prepare_updates(self) -> None:  # noqa: B027 - most engines need nothing
+        """Check that weights can be updated, before the first update. Raises InferenceError, naming the remedy."""
+
     @abstractmethod
     async def update_weights(self, manifest: WeightManifest) -> int:
-        """Load a version in place and return the version now served; the KV cache of other weights is dropped."""
+        """Load a version in place and return the version now served; the KV cache of other weights is dropped.
+
+        On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
+        and :meth:`restart` brings back the last version that was loaded.
+        """
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""
+        return {}
+
+    async def cpu_seconds(self) -> float:
+        """Return the CPU seconds of all processes of this replica, past and present; 0 where they are not known."""
+        return 0.0
 
     @abstractmethod
     async def close(self) -> None:

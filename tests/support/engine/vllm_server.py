@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from support.trainer.lookup_run import MODEL, example, silent
-from turnwise.inference.vllm import VLLMConfig
+from turnwise.inference.config import InferenceConfig
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 
@@ -29,10 +29,11 @@ def vllm_python() -> Path:
     return python
 
 
-def vllm_config(**changes: Any) -> VLLMConfig:
-    """Return how tests serve: in float32, nothing compiled."""
-    plain = {"dtype": "float32", "max_seqs": 32, "cpu_kv_gib": 1, "eager": True, "launch_timeout": LAUNCH_S}
-    return VLLMConfig.model_validate({"python": vllm_python(), **plain, **changes})
+def vllm_config(**changes: Any) -> InferenceConfig:
+    """Return how tests serve: in float32, with little memory."""
+    plain = {"dtype": "float32", "max_seqs": 32, "kv_tokens": 32768, "launch_timeout": LAUNCH_S}
+    given = {"engine": "vllm", "vllm": {"python": vllm_python()}, **plain, **changes}
+    return InferenceConfig.model_validate(given)
 
 
 async def right_conversations(count: int, seed: int) -> list[dict[str, Any]]:

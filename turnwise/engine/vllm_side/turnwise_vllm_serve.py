@@ -30,13 +30,15 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(arguments: Any, listener: socket.socket, report: int) -> None:
-    """Start the engine, configure it, report the port and serve."""
+async def serve(arguments: Any, listener: socket.socket, report: int, paused: bool) -> None:
+    """Start the engine, configure it, report the port and serve; ``paused`` keeps requests until ``/resume``."""
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
     host, port = listener.getsockname()[:2]
     async with build_async_engine_client(arguments) as engine:
         await engine.collective_rpc("report_temperature_logprobs")
+        if paused:
+            await engine.pause_generation(mode="keep")
         # From here on the kernel queues connections until the application takes them.
         listener.listen(2048)
         os.write(report, json.dumps({"port": port, "pid": os.getpid()}).encode() + b"\n")
@@ -47,7 +49,7 @@ async def serve(arguments: Any, listener: socket.socket, report: int) -> None:
 
 def main() -> None:
     """Serve until SIGTERM, SIGINT or the end of the lifeline."""
-    report, lifeline = int(sys.argv[1]), int(sys.argv[2])
+    report, lifeline, paused = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "paused"
     # What vLLM starts must not hold them: a pipe ends when its last copy is closed.
     os.set_inheritable(report, False)
     os.set_inheritable(lifeline, False)
@@ -59,9 +61,9 @@ def main() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[3:])
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[4:])
     validate_parsed_serve_args(arguments)
-    uvloop.run(serve(arguments, bind(arguments.host, arguments.port), report))
+    uvloop.run(serve(arguments, bind(arguments.host, arguments.port), report, paused))
 
 
 if __name__ == "__main__":

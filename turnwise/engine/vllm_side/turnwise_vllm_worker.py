@@ -1,15 +1,23 @@
-"""Log-probabilities of vLLM as training needs them: of the logits divided by the temperature, before truncation.
+"""What training needs of vLLM's workers: weights that are read from a file, and exact log-probabilities.
 
-vLLM itself reports those of the raw logits (``raw_logprobs``: wrong unless the temperature is 1) or after min-p, top-k
-and top-p (``processed_logprobs``: wrong where they cut). A policy gradient needs the quantity in between. vLLM applies
-grammars to the logits before the sampler, so a copy from before is used.
+Log-probabilities are those of the logits divided by the temperature, before truncation. vLLM itself reports those of
+the raw logits (``raw_logprobs``: wrong unless the temperature is 1) or after min-p, top-k and top-p
+(``processed_logprobs``: wrong where they cut). A policy gradient needs the quantity in between. vLLM applies grammars
+to the logits before the sampler, so a copy from before is used.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from turnwise_weight_file import checkpoint_shapes, find_problems, full_weights
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
@@ -64,10 +72,66 @@ def keep_free_logits(sampler: TemperatureSampler) -> None:
     gpu_model_runner.apply_grammar_bitmask = apply_to_a_copy
 
 
-class RolloutLogprobs:
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Weight files need no rendezvous."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The manifest of a weight file; see ``turnwise_weight_file.find_problems``."""
+
+    version: int
+    path: str
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None
+
+
+class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Loads weights from a safetensors file that the trainer wrote, in shared memory or on a common file system."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the layers for weights in the checkpoint's form."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Load the file's tensors, or the checkpoint's with an adapter merged."""
+        self.model.load_weights(full_weights(vars(update_info), self.model_config.model))
+
+    def finish_weight_update(self) -> None:
+        """Process what was loaded into the form that the layers compute with."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        head = getattr(self.model, "lm_head", None)
+        if self.device.type == "cpu" and head is not None and self.model_config.hf_text_config.tie_word_embeddings:
+            # Its packed copy is remade where weights are loaded into it; a tied one is loaded as the embedding.
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+WeightTransferEngineFactory.register_engine("turnwise", FileWeightTransferEngine)
+
+
+class RolloutWorker:
     """Mixed into vLLM's worker by ``--worker-extension-cls``."""
 
     model_runner: Any
+
+    def weight_file_problems(self, manifest: str) -> list[str]:
+        """Return what is wrong with a weight file, given its manifest as JSON; nothing is changed."""
+        config = self.model_runner.model_config
+        served = checkpoint_shapes(config.model)
+        if not served:
+            return [f"{config.model} has no *.safetensors to compare with: save the model in that format"]
+        found: list[str] = find_problems(json.loads(manifest), served, tied=config.hf_text_config.tie_word_embeddings)
+        return found
 
     def report_temperature_logprobs(self) -> str:
         """Replace this worker's sampler; return the name of the new one. Raises RuntimeError for an unknown sampler."""

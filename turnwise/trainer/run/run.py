@@ -80,7 +80,7 @@ async def launch_servers(
     model, logs = Path(config.policy.model.path), directory / "logs"
     fleet = ReplicaSet(config.inference, model, logs=logs)
     stack.push_async_callback(fleet.close)
-    await fleet.launch()
+    await fleet.launch(updates=True)
     book = LedgerWriter(directory / "ledger.jsonl")
     stack.push(book.leave)
     frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
@@ -338,8 +338,8 @@ async def open_run(
         run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         at_exit(stack, partial(_save_unsaved, run))
-        if run.state.step or config.policy.model.continues_adapter:
-            # Servers were launched with the model that the configuration names.
+        if run.state.step or config.policy.model.continues_adapter or config.inference.urls:
+            # Servers were launched with the model that the configuration names, or with none that is known.
             await run.sync_weights()
         # What was imported and loaded stays: collections between steps need not look at it again.
         if not gc.get_freeze_count():  # else the program has frozen its objects, and they stay frozen after the run

@@ -1,0 +1,184 @@
+"""The inference engines by name, and the factory that makes their replicas."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from turnwise.errors import ConfigError, RegistryError
+from turnwise.inference.config import InferenceConfig
+from turnwise.model.core import Replica
+from turnwise.plugins import load_object
+
+R = TypeVar("R", bound=type[Replica])
+
+ENGINES: dict[str, type[Replica] | str] = {
+    "builtin": "turnwise.inference.builtin:BuiltinReplica",
+    "vllm": "turnwise.inference.vllm:VLLMReplica",
+}
+"""Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
+
+_log = logging.getLogger(__name__)
+_SHIPPED = tuple(ENGINES)
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_GPU = Path("/dev/nvidiactl")
+
+
+def register_engine(name: str) -> Callable[[R], R]:
+    """Register a replica's class for ``inference.engine``. Raises RegistryError."""
+
+    def register(cls: R) -> R:
+        if not issubclass(cls, Replica):
+            raise RegistryError(f"inference engine {name!r}: {cls!r} does not derive from Replica")
+        held = ENGINES.setdefault(name, cls)
+        if held is not cls and held != f"{cls.__module__}:{cls.__qualname__}":
+            raise RegistryError(f"inference engine {name!r} is taken by {held!r}: choose another name")
+        ENGINES[name] = cls
+        return cls
+
+    return register
+
+
+def find_engine(name: str) -> type[Replica]:
+    """Return the class of an engine, given its name or a reference. Raises ConfigError."""
+    found: Any = ENGINES.get(name, name)
+    if isinstance(found, str):
+        if ":" not in found and "." not in found:
+            close = difflib.get_close_matches(found, ENGINES, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            known = ", ".join(sorted(ENGINES))
+            raise ConfigError(f"inference.engine is {found!r}{hint} Known: {known}, or a class as pkg.mod:Class")
+        found = load_object(found, "inference engine")
+    if not (isinstance(found, type) and issubclass(found, Replica)):
+        raise ConfigError(f"inference.engine is {name!r}, which is {found!r}, not a Replica")
+    return found
+
+
+def model_settings(model: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory, of its text part where it has several; ``{}`` without one."""
+    try:
+        settings = orjson.loads((model / "config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        # The engine's own words about it are better.
+        return {}
+    return dict(settings.get("text_config") or settings)
+
+
+def served_dtype(model: Path, dtype: str) -> str:
+    """Return the dtype that a server computes in; ``auto`` is the checkpoint's, float32 if it does not say.
+
+    vLLM's own ``auto`` serves a float32 checkpoint in half precision.
+    """
+    if dtype != "auto":
+        return dtype
+    settings = model_settings(model)
+    said = settings.get("dtype", settings.get("torch_dtype"))
+    if said in _STORED.values():
+        return str(said)
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as source:
+            head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
+        stored = next((_STORED[each["dtype"]] for each in head.values() if each.get("dtype") in _STORED), None)
+        if stored is not None:
+            return stored
+    return "float32"
+
+
+def emulates_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this machine computes bfloat16 on a processor without instructions for it."""
+    if _GPU.exists():
+        return False
+    try:
+        flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)[0].split())
+    except (OSError, IndexError):
+        # Another system, whose processor is not known.
+        return False
+    return not flags & {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+async def check_engine(model: Path, config: InferenceConfig) -> None:
+    """Check the configured engine before its servers are started; log warnings. Raises ConfigError."""
+    if config.custom and config.engine in _SHIPPED:
+        raise ConfigError(
+            f"inference.custom is {config.custom!r}, which is for engines of others, and inference.engine is "
+            f"{config.engine}: remove it"
+        )
+    warnings = await find_engine(config.engine).check(model, config)
+    if not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
+        warnings.append(
+            f"inference.dtype is {config.dtype}, so servers compute in bfloat16, which this processor emulates: "
+            "inference.dtype=float32 is several times faster here"
+        )
+    for warning in warnings:
+        _log.warning("%s", warning)
+
+
+def make_replica(
+    model: str | Path,
+    config: InferenceConfig,
+    *,
+    log_file: Path,
+    name: str | None = None,
+    weight_version: int = 0,
+    number: int = 0,
+    url: str | None = None,
+) -> Replica:
+    """Make a replica of the configured engine.
+
+    Args:
+        model: Checkpoint directory.
+        config: Server settings.
+        log_file: Server log.
+        name: Served name; None for the directory's.
+        weight_version: Version of the checkpoint's weights.
+        number: Place among the replicas of a set.
+        url: A running server instead of a launched one.
+
+    Raises:
+        ConfigError: The engine is unknown, or its class takes other arguments.
+    """
+    engine: Any = find_engine(config.engine)
+    try:
+        made: Replica = engine(
+            model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"inference.engine is {config.engine!r}, whose class cannot be constructed: {error}; it takes the "
+            "arguments that turnwise.model.core.Replica describes"
+        ) from error
+    return made
+
+
+def make_replicas(model: Path, config: InferenceConfig, *, logs: Path) -> list[Replica]:
+    """Make the configured replicas, with a log file each in ``logs``. Raises ConfigError; see :func:`make_replica`."""
+    urls: list[str] | list[None] = config.urls or [None] * config.replicas
+    return [
+        make_replica(model, config, log_file=logs / f"server-{number}.log", number=number, url=url)
+        for number, url in enumerate(urls)
+    ]
+
+
+async def serve_replica(model: Path, config: InferenceConfig, *, name: str | None, log_file: Path) -> None:
+    """Serve a model by the configured engine until this task is cancelled.
+
+    Raises:
+        ConfigError: The engine cannot be used as configured.
+        InferenceError: The server does not start, or dies.
+    """
+    if config.urls:
+        raise ConfigError(f"url is {config.url}, which serves already: leave it out to start a server")
+    await check_engine(model, config)
+    replica = make_replica(model, config, name=name, log_file=log_file)
+    try:
+        await replica.launch()
+        _log.info("serving %s at %s; the log of the server is %s", model, replica.url, log_file)
+        raise await replica.wait_died()
+    finally:
+        await replica.close()

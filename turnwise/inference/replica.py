@@ -1,0 +1,324 @@
+"""Replicas: inference servers with control routes, in their own processes or started elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from turnwise.errors import EngineDied, InferenceError, RequestRefused
+from turnwise.inference import wire
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.process import ProcessUsage, ServerProcess, group_usage
+from turnwise.model.core import Replica, WeightManifest
+
+_POLL = 2.0
+_SILENT = 3
+"""Health checks in a row that a running server may leave unanswered."""
+
+
+class ControlRoutes:
+    """Client of a server's control routes, at a URL that may change between calls."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def health(self, url: str) -> bool:
+        """Return whether the server responds."""
+        try:
+            await self.request(url, "GET", "/health")
+        except InferenceError:
+            return False
+        return True
+
+    async def pause(self, url: str, *, abort: bool) -> None:
+        """Pause sampling; see :meth:`turnwise.model.core.Replica.pause`."""
+        await self.request(url, "POST", f"/pause?mode={'abort' if abort else 'keep'}")
+
+    async def resume(self, url: str) -> None:
+        """Resume sampling."""
+        await self.request(url, "POST", "/resume")
+
+    async def abort(self, url: str) -> int:
+        """Finish every request in flight with what it has; return their number."""
+        return int((await self.request(url, "POST", "/abort_requests", {}))["aborted"])
+
+    async def set_version(self, url: str, version: int) -> int:
+        """Set the version of the served weights; return the version that the server reports."""
+        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version)})
+        return int(answer["new_version"])
+
+    async def request(
+        self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
+    ) -> dict[str, Any]:
+        """Send a request; return its JSON object, ``{}`` for an empty body. Raises RequestRefused or InferenceError."""
+        raw = await self.raw(url, method, path, body)
+        reply: dict[str, Any] = orjson.loads(raw) if raw else {}
+        return reply
+
+    async def raw(self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None) -> bytes:
+        """Send a request; return the body of its answer. Raises RequestRefused or InferenceError."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
+        data = orjson.dumps(body) if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(method, url + path, data=data, headers=headers) as answer:
+                raw = await answer.read()
+        except aiohttp.ClientError as error:
+            raise InferenceError(f"{url}{path} did not answer: {error!r}") from error
+        if answer.status != 200:
+            message = f"{url}{path} answered {answer.status}: {wire.error_message(raw)}"
+            raise RequestRefused(message) if answer.status < 500 else InferenceError(message)
+        return raw
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class RunningServer:
+    """Lifetime of a server that was started elsewhere: polled, it has died when it stops answering.
+
+    Attributes:
+        died: Set when it stops answering; cleared by :meth:`start`.
+        what: Its URL.
+    """
+
+    def __init__(self, url: str, health: Callable[[], Awaitable[bool]], *, launch_timeout: float) -> None:
+        """Configure it; ``health`` asks the server, ``launch_timeout`` is how long :meth:`start` waits for it."""
+        self.died = asyncio.Event()
+        self.what = url
+        self._health = health
+        self._launch_timeout = launch_timeout
+        self._poll: asyncio.Task[None] | None = None
+        self._why = f"the server at {url} stopped answering"
+
+    @property
+    def running(self) -> bool:
+        """Whether it answered when it was asked last."""
+        return self._poll is not None and not self.died.is_set()
+
+    async def start(self) -> None:
+        """Wait until the server answers. Raises InferenceError after ``launch_timeout`` seconds."""
+        self.died.clear()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._launch_timeout
+        while not await self._health():
+            if loop.time() > until:
+                raise InferenceError(
+                    f"the server at {self.what} does not answer within {self._launch_timeout:g} s "
+                    "(inference.launch_timeout): start it, or name another in inference.url"
+                )
+            await asyncio.sleep(min(_POLL, self._launch_timeout / 10))
+        self._poll = asyncio.create_task(self._watch())
+
+    def kill(self, why: str) -> None:
+        """Count the server as dead: its weights cannot be trusted any more."""
+        self._why = f"{why}: restart the server at {self.what}"
+        self.died.set()
+
+    async def wait_died(self) -> EngineDied:
+        """Wait until it stops answering; return the error that says so."""
+        await self.died.wait()
+        return EngineDied(self._why)
+
+    async def end(self) -> None:
+        """Stop polling; the server itself goes on. Idempotent."""
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.gather(self._poll, return_exceptions=True)
+            self._poll = None
+
+    async def _watch(self) -> None:
+        silent = 0
+        while silent < _SILENT:
+            await asyncio.sleep(_POLL)
+            silent = 0 if await self._health() else silent + 1
+        self.died.set()
+
+
+class ServerReplica(Replica):
+    """A replica over the control routes that the built-in server and vLLM share; engines start it and load weights."""
+
+    _engine_launch_timeout = 180.0
+    _engine_close_timeout = 5.0
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: InferenceConfig | None = None,
+        *,
+        name: str | None = None,
+        weight_version: int = 0,
+        log_file: str | Path,
+        number: int = 0,
+        url: str | None = None,
+    ) -> None:
+        """Configure a replica; :meth:`launch` starts it, or connects to a running server.
+
+        Args:
+            model: Checkpoint directory.
+            config: Server settings.
+            name: Served name; None for the directory's.
+            weight_version: Version of the checkpoint's weights.
+            log_file: Server log; its directory is created.
+            number: Place among the replicas of a set.
+            url: A running server of the engine, instead of a process of its own.
+        """
+        self._model = Path(model)
+        self._config = config or InferenceConfig()
+        self._name = name
+        self._weight_version = weight_version
+        self._number = number
+        self._host = self._config.host
+        self._port = self._config.port
+        self._control = ControlRoutes()
+        # What a restart brings back, and what the process that runs has loaded.
+        self._manifest: WeightManifest | None = None
+        self._loaded: WeightManifest | None = None
+        # A restart brings back the last weights: newer ones must not be overtaken by them.
+        self._loading = asyncio.Lock()
+        self._given_url = url
+        wait = self._config.launch_timeout or self._engine_launch_timeout
+        self._process: ServerProcess | RunningServer
+        if url is not None:
+            self._process = RunningServer(url, self._answers, launch_timeout=wait)
+        else:
+            self._process = ServerProcess(
+                str(self._model),
+                log_file=Path(log_file),
+                launch_timeout=wait,
+                close_timeout=self._config.close_timeout or self._engine_close_timeout,
+            )
+
+    @abstractmethod
+    async def _start(self, process: ServerProcess, *, paused: bool) -> int:
+        """Start the process, with sampling paused if asked to, and return its port. Raises InferenceError."""
+
+    @abstractmethod
+    async def _load_weights(self, manifest: WeightManifest) -> None:
+        """Load weights in place; on RequestRefused the server has kept its own."""
+
+    @property
+    def url(self) -> str:
+        """Base URL; valid after the launch."""
+        if self._given_url is not None:
+            return self._given_url
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs, and leader of its process group; None for a server started elsewhere."""
+        return self._process.pid if isinstance(self._process, ServerProcess) else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is running, or a server started elsewhere answered last."""
+        return self._process.running
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the process ends unexpectedly; cleared by the next launch."""
+        return self._process.died
+
+    async def wait_died(self) -> EngineDied:
+        """Wait until the process ends unexpectedly; return the error that describes it."""
+        return await self._process.wait_died()
+
+    async def launch(self) -> None:
+        """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
+        await self._open(paused=False)
+
+    async def _open(self, *, paused: bool) -> None:
+        self._loaded = None
+        if isinstance(self._process, ServerProcess):
+            self._port = await self._start(self._process, paused=paused)
+        else:
+            await self._process.start()
+
+    async def update_weights(self, manifest: WeightManifest) -> int:
+        """Load a version in place and return the version now served.
+
+        Weights already loaded only get the new version: KV cache and requests in flight are kept.
+
+        Raises:
+            RequestRefused: The weights do not fit; the server keeps its own.
+            InferenceError: The server did not respond.
+        """
+        async with self._loading:
+            return await self._load(manifest)
+
+    async def _load(self, manifest: WeightManifest) -> int:
+        if not manifest.same_weights(self._loaded):
+            self._loaded = None
+            await self._load_weights(manifest)
+            self._loaded = manifest
+        version = await self._control.set_version(self._reachable(), manifest.version)
+        self._manifest = manifest
+        return version
+
+    async def restart(self) -> None:
+        """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
+        async with self._loading:
+            port, manifest = self._port, self._manifest
+            await self.close()
+            try:
+                self._port = port
+                await self._open(paused=manifest is not None)
+            except InferenceError:
+                if self._config.port or self._given_url is not None:
+                    raise
+                # Another process bound the port in the meantime.
+                self._port = 0
+                await self._open(paused=manifest is not None)
+            if manifest is not None:
+                await self._load(manifest)
+                await self.resume()
+
+    async def health(self) -> bool:
+        """Return whether the server responds."""
+        return self._process.running and await self._answers()
+
+    async def _answers(self) -> bool:
+        return await self._control.health(self.url)
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Pause sampling; see :meth:`Replica.pause`."""
+        await self._control.pause(self._reachable(), abort=abort)
+
+    async def resume(self) -> None:
+        """Resume sampling."""
+        await self._control.resume(self._reachable())
+
+    async def abort(self) -> int:
+        """Finish every request in flight with what it has; return their number."""
+        return await self._control.abort(self._reachable())
+
+    async def cpu_seconds(self) -> float:
+        """Return the CPU seconds of all processes of this replica, past and present; 0 for one started elsewhere."""
+        if isinstance(self._process, RunningServer):
+            return 0.0
+        ended = self._process.cpu_if_ended()
+        return self._process.spent_cpu + (self._usage().cpu_seconds if ended is None else ended)
+
+    async def close(self) -> None:
+        """Stop the server and wait for its process; idempotent."""
+        await self._process.end()
+        await self._control.close()
+
+    def _usage(self) -> ProcessUsage:
+        """Return what the processes of the running server have used so far."""
+        return ProcessUsage() if self.pid is None else group_usage(self.pid)
+
+    def _reachable(self) -> str:
+        if not self._process.running:
+            raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
+        return self.url
