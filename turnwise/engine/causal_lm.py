@@ -187,6 +187,11 @@ class CausalLM:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    @property
+    def device_peak(self) -> int:
+        """Most bytes allocated on the model's GPU so far; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace all weights in place, or none; tied weights may come under any of their names, with equal values.
 

@@ -29,7 +29,7 @@ from turnwise.errors import InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
 from turnwise.inference.process import Launched, LaunchedReplica, LaunchedServer, ServerProcess
-from turnwise.model.core import WeightManifest
+from turnwise.model.core import MemoryUse, WeightManifest
 from turnwise.plugins import without_collections
 
 _SERVER = "turnwise.engine.server"
@@ -123,8 +123,12 @@ class BuiltinReplica(LaunchedReplica):
         return version
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds."""
+        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds, memory."""
         return await self._control.request(self._reachable(), "GET", "/stats")
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of the server's process, its GPU's included."""
+        return MemoryUse(**(await self.stats())["memory"])
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present."""

@@ -27,8 +27,9 @@ from pydantic import BaseModel
 from turnwise.append_file import private_directory, private_opener
 from turnwise.errors import EngineDied, InferenceError, MissingExtraError, RequestRefused, TurnwiseError, shown
 from turnwise.inference import wire
+from turnwise.inference.memory import process_memory
 from turnwise.inference.wire import BadRequest
-from turnwise.model.core import Replica
+from turnwise.model.core import MemoryUse, Replica
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -367,6 +368,10 @@ class LaunchedReplica(LaunchedServer, Replica):
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
         return await self._control.abort(self._reachable())
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of the server's processes, GPUs not included; None while none runs."""
+        return None if self.pid is None else process_memory(self.pid)
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""

@@ -12,6 +12,7 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.model.core import MemoryUse
 
 T = TypeVar("T")
 
@@ -110,6 +111,17 @@ class ReplicaSet:
             for name in _COUNTERS:
                 total[name] = total.get(name, 0.0) + float(stats[name])
         return total
+
+    async def memory(self) -> list[MemoryUse | None]:
+        """Return the memory of each server; None of one that does not respond."""
+
+        async def of(replica: BuiltinReplica) -> MemoryUse | None:
+            try:
+                return await replica.memory()
+            except InferenceError:
+                return None
+
+        return list(await asyncio.gather(*(of(replica) for replica in self.replicas)))
 
     async def close(self) -> None:
         """Stop all servers and close the client; idempotent."""
