@@ -260,8 +260,8 @@ class CausalLM:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
-        pool = KVPool(self.geometry, 32, self.dtype, self.device)
-        pool.resize(2)
+        pool = KVPool(self.geometry, 32, self.dtype, self.device, most=2)
+        pool.resize(2, np.zeros(0, dtype=np.int64))
         # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
         found = []
         with torch.inference_mode():
