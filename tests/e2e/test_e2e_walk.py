@@ -49,6 +49,9 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
+PEAKS = {"trainer": "trainer_peak", "server/0": "server_peak/0"}
+
+
 @pytest.fixture(scope="module")
 def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of three steps with evaluation before and after."""
@@ -62,7 +65,7 @@ def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Pa
         "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
-    assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "ended_by", "spent"}
+    assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "memory_gb", "ended_by", "spent"}
     assert summary["steps"] == 3
     assert summary["wall_s"] > 0
     assert summary["cpu_s"] > 0
@@ -88,10 +91,17 @@ def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
         assert record["gap/max"] < 1e-4
         assert record["train/ratio"] == pytest.approx(1, abs=1e-4)
         assert [name for name in record if name not in ("kind", "step") and meaning(name) is None] == []
+        memory = {part: (record[f"memory/{part}"], record[f"memory/{kind}"]) for part, kind in PEAKS.items()}
+        # Each has imported torch, and neither has a hundred times as much.
+        assert all(0.1 < resident <= peak < 10 for resident, peak in memory.values())
+        assert record["memory/peak"] == pytest.approx(sum(peak for _, peak in memory.values()))
         # Every sampled token is trained, or its reason to be dropped is counted.
         dropped = sum(value for name, value in record.items() if name.startswith("dropped/"))
         sampled = record["rollout/sampled_tokens"] * record["batch/trajectories"]
         assert record["batch/trained_tokens"] + dropped == pytest.approx(sampled)
+    peaks = [record["memory/peak"] for record in steps_of(walk)]
+    assert peaks == sorted(peaks)
+    assert yaml.safe_load((walk / "summary.json").read_text())["memory_gb"] == peaks[-1]
     found = lines(walk / "diagnostics.jsonl")
     assert [(record["kind"], record["step"]) for record in found] == [("gap", 1), ("gap", 2), ("gap", 3)]
     for record, step in zip(found, steps_of(walk), strict=True):

@@ -187,8 +187,16 @@ class CausalLM:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    @property
+    def device_peak(self) -> int:
+        """Most bytes allocated on the model's GPU so far; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace all weights in place, or none; tied weights may come under any of their names, with equal values.
+        """Replace all weights, or none; tied weights may come under any of their names, with equal values.
+
+        Tensors of the model's dtype on a CPU become its weights as they are, so they must not change afterwards; others
+        are copied.
 
         Raises FormatError for a missing or unknown name, another shape, or a dtype that is not floating.
         """
@@ -197,7 +205,7 @@ class CausalLM:
         for name, target in targets.items():
             groups.setdefault((target.data_ptr(), tuple(target.shape)), []).append(name)
         problems = [f"unknown name {name!r}" for name in tensors if name not in targets]
-        chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        chosen: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         for names in groups.values():
             given = [name for name in names if name in tensors]
             if not given:
@@ -211,26 +219,36 @@ class CausalLM:
                     problems.append(f"{name} has dtype {tensors[name].dtype}, not {target.dtype}")
                 elif tensors[name] is not tensor and not torch.equal(tensors[name], tensor):
                     problems.append(f"{name} is tied to {given[0]}, but their values differ")
-            chosen.append((target, tensor))
+            chosen.append(([targets[name] for name in names], tensor))
         if problems:
             shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
             raise FormatError(
                 f"weights version {version} do not fit the served model ({len(problems)} problems: {shown}): "
                 "send the state dict of the same architecture"
             )
-        with torch.inference_mode():
-            for target, tensor in chosen:
-                target.copy_(tensor)
+        with torch.no_grad():
+            for tied, tensor in chosen:
+                adopted = self._adoptable(tensor, tied[0])
+                for target in tied:
+                    if adopted:
+                        target.data = tensor
+                    else:
+                        target.copy_(tensor)
         for layer in self._packed:
             layer.pack()
         self._base.replaced()
 
+    def _adoptable(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether a tensor can take a weight's place without a copy."""
+        fits = tensor.dtype == target.dtype and tensor.device == target.device and tensor.is_contiguous()
+        return self.device.type == "cpu" and fits and not tensor.is_inference()
+
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
         """Replace the weights by the launch weights with an adapter, in place; all or none. Raises FormatError."""
-        packed = {layer.weight.data_ptr(): layer for layer in self._packed}
+        packed = {id(layer.weight): layer for layer in self._packed}
 
         def changed(matrix: torch.Tensor) -> None:
-            if (layer := packed.get(matrix.data_ptr())) is not None:
+            if (layer := packed.get(id(matrix))) is not None:
                 layer.pack()
 
         self._base.load(self._model.state_dict(keep_vars=True), tensors, adapter, version, changed)
@@ -255,8 +273,8 @@ class CausalLM:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
-        pool = KVPool(self.geometry, 32, self.dtype, self.device)
-        pool.resize(2)
+        pool = KVPool(self.geometry, 32, self.dtype, self.device, most=2)
+        pool.resize(2, np.zeros(0, dtype=np.int64))
         # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
         found = []
         with torch.inference_mode():

@@ -220,11 +220,12 @@ class Engine:
                 return False
             self.stats.reused_tokens += self._roster.admit()
             if not len(self._roster.running):
+                self._cache.trim()
                 return False
             self._make_room()
             if not len(self._roster.running):
                 return True
-            if self._cache.compact(self._roster.running):
+            if self._cache.trim() | self._cache.compact(self._roster.running):
                 self._roster.running = arrange(self._cache, self._roster.running)
             step = self._plan()
             places, targets = self._targets(step)

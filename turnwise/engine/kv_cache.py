@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,31 +34,52 @@ class Geometry:
     value_dim: int
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on the CPU as lazily allocated pages."""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+# Python 3.11 does not name it; the value of Linux on x86-64 and arm64.
+_MAP_NORESERVE = 0x4000
+
+
+def _reserve(size: int) -> mmap.mmap | None:
+    """Reserve address space whose pages the system allocates, zeroed, at their first use; None where it refuses."""
+    if sys.platform != "linux" or not size:
+        return None
+    try:
+        # Private: pages of a shared mapping are not given back by MADV_DONTNEED.
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError:
+        # Strict accounting (vm.overcommit_memory 2), or a limit of address space.
+        return None
 
 
 class KVPool:
     """Rows of ``capacity`` tokens each.
 
+    On a CPU, address space for all rows is reserved once and the system backs what is written: growing copies nothing,
+    and pages of dropped rows return to the system. Elsewhere each change of size is a new tensor.
+
     Attributes:
         capacity: Tokens per row.
         owner: int64 of shape [rows]: owning slot, or -1.
-        keys: Per layer, a view of shape [rows, heads, capacity, key_dim].
-        values: Per layer, a view of shape [rows, heads, capacity, value_dim].
+        keys: Per layer, a view of shape [at least rows, heads, capacity, key_dim].
+        values: Per layer, a view of shape [at least rows, heads, capacity, value_dim].
     """
 
-    __slots__ = ("_data", "_geometry", "capacity", "flat_keys", "flat_values", "keys", "owner", "values")
+    __slots__ = (
+        "_data", "_geometry", "_reserved", "capacity", "flat_keys", "flat_values", "keys", "owner", "values",
+    )  # fmt: skip
 
-    def __init__(self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device, *, most: int
+    ) -> None:
+        """Create an empty pool that may grow to ``most`` rows."""
         self._geometry = geometry
         self.capacity = capacity
+        shape = self._shape(most)
+        self._reserved = _reserve(math.prod(shape) * dtype.itemsize) if device.type == "cpu" else None
         # Zeros, not empty: what a mask hides must still be finite.
-        self._bind(self._allocate(0, dtype, device))
+        if self._reserved is None:
+            self._bind(torch.zeros(self._shape(0), dtype=dtype, device=device))
+        else:
+            self._bind(torch.frombuffer(self._reserved, dtype=dtype).view(shape))
         self.owner = np.zeros(0, dtype=np.int64)
 
     @property
@@ -70,10 +92,21 @@ class KVPool:
         """Number of owned rows."""
         return int((self.owner >= 0).sum())
 
-    def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    @property
+    def growth(self) -> int:
+        """Rows to add where one is needed: several where that copies the others."""
+        if self._reserved is not None:
+            return 1
+        return max(1, min(_FIRST_ROWS, _FIRST_TOKENS // self.capacity), self.rows)
+
+    @property
+    def spare(self) -> int:
+        """Rows without owner that are kept for the next sequences."""
+        return self.used // 4 + max(1, min(_FIRST_ROWS, _SPARE_TOKENS // self.capacity))
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
         shape = self._geometry
-        width = max(shape.key_dim, shape.value_dim)
-        return _zeros((2, shape.layers, rows, shape.heads, self.capacity, width), dtype, device)
+        return (2, shape.layers, rows, shape.heads, self.capacity, max(shape.key_dim, shape.value_dim))
 
     def _bind(self, data: torch.Tensor) -> None:
         shape = self._geometry
@@ -84,23 +117,48 @@ class KVPool:
         self.flat_keys = [layer.view(-1, width)[:, : shape.key_dim] for layer in data[0]]
         self.flat_values = [layer.view(-1, width)[:, : shape.value_dim] for layer in data[1]]
 
-    def resize(self, rows: int) -> npt.NDArray[np.int64]:
-        """Change the number of rows; return the new index of each old row, int64 of shape [old rows], -1 if dropped."""
-        places = np.full(self.rows, -1, dtype=np.int64)
-        if rows >= self.rows:
-            places[:] = np.arange(self.rows)
-        else:
-            kept = np.flatnonzero(self.owner >= 0)
-            places[kept] = np.arange(len(kept))
-        data = self._allocate(rows, self._data.dtype, self._data.device)
-        for row in np.flatnonzero((self.owner >= 0) & (places >= 0)).tolist():
-            data[:, :, int(places[row])].copy_(self._data[:, :, row])
-        old = np.flatnonzero(places >= 0)
+    def resize(self, rows: int, cached: npt.NDArray[np.int64]) -> None:
+        """Change the number of rows, which holds those with an owner; owned ones beyond it move to free ones below.
+
+        Args:
+            rows: The new number.
+            cached: int64 of shape [slots]: tokens of each owner that are copied when it moves.
+        """
+        before = self.rows
         owner = np.full(rows, -1, dtype=np.int64)
-        owner[places[old]] = self.owner[old]
+        owner[: min(rows, before)] = self.owner[:rows]
+        high = rows + np.flatnonzero(self.owner[rows:] >= 0)
+        low = np.flatnonzero(owner < 0)[: len(high)]
+        owner[low] = self.owner[high]
+        if self._reserved is None:
+            data = self._data.new_zeros(self._shape(rows))
+            data[:, :, : min(rows, before)] = self._data[:, :, :rows]
+        else:
+            data = self._data
+        for place, row in zip(low.tolist(), high.tolist(), strict=True):
+            tokens = int(cached[self.owner[row]])
+            data[:, :, place, :, :tokens].copy_(self._data[:, :, row, :, :tokens])
         self.owner = owner
-        self._bind(data)
-        return places
+        if self._reserved is None:
+            self._bind(data)
+        else:
+            self._give_back(rows, before)
+
+    def _give_back(self, first: int, last: int) -> None:
+        """Return the pages of rows [first, last) to the system, which makes them zeros."""
+        reserved, data = self._reserved, self._data
+        if reserved is None or first >= last:
+            return
+        size = data.element_size()
+        for kind in range(data.shape[0]):
+            for layer in range(data.shape[1]):
+                start = size * (kind * data.stride(0) + layer * data.stride(1) + first * data.stride(2))
+                end = start + size * (last - first) * data.stride(2)
+                # A page that other rows share stays.
+                start += -start % mmap.PAGESIZE
+                end -= end % mmap.PAGESIZE
+                if start < end:
+                    reserved.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def copy_row(self, row: int, source: KVPool, source_row: int, tokens: int) -> None:
         """Copy the first ``tokens`` keys and values of a row, of this pool or another."""
@@ -122,7 +180,7 @@ class KVPool:
 
 
 FREE, ACTIVE, RETAINED = 0, 1, 2
-_FIRST_ROWS, _FIRST_TOKENS = 16, 4096
+_FIRST_ROWS, _FIRST_TOKENS, _SPARE_TOKENS = 16, 4096, 512
 _FIRST_WIDTH = 256
 _HOLES_ALLOWED = 4
 _MOVE_COST = 8
@@ -171,7 +229,7 @@ class KVCache:
                 f"raise kv_tokens to at least {sizes[-1]}, or lower max_context"
             )
         self.budget = budget
-        self.pools = [KVPool(geometry, size, dtype, device) for size in sizes]
+        self.pools = [KVPool(geometry, size, dtype, device, most=budget // size) for size in sizes]
         self.capacity = np.asarray(sizes)
         self.longest = longest
         self.token_ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
@@ -184,6 +242,7 @@ class KVCache:
         self._clock = 0
         self._top = 0
         self._waste = np.zeros(len(sizes), dtype=np.int64)
+        self._freed = False
 
     @property
     def allocated(self) -> int:
@@ -250,6 +309,7 @@ class KVCache:
         old_row = int(self.row_of[slot])
         self.pools[new].copy_row(row, self.pools[old], old_row, int(self.cached[slot]))
         self.pools[old].owner[old_row] = -1
+        self._freed = True
         self.pools[new].owner[row] = slot
         self.pool_of[slot], self.row_of[slot] = new, row
         return True
@@ -274,13 +334,28 @@ class KVCache:
         if poisoned:
             pool.zero_row(row)
         pool.owner[row] = -1
+        self._freed = True
         self.state[slot] = FREE
         self.length[slot] = self.cached[slot] = 0
 
     def drop_retained(self) -> None:
-        """Free every retained prefix."""
+        """Free every retained prefix, and give all memory without owner back."""
         for slot in np.flatnonzero(self.state == RETAINED):
             self.release(int(slot))
+        for index in range(len(self.pools)):
+            self._shrink(index, 0)
+
+    def trim(self) -> bool:
+        """Give memory of rows without owner back, but for some of each pool; return whether rows moved.
+
+        A page that is taken again costs little beside computing what it holds.
+        """
+        if not self._freed:
+            return False
+        self._freed = False
+        slack = [index for index, pool in enumerate(self.pools) if pool.rows - pool.used > pool.spare]
+        moved = [self._shrink(index, self.pools[index].spare // 2) for index in slack]
+        return any(moved)
 
     def shared_prefixes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return the length of the prefix shared with ``token_ids``, for each slot up to the last one in use."""
@@ -363,8 +438,7 @@ class KVCache:
             if not room:
                 return None
         rows = pool.rows
-        wanted = max(1, min(_FIRST_ROWS, _FIRST_TOKENS // pool.capacity), rows)
-        pool.resize(rows + int(min(room, wanted)))
+        pool.resize(rows + int(min(room, pool.growth)), self.cached)
         return self._lower(index, rows)
 
     def _lower(self, index: int, row: int) -> int:
@@ -387,13 +461,21 @@ class KVCache:
             slack = [index for index, pool in enumerate(self.pools) if pool.used < pool.rows]
             if slack:
                 for index in slack:
-                    self.pools[index].resize(self.pools[index].used)
-                    self._locate(index)
+                    self._shrink(index, 0)
                 continue
             oldest = self._oldest(RETAINED)
             if oldest is None:
                 return
             self.release(oldest)
+
+    def _shrink(self, index: int, spare: int) -> bool:
+        """Drop the rows of a pool but those with an owner and ``spare`` more; return whether rows moved."""
+        pool = self.pools[index]
+        rows = min(pool.rows, pool.used + spare)
+        moved = bool((pool.owner[rows:] >= 0).any())
+        pool.resize(rows, self.cached)
+        self._locate(index)
+        return moved
 
     def _locate(self, index: int) -> None:
         rows = np.flatnonzero(self.pools[index].owner >= 0)

@@ -68,14 +68,17 @@ class BaseWeights:
                 f"weights version {version} is an adapter that does not fit the served model ({len(problems)} "
                 f"problems: {shown}): send one with the architecture, rank and targets of its manifest"
             )
-        with torch.inference_mode():
+        # A parameter made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             named = {f"{target}.weight": target for target in adapter.targets}
             for name in self._base.keys() - named.keys():
                 served[name].copy_(self._base[name])
                 changed(served[name])
             for name, target in named.items():
                 if name not in self._base:
-                    self._base[name] = served[name].clone()
+                    # The base stays where it is: in the pages of its file, if it was mapped.
+                    self._base[name] = served[name].detach()
+                    served[name].data = torch.empty_like(self._base[name])
                 base = self._base[name]
                 down, up = (tensors[f"{target}.{part}.weight"] for part in ("lora_A", "lora_B"))
                 served[name].copy_(merged(base, down, up, adapter.scale))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.memory import process_memory
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.types import SamplingParams
@@ -235,7 +237,13 @@ class App:
 
     async def _stats(self, _: bytes, __: Scope) -> Any:
         stats = await asyncio.wrap_future(self._engine.call(self._engine.refresh_stats))
-        return {**stats.to_json(), "received": self._received, "cpu_seconds": time.process_time(), "pid": os.getpid()}
+        return {
+            **stats.to_json(),
+            "received": self._received,
+            "cpu_seconds": time.process_time(),
+            "memory": asdict(process_memory(device_peak=self._engine.model.device_peak)),
+            "pid": os.getpid(),
+        }
 
     async def _weight_info(self, _: bytes, __: Scope) -> Any:
         return {"weight_version": str(self._engine.stats.weight_version)}

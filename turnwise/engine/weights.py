@@ -1,7 +1,7 @@
 """Weight transfer on one machine: a safetensors file in shared memory, and its manifest.
 
-:func:`write_weights` reuses the files of old versions, because the first use of a shared memory page costs several
-times as much as the next. :func:`read_weights` maps a file and checks all of it against the manifest.
+A complete file never changes, and its pages live as long as something maps them. So a server may use the tensors of
+:func:`read_weights`, which maps a file and checks all of it against the manifest, as its weights without a copy.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def write_weights(
         tensors: Names as in the Hugging Face state dict, with tensors on any device.
         directory: Directory of the versions; created if missing.
         version: At least 0, larger than earlier versions.
-        keep: Number of newest versions to keep, one spare by default for a restarting server; older files are reused or
+        keep: Number of newest versions to keep, one spare by default for a server that still loads it; older files are
             removed.
         adapter: LoRA parameters, for adapter tensors.
         previous: Last manifest. For bit-identical weights nothing is written, and the manifest names its file.
@@ -80,16 +80,11 @@ def write_weights(
     home.mkdir(parents=True, exist_ok=True)
     path = home / f"weights-{version:08d}.safetensors"
     partial = path.with_suffix(".partial")
-    older = _versions(home, version - 1)
-    spare = older[: max(0, len(older) - max(1, keep - 1))]
-    if spare:
-        spare[-1].rename(partial)
+    # First, so that there is room for the new one.
+    _remove_versions(home, version - 1, keep - 1)
     with undo_on_error(lambda: partial.unlink(missing_ok=True)):
         _fill(partial, stored)
     partial.rename(path)
-    written = _versions(home, version)
-    for outdated in written[: max(0, len(written) - max(1, keep))]:
-        outdated.unlink(missing_ok=True)
     entries = tuple(
         TensorEntry(name, tuple(tensor.shape), _dtype_name(tensor), checksum(tensor)) for name, tensor in stored.items()
     )
@@ -142,7 +137,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in safetensors format over an existing file."""
+    """Write tensors in safetensors format."""
     # Widest elements first: then each tensor is aligned, and none needs a gap before it, which the format forbids.
     order = sorted(stored, key=lambda name: -stored[name].element_size())
     ends = list(itertools.accumulate(stored[name].nbytes for name in order))
@@ -152,24 +147,28 @@ def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
         head[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = orjson.dumps(head)
     raw += b" " * (-(8 + len(raw)) % 64)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "wb") as out:
-        os.truncate(descriptor, 8 + len(raw) + ends[-1])
+    # A partial file of a failed write is not filled again: a reader may have it open.
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
         out.write(len(raw).to_bytes(8, "little") + raw)
         for name in order:
             out.write(bytes_of(stored[name]).data)
 
 
-def _versions(home: Path, newest: int) -> list[Path]:
-    found = sorted((int(match.group(1)), path) for path in home.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
-    return [path for version, path in found if version <= newest]
+def _remove_versions(home: Path, newest: int, keep: int) -> None:
+    """Remove the files of versions up to ``newest`` but for the last ``keep``; who maps one keeps its memory."""
+    files = ((_FILE_NAME.fullmatch(path.name), path) for path in home.iterdir())
+    found = sorted((int(match.group(1)), path) for match, path in files if match is not None)
+    older = [path for version, path in found if version <= newest]
+    for outdated in older[: max(0, len(older) - keep)]:
+        outdated.unlink(missing_ok=True)
 
 
 def read_weights(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Map and check all tensors of a manifest.
 
     Returns:
-        CPU tensors by name, backed by the file: valid until a version two later is written.
+        CPU tensors by name, backed by the file, also after it is removed. Writing to one copies its page.
 
     Raises:
         FormatError: The file is missing or broken, or a name, shape, dtype or checksum differs from the manifest.

@@ -27,9 +27,14 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
+<<<<<<< HEAD
 from turnwise.inference.process import Launched, LaunchedServer, ServerProcess
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
+=======
+from turnwise.inference.process import Launched, LaunchedReplica, LaunchedServer, ServerProcess
+from turnwise.model.core import MemoryUse, WeightManifest
+>>>>>>> cost
 from turnwise.plugins import without_collections
 
 _SERVER = "turnwise.engine.server"
@@ -86,8 +91,12 @@ class BuiltinReplica(ServerReplica):
         await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds."""
+        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds, memory."""
         return await self._control.request(self._reachable(), "GET", "/stats")
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of the server's process, its GPU's included."""
+        return MemoryUse(**(await self.stats())["memory"])
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present."""

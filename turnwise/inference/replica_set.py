@@ -11,8 +11,12 @@ from typing import TypeVar
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+<<<<<<< HEAD
 from turnwise.inference.engines import check_engine, make_replicas
 from turnwise.model.core import Replica
+=======
+from turnwise.model.core import MemoryUse
+>>>>>>> cost
 
 T = TypeVar("T")
 
@@ -135,6 +139,17 @@ class ReplicaSet:
                 if name in stats:
                     total[name] = total.get(name, 0.0) + float(stats[name])
         return total
+
+    async def memory(self) -> list[MemoryUse | None]:
+        """Return the memory of each server; None of one that does not respond."""
+
+        async def of(replica: BuiltinReplica) -> MemoryUse | None:
+            try:
+                return await replica.memory()
+            except InferenceError:
+                return None
+
+        return list(await asyncio.gather(*(of(replica) for replica in self.replicas)))
 
     async def close(self) -> None:
         """Stop all servers and close the client; idempotent."""

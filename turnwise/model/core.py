@@ -170,6 +170,21 @@ class WeightManifest:
         return other is not None and replace(other, version=self.version) == self
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of a process or several, in bytes.
+
+    Attributes:
+        resident: Resident set now, shared pages included.
+        peak: Largest resident set since the start of the process.
+        device_peak: Largest memory allocated on its GPU; 0 without one.
+    """
+
+    resident: int
+    peak: int
+    device_peak: int = 0
+
+
 class Replica(ABC):
     """Control plane of one inference server.
 
@@ -238,6 +253,10 @@ class Replica(ABC):
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present; 0 where they are not known."""
         return 0.0
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of the server; None where it is not known."""
+        return None
 
     @abstractmethod
     async def close(self) -> None:

@@ -59,7 +59,9 @@ _NAME = "weights-{pid}"
 
 
 class SharedMemoryWriter(WeightWriter):
-    """Writes each version to a file in shared memory, keeping the newest two.
+    """Writes each version to a file in shared memory, which the built-in servers use as their weights.
+
+    A version is removed when all servers have loaded the next one.
 
     Attributes:
         directory: Removed by :meth:`close`, or by the next writer on this machine if this process is killed.
@@ -103,7 +105,13 @@ class SharedMemoryWriter(WeightWriter):
         for replica, answer in zip(replicas, served, strict=True):
             if answer != version:
                 raise InferenceError(f"{replica.url} serves weight version {answer} after an update to {version}")
+        await asyncio.to_thread(self._remove_older, Path(manifest.path))
         return manifest
+
+    def _remove_older(self, kept: Path) -> None:
+        for file in self.directory.iterdir():
+            if file != kept:
+                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the directory. Idempotent."""

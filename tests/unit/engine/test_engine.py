@@ -21,6 +21,7 @@ from support.engine.tiny_lm import (
 from turnwise.engine.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
+from turnwise.engine.weights import read_weights, write_weights
 from turnwise.errors import FormatError
 from turnwise.types import SamplingParams
 
@@ -443,6 +444,28 @@ def test_greedy_equals_generate_after_an_update_with_a_cached_prefix(checkpoints
         assert output.weight_versions == ((5, 0, len(output.token_ids)),)
         full = np.concatenate([one, output.token_ids])
         assert np.abs(output.logprobs - logprobs(new, full, len(one))).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_written_weights_are_served_without_a_copy_where_the_type_is_the_same(checkpoints, dtype, tmp_path, rng):
+    model, directory = checkpoints("qwen2")
+    new, _ = checkpoints("qwen2", 1)
+    desk = Desk(directory)
+    tensors = read_weights(
+        write_weights([(name, each.to(getattr(torch, dtype))) for name, each in state(new).items()], tmp_path, 1)
+    )
+    desk.engine.update_weights(tensors, 1)
+    served = dict(desk.engine.model._model.named_parameters())
+    shared = [name for name, each in tensors.items() if each.data_ptr() == served[name].data_ptr()]
+    assert shared == (list(tensors) if dtype == "float32" else [])
+    prompt = random_prompt(rng, 30)
+    if dtype == "float32":
+        assert desk.run(prompt).token_ids.tolist() == greedy(new, prompt, 24)
+    # A version that does not fit leaves them.
+    before = {name: each.clone() for name, each in served.items()}
+    with pytest.raises(FormatError, match="has shape"):
+        desk.engine.update_weights({**state(model), "model.norm.weight": torch.zeros(3)}, 2)
+    assert all(torch.equal(each, before[name]) for name, each in served.items())
 
 
 @pytest.mark.parametrize("names", ["embedding", "head", "both"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -10,14 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engine.tiny_lm import greedy, make_model, save_model
+from support.engine.tiny_lm import greedy, logprobs, make_model, save_model
 from support.property_tests import examples
 from turnwise.engine.batch_state import Generation
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.engine.kv_cache import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
+from turnwise.inference.memory import process_memory
 from turnwise.types import SamplingParams
 
+OPERATIONS = ("take", "share", "grow", "append", "retain", "release", "reuse", "compact")
 GEOMETRY = Geometry(layers=2, heads=2, key_dim=3, value_dim=2)
 
 
@@ -59,19 +62,28 @@ def check(cache: KVCache, contents: dict[int, np.ndarray]) -> None:
         assert np.array_equal(stored(cache, slot), cache.token_ids[slot, : cache.cached[slot]].astype(np.float32))
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(st.data())
-def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per operation
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("Cannot allocate memory")
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data())
+def test_rows_and_slots_under_random_use(reserves, data):  # noqa: C901 - one branch per operation
     longest = data.draw(st.sampled_from([40, 100, 200]), "longest")
     budget = capacities(longest)[-1] + data.draw(st.integers(0, 600), "more")
-    cache = KVCache(
-        GEOMETRY,
-        torch.float32,
-        torch.device("cpu"),
-        slots=data.draw(st.integers(2, 12)),
-        longest=longest,
-        budget=budget,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # What a system does that reserves no address space; a GPU's memory is handled in the same way.
+        if not reserves:
+            patch.setattr("mmap.mmap", refuse)
+        cache = KVCache(
+            GEOMETRY,
+            torch.float32,
+            torch.device("cpu"),
+            slots=data.draw(st.integers(2, 12)),
+            longest=longest,
+            budget=budget,
+        )
     contents: dict[int, np.ndarray] = {}
     fresh = iter(range(1, 10**6))
 
@@ -82,9 +94,7 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
         for _ in range(data.draw(st.integers(1, 40), "operations")):
             active = np.flatnonzero(cache.state == ACTIVE)
             retained = np.flatnonzero(cache.state == RETAINED)
-            choice = data.draw(
-                st.sampled_from(["take", "share", "grow", "append", "retain", "release", "reuse", "compact"])
-            )
+            choice = data.draw(st.sampled_from([*OPERATIONS, "trim", "drop"]))
             if choice == "take":
                 new = tokens(data.draw(st.integers(1, longest - 1)))
                 slot = cache.take(new)
@@ -125,6 +135,16 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
             elif choice == "release" and len(active):
                 cache.release(int(data.draw(st.sampled_from(active.tolist()))))
                 continue
+            elif choice in ("trim", "drop"):
+                rows = cache.row_of.copy()
+                if choice == "drop":
+                    cache.drop_retained()
+                    assert cache.allocated == sum(pool.used * pool.capacity for pool in cache.pools)
+                elif not cache.trim():
+                    assert np.array_equal(rows, cache.row_of)
+                assert all(pool.rows - pool.used <= pool.spare for pool in cache.pools)
+                check(cache, contents)
+                continue
             elif choice == "compact" and len(active):
                 for _ in range(9):
                     cache.compact(active)
@@ -137,6 +157,44 @@ def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per o
                 check(cache, contents)
                 fill(cache, slot)
             check(cache, contents)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_is_taken_as_it_is_needed_and_given_back():
+    """4 KiB a token: the budget is 512 MiB, and a row of 500 tokens 2 MB."""
+    geometry = Geometry(layers=4, heads=2, key_dim=64, value_dim=64)
+    before = process_memory().resident
+
+    def held() -> float:
+        return (process_memory().resident - before) / 2**20
+
+    cache = KVCache(geometry, torch.float32, torch.device("cpu"), slots=64, longest=512, budget=2**17)
+    assert held() < 16
+    slots = [cache.take(np.full(20, number + 1, dtype=np.int32)) for number in range(32)]
+    most = 0.0
+    for length in range(20, 500, 10):
+        for slot in slots:
+            assert cache.grow(slot, length)
+            pool, row = cache.pools[cache.pool_of[slot]], cache.row_of[slot]
+            pool._data[:, :, row, :, int(cache.cached[slot]) : length] = float(slot)
+            cache.cached[slot] = length
+        cache.trim()
+        most = max(most, held())
+    # Sequences moved through eight pools. Without giving back, each of them would hold its largest extent.
+    assert 60 < held() < 90
+    assert most < 110
+    for slot in slots:
+        pool, row = cache.pools[cache.pool_of[slot]], cache.row_of[slot]
+        assert bool((pool._data[:, :, row, :, :490] == slot).all())
+        cache.release(slot)
+    cache.trim()
+    assert held() < 32
+    cache.drop_retained()
+    assert cache.allocated == 0
+    assert held() < 16
+    # Pages that come back are zeros.
+    slot = cache.take(np.ones(490, dtype=np.int32))
+    assert not cache.pools[cache.pool_of[slot]].keys[0][cache.row_of[slot]].any()
 
 
 def test_compaction_moves_rows_only_when_holes_have_cost_as_much():
@@ -246,6 +304,8 @@ def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
     for output in outputs:
         got, prompt = output.token_ids.tolist(), requests[output.id]
         assert got == expected(prompt, len(got))
+        full = np.concatenate([prompt, output.token_ids])
+        assert np.allclose(output.logprobs, logprobs(lm[0], full, len(prompt)), atol=1e-4)
         assert output.finish_reason == (
             "length" if len(got) == min(wanted[output.id], longest - len(prompt)) else "abort"
         )

@@ -228,6 +228,10 @@ async def test_a_group_is_read_once_over_http(replica, client):
     assert after["prefilled_tokens"] - before["prefilled_tokens"] == 100 + 5
     assert after["requests"] - before["requests"] == after["received"] - before["received"] == 6
     assert after["cpu_seconds"] > before["cpu_seconds"]
+    memory = await replica.memory()
+    assert memory is not None
+    assert memory.peak >= memory.resident > 2**27  # it has imported torch
+    assert memory.device_peak == 0
 
 
 # -- interruptions

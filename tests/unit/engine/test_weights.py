@@ -73,18 +73,16 @@ def test_old_versions_go_and_the_newest_two_stay(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_the_memory_of_an_outdated_version_is_filled_again(tmp_path):
-    first = write_weights(tensors(), tmp_path, 1)
-    where = Path(first.path).stat().st_ino
-    second = write_weights([("a", torch.ones(1000))], tmp_path, 2)
-    assert Path(second.path).stat().st_ino != where, "the version before the newest can still be read"
-    read_weights(first)
-    for version, size in ((3, 7), (5, 100_000)):
-        third = write_weights([("a", torch.full((size,), float(version)))], tmp_path, version)
-        assert torch.equal(read_weights(third)["a"], torch.full((size,), float(version)))
-        if version == 3:
-            assert Path(third.path).stat().st_ino == where
-            read_weights(second)
+def test_a_version_that_is_mapped_never_changes(tmp_path):
+    """A server uses them as its weights: neither a later version nor a removal may reach them."""
+    found = read_weights(write_weights(tensors(), tmp_path, 1))
+    for version in (2, 3, 4):
+        write_weights([("a", torch.full((3, 4), float(version)))], tmp_path, version, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-00000004.safetensors"]
+    for name, tensor in tensors():
+        assert torch.equal(found[name], tensor)
+    found["b"].zero_()
+    assert not read_weights(write_weights(tensors(), tmp_path, 5))["b"].eq(0).all()
 
 
 def test_weights_of_the_version_before_are_not_written_again(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -37,23 +39,30 @@ def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    before = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    known = {each.untyped_storage().data_ptr() for each in before}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy.forward(batch, entropy=True)
     assert scores.entropy is not None
+    # Results of matrix products are kept outside of the graph.
+    for each in gc.get_objects():
+        if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known:
+            keep(each)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
     return sum(kept.values()), [parameter.grad for parameter in policy.model.parameters()]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("kind", "share"), [(True, 0.5), ("matmuls", 0.75)])
 def test_checkpointing_gives_the_same_gradients_and_holds_less(
-    model_dir: Callable[..., Path], row: Row, family: str, shared: bool
+    model_dir: Callable[..., Path], row: Row, family: str, shared: bool, kind: Literal[True, "matmuls"], share: float
 ) -> None:
     """Two layers hold little but their inputs then; what remains is mostly the scores'."""
     (batch,) = pack(branching(row), 1000, share_prefixes=shared)
     assert any(parent >= 0 for _, _, parent in batch.segments) is shared
     (plain, wanted), (checkpointed, found) = (
-        held(load_model(model_dir(family), gradient_checkpointing=on), batch) for on in (False, True)
+        held(load_model(model_dir(family), gradient_checkpointing=on), batch) for on in (False, kind)
     )
     assert len(found) == len(wanted) > 10
     for one, other in zip(found, wanted, strict=True):
@@ -61,4 +70,4 @@ def test_checkpointing_gives_the_same_gradients_and_holds_less(
         assert other is not None
         # Recomputed, not approximated.
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    assert checkpointed < 0.5 * plain
+    assert checkpointed < share * plain

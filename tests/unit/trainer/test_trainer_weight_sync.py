@@ -65,8 +65,8 @@ async def test_every_replica_gets_the_bits(writer: SharedMemoryWriter, model_dir
             assert set(replica.loaded) == {name for name, _ in policy.named_weights()}
             for name, tensor in policy.named_weights():
                 assert torch.equal(replica.loaded[name], tensor)
-    # Older versions are removed: memory does not grow with the run.
-    assert len(list(writer.directory.iterdir())) <= 2
+        # The one before is removed when all have loaded this one.
+        assert [str(file) for file in writer.directory.iterdir()] == [manifest.path]
     read_weights(manifest)
     writer.close()
     writer.close()

@@ -378,7 +378,7 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
         run.log(step_record(run, parts, began))
         raise
     synced = time.monotonic()
-    metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began}
+    metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began} | await run.memory()
     groups = [group for each in parts for group in each.batch.groups]
     try:
         metrics = await run.hooks.step_end(metrics, groups)

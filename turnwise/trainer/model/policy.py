@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
@@ -52,6 +54,9 @@ _COMPANIONS = (
     TOOL_TEMPLATE_FILE,
     "turnwise_format.json",
 )
+
+# Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
+_MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 AttentionInterface.register(ATTENTION, packed_attention)
 
@@ -206,7 +211,7 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     compute_dtype: ComputeDtype = "float32",
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | Literal["matmuls"] = False,
     lora: LoRAConfig | None = None,
 ) -> Policy:
     """Load a Hugging Face causal language model and check that its packed forward equals its plain one.
@@ -215,7 +220,8 @@ def load_model(
         path: Its directory, or that of an adapter, which is put on its model. Nothing is downloaded.
         device: Target device.
         compute_dtype: Type of matrix products; parameters are float32.
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        gradient_checkpointing: Recompute activations in the backward pass, all of them or with ``matmuls`` all but the
+            results of matrix products (:class:`~turnwise.trainer.config.policy.ModelConfig`).
         lora: Adapters to put on it; all other parameters are then frozen.
 
     Raises:
@@ -239,14 +245,7 @@ def load_model(
     model = model.to(device).eval()
     check_packable(model)
     if gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise TrainError(f"model.gradient_checkpointing is true, but {type(model).__name__} does not support it")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # Transformers checkpoints in training mode only; dropout has to stay off.
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
+        _checkpoint_layers(model, keep_matmuls=gradient_checkpointing == "matmuls")
     return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
 
 
@@ -257,6 +256,21 @@ def _make_savable(generation: Any) -> None:
             generation.validate(strict=True)
     except ValueError:
         generation.do_sample = True
+
+
+def _checkpoint_layers(model: Any, *, keep_matmuls: bool) -> None:
+    """Recompute activations of each layer in the backward pass. Raises TrainError where the model cannot."""
+    if not model.supports_gradient_checkpointing:
+        raise TrainError(f"model.gradient_checkpointing is set, but {type(model).__name__} does not support it")
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if keep_matmuls:
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _MATMULS)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    # Transformers checkpoints in training mode only; dropout has to stay off.
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
 
 
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:

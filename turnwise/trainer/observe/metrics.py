@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.agents.roles import TRAINED
+from turnwise.model.core import MemoryUse
 from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.learn.learner import Stats, StepResult
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
@@ -122,10 +123,20 @@ METRICS: dict[str, str] = {
     "lag/mean": "weight versions between the training weights and those that sampled, mean over tokens",
     "lag/max": "largest of these: staleness of the step's oldest token",
     "sync/bytes": "bytes of weights sent to each server after the step, or of an adapter; 0 where none changed",
+    "memory/peak": "largest resident memory so far: of the trainer, and of each server, added up",
+    "memory/trainer": "resident memory of the trainer at the end of the step",
+    "memory/trainer_peak": "the largest so far, since the process started",
+    "memory/trainer_device_peak": "largest memory that the trainer has allocated on its GPU so far",
+    "memory/server/*": "resident memory of a server at the end of the step, by its number",
+    "memory/server_peak/*": "the largest so far, since the server started",
+    "memory/server_device_peak/*": "largest memory that a server has allocated on its GPU so far",
     "loggers/failures": "calls of loggers that failed so far in this process",
     "time/*": "seconds of a part of the step, or tokens per second",
 }
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""
+
+GB = 1e9
+"""Bytes of a gigabyte."""
 
 _NAMED = {"kl": "kl/value"}
 """Means over the updates that bear another name than ``train/NAME``."""
@@ -166,6 +177,19 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
             found = {**stats.means, **stats.maxima}
             metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
     return metrics
+
+
+def memory_metrics(trainer: MemoryUse, servers: Sequence[MemoryUse | None]) -> dict[str, float]:
+    """Return the metrics ``memory/...`` in GB, of the servers whose memory is known."""
+    known = {"trainer": trainer} | {f"server/{n}": each for n, each in enumerate(servers) if each is not None}
+    found: dict[str, float] = {"memory/peak": sum(each.peak for each in known.values()) / GB}
+    for name, use in known.items():
+        part, slash, number = name.partition("/")
+        found[f"memory/{name}"] = use.resident / GB
+        found[f"memory/{part}_peak{slash}{number}"] = use.peak / GB
+        if use.device_peak:
+            found[f"memory/{part}_device_peak{slash}{number}"] = use.device_peak / GB
+    return found
 
 
 def meaning(name: str) -> str | None:

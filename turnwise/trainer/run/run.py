@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from turnwise.chat.renderer import save_format
@@ -24,6 +25,7 @@ from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
+from turnwise.inference.memory import process_memory
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -40,7 +42,7 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.observe.gap import Gaps
-from turnwise.trainer.observe.metrics import checked, figures
+from turnwise.trainer.observe.metrics import checked, figures, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
@@ -97,6 +99,7 @@ COLUMNS = {
     "greedy": "eval/greedy",
     "tok/s": "time/sampled_tokens_per_s",
     "gap": "gap/max",
+    "GB": "memory/peak",
     "s": "time/step_s",
 }
 """Heading and metric of each column."""
@@ -250,6 +253,10 @@ class TrainRun:
         await self.fleet.with_recovery(lambda: self._write_weights(still))
         self.state.weight_version = self.state.step
         return {"sync/bytes": float(self.writer.written_bytes - written)}
+
+    async def memory(self) -> dict[str, float]:
+        """Return the memory of the trainer and its servers as metrics."""
+        return memory_metrics(process_memory(device_peak=torch.cuda.max_memory_allocated()), await self.fleet.memory())
 
     async def _write_weights(self, still: bool) -> None:
         learner, fleet = self.learner, self.fleet

@@ -24,6 +24,7 @@ from turnwise.evaluation.metrics import result_table
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.model.policy import copy_companions, load_model
+from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
 from turnwise.trainer.run.checkpoint import BEST, STATE_FILE, CheckpointStore, load_state
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import TrainRun, open_run
@@ -43,6 +44,7 @@ class TrainSummary:
         after: Figures of the last one.
         wall_s: Seconds, over all processes of the run.
         cpu_s: CPU seconds of all its processes.
+        memory_gb: Largest ``memory/peak`` of its steps, in GB; 0 without one.
         ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``), ``hook``
             where a hook stopped it, or ``algorithm`` where a custom algorithm returned earlier.
         spent: Amounts spent, with and without a limit.
@@ -54,6 +56,7 @@ class TrainSummary:
     after: dict[str, Any] | None
     wall_s: float
     cpu_s: float
+    memory_gb: float
     ended_by: str
     spent: dict[str, float]
 
@@ -65,6 +68,7 @@ class TrainSummary:
             "after": self.after,
             "wall_s": self.wall_s,
             "cpu_s": self.cpu_s,
+            "memory_gb": self.memory_gb,
             "ended_by": self.ended_by,
             "spent": self.spent,
         }
@@ -137,6 +141,7 @@ async def train(
         run.last_eval,
         used["wall_s"],
         used["cpu_s"],
+        max((each.get("memory/peak", 0.0) for each in read_metrics(directory / METRICS_FILE)), default=0.0),
         ended or "algorithm",
         dict(run.budget.spent),
     )

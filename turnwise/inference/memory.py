@@ -1,0 +1,55 @@
+"""Memory of processes: resident set and its peak, of one process or with all its descendants.
+
+The figures are those of ``/proc`` (``VmRSS``, ``VmHWM``; Linux). ``getrusage`` is not read there: after ``fork`` and
+``exec`` its peak is at least the resident set of the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from turnwise.model.core import MemoryUse
+
+_PROC = Path("/proc")
+
+
+def process_memory(pid: int | None = None, *, device_peak: int = 0) -> MemoryUse:
+    """Return the memory of a process (default: this one) and its descendants that run.
+
+    The peak of several processes is the sum of theirs, which is at least that of the sum. A process that has ended
+    counts nothing. Where there is no ``/proc``, only this process is known, and its peak stands for both figures.
+    """
+    if not (_PROC / "self/status").is_file():
+        if pid not in (None, os.getpid()):
+            return MemoryUse(0, 0, device_peak)
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = usage if sys.platform == "darwin" else 1024 * usage
+        return MemoryUse(peak, peak, device_peak)
+    found = [_read(_PROC / "self")] if pid is None else [_read(_PROC / str(each)) for each in _family(pid)]
+    return MemoryUse(sum(each[0] for each in found), sum(each[1] for each in found), device_peak)
+
+
+def _read(process: Path) -> tuple[int, int]:
+    """Return (resident, peak) in bytes; zeros for a process that has ended."""
+    try:
+        text = (process / "status").read_text()
+    except OSError:
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
+    resident, peak = (1024 * int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM"))
+    # The kernel counts per thread and adds up later: the peak may be a little behind.
+    return resident, max(resident, peak)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        lists = [(each / "children").read_text() for each in (_PROC / str(pid) / "task").iterdir()]
+    except OSError:
+        return
+    for child in " ".join(lists).split():
+        yield from _family(int(child))
