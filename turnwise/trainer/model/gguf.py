@@ -102,7 +102,8 @@ def _distribution(name: str, packages: Path | None) -> Distribution:
 def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = None) -> bool:
     """Write a GGUF file as a model directory with float32 weights, tokenizer and chat template. Atomic.
 
-    A directory that was converted from the same file is left as it is, once its checksums were verified.
+    A directory that was converted from the same file is left as it is, once its checksums were verified; of a package's
+    model the package is then not needed any more.
 
     Args:
         source: See :func:`find_gguf`.
@@ -118,6 +119,8 @@ def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = No
         MissingExtraError: The package ``gguf`` is not installed.
         TrainError: The file is of an unsupported architecture, or the disk refuses.
     """
+    if str(source) in PACKAGES and _converted(target, PACKAGES[str(source)].sha256):
+        return False
     file = find_gguf(source, packages)
     digest = _sha256(file)
     if _converted(target, digest):
