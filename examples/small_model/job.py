@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class Job:
         smoke_warm: key=value for ``sft.yaml`` under ``--smoke``.
         report: Prints what a finished run reached; by default :func:`report_success`, of which the warm start's time
             is part.
+        pretrained: Returns the model to warm up, by the command line; by default a small one is made of the
+            demonstrations.
+        tasks: The held-out tasks that ``turnwise eval`` is to name; by default the environment's.
+        details: Prints more between the figures and what to try next.
     """
 
     name: str
@@ -70,6 +75,9 @@ class Job:
     )  # fmt: skip
     smoke_warm: tuple[str, ...] = ("steps=5", "conversations=8")
     report: Callable[[TrainSummary], None] | None = None
+    pretrained: Callable[[argparse.Namespace], Path] | None = None
+    tasks: str | None = None
+    details: Callable[[TrainSummary], None] | None = None
 
 
 def run(job: Job, description: str | None) -> int:
@@ -107,7 +115,9 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
     if arguments.fresh and directory.exists():
         shutil.rmtree(directory)
     try:
-        model = warm_start(job, arguments.warm or directory, arguments.seed, console, smoke=arguments.smoke)
+        initial = None if job.pretrained is None else partial(job.pretrained, arguments)
+        warm = arguments.warm or directory
+        model = warm_start(job, warm, arguments.seed, console, smoke=arguments.smoke, pretrained=initial)
         files = [job.home / file for file in ("train.yaml", *arguments.also)]
         overrides = [
             f"name={name}",
@@ -135,8 +145,16 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def warm_start(job: Job, directory: Path, seed: int, console: Console, *, smoke: bool = False) -> Path:
-    """Make demonstrations, tokenizer and model, and fine-tune; skipped where the result exists already."""
+def warm_start(
+    job: Job,
+    directory: Path,
+    seed: int,
+    console: Console,
+    *,
+    smoke: bool = False,
+    pretrained: Callable[[], Path] | None = None,
+) -> Path:
+    """Make demonstrations, and tokenizer and model or those given, and fine-tune; skipped where the result exists."""
     # torch and transformers are imported here, after the arguments were understood.
     from make_model import make_model
 
@@ -151,14 +169,19 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console, *, smoke:
     data = directory / "demonstrations.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parameters = make_model(directory / "initial", rows, seed, width=job.width, layers=job.layers, words=job.words)
-    console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
+    if pretrained is not None:
+        initial = pretrained()
+        console.print(f"{len(rows)} demonstrations for {initial}", highlight=False)
+    else:
+        initial = directory / "initial"
+        parameters = make_model(initial, rows, seed, width=job.width, layers=job.layers, words=job.words)
+        console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
     overrides = [
         "name=sft",
         f"runs={directory.absolute()}",
         f"seed={seed}",
         f"data={data.absolute()}",
-        f"model.path={(directory / 'initial').absolute()}",
+        f"model.path={initial.absolute()}",
         *(job.smoke_warm if smoke else ()),
     ]
     return run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
@@ -168,10 +191,12 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     """Print before and after, what it cost, and what to try next."""
     print_before_after(summary, "success", "held-out tasks")
     print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds over all processes")
+    if job.details is not None:
+        job.details(summary)
     run_directory = summary.directory
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
     env = job.env or job.name
-    tasks = f"{env.rpartition(':')[0] or f'turnwise.envs.library.{job.name}'}:tasks?split=test"
+    tasks = job.tasks or f"{env.rpartition(':')[0] or f'turnwise.envs.library.{job.name}'}:tasks?split=test"
     print(f"\neverything is in {run_directory}. Next steps:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")

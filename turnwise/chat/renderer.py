@@ -545,9 +545,19 @@ def make_renderer(
         choice = stored(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
     else:
         choice = detect(facts, tokens)
-    return TemplateRenderer(
-        facts, tokens, choice, eos_ids=files.eos_ids, special_in_text=special_in_text, fixed_arguments=fixed_arguments
-    )
+    try:
+        return TemplateRenderer(
+            facts,
+            tokens,
+            choice,
+            eos_ids=files.eos_ids,
+            special_in_text=special_in_text,
+            fixed_arguments=fixed_arguments,
+        )
+    except RenderError as error:
+        named = files.special.get("eos_token")
+        lacks = "" if named is None else f" (its eos_token, {named!r}, is no token of its tokenizer)"
+        raise RenderError(f"model {str(files.path)!r}: {error}{lacks}") from error
 
 
 def save_format(renderer: Renderer, model_dir: str | os.PathLike[str]) -> Path:

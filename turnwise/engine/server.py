@@ -25,10 +25,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
 from turnwise.engine.weights import read_weights
-from turnwise.errors import FormatError, InferenceError
+from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.memory import process_memory
@@ -343,8 +344,15 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     from tokenizers import Tokenizer
 
     from turnwise.engine.causal_lm import CausalLM
+    from turnwise.engine.lora import model_under
 
     config = spec.config
+    try:
+        check_served(model_under(spec.model), config)
+    except (ConfigError, FormatError) as error:
+        raise InferenceError(str(error)) from error
+    if warning := served_dtype_warning(model_under(spec.model), config):
+        _log.warning("%s", warning)
     torch.set_num_threads(config.threads)
     tokenizer_file = spec.model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None

@@ -209,7 +209,10 @@ def test_without_any_stop_token_the_error_says_what_to_set(tmp_path: Path) -> No
     path = write_model_dir(tmp_path, Family("plain"), template=template)
     (path / "generation_config.json").unlink()
     (path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(RenderError, match="set eos_token in tokenizer_config"):
+    with pytest.raises(RenderError, match=rf"model '{path}': no token ends a turn.*set eos_token in tokenizer_config"):
+        load_renderer(path)
+    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(RenderError, match=r"\(its eos_token, '</s>', is no token of its tokenizer\)"):
         load_renderer(path)
 
 

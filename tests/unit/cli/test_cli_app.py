@@ -19,6 +19,7 @@ COMMANDS = (
     "sft",
     "eval",
     "export",
+    "convert-gguf",
     "serve",
     "gateway",
     "view",

@@ -101,7 +101,7 @@ def test_only_large_plain_layers_of_known_dtypes_are_replaced():
 
 def test_copies_stop_where_memory_ends_and_the_largest_come_first(monkeypatch):
     model = torch.nn.Sequential(layer(512, 400), layer(512, 640), layer(512, 500))
-    monkeypatch.setattr(packed_linear, "_memory", lambda: 8 * 4 * 512 * (640 + 500))
+    monkeypatch.setattr(packed_linear, "machine_memory", lambda: 8 * 4 * 512 * (640 + 500))
     made = pack_linears(model)
     assert made == [model[1], model[2]]
     assert type(model[0]) is torch.nn.Linear

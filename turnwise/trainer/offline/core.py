@@ -28,6 +28,7 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import checked, update_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
+from turnwise.trainer.run.machine import check_machine
 from turnwise.trajectory import Trajectory
 from turnwise.types import text_of
 
@@ -87,14 +88,17 @@ def pair_display(title: str) -> DisplayLayout:
     return DisplayLayout(title, columns, "preference/accuracy")
 
 
-def prepare(config: OfflineConfig) -> Path:
-    """Return the directory of the future model, without writing anything.
+def prepare(config: OfflineConfig, console: Console | None = None) -> Path:
+    """Return the directory of the future model, without writing anything; warnings are printed.
 
     Raises:
         TrainError: It exists already.
+        ConfigError: There is no initial model, or it does not fit into memory.
         MissingExtraError: A logger's package is not installed.
     """
     check_loggers(config.loggers)
+    for warning in check_machine(config.policy):
+        print_notice(console, f"warning: {warning}")
     target = config.runs / config.name / "model"
     if target.exists() and not config.overwrite:
         raise TrainError(f"{target} exists; choose another name, remove it, or set overwrite: true")

@@ -88,7 +88,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has no pair.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    target = prepare(config)
+    target = prepare(config, console)
     renderer = config.renderer.load(config.model.path)
     pairs, left_out = _pairs(config, renderer)
     if not pairs:

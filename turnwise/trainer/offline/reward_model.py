@@ -160,7 +160,7 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
     """
     if config.model.lora is not None:
         raise TrainError("model.lora is given, but a reward model is trained as a whole: remove it")
-    target = prepare(config)
+    target = prepare(config, console)
     encoder = Encoder(config.model.path)
     pairs = _within(config, _pairs(config, encoder, console), console)
     if not pairs:

@@ -42,7 +42,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has nothing to learn from.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    target = prepare(config)
+    target = prepare(config, console)
     renderer = config.renderer.load(config.model.path)
     rows, cut = _rows(config, renderer, console)
     rows = [each for each in rows if each]

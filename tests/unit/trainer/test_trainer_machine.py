@@ -1,0 +1,142 @@
+"""Models that this machine cannot train or serve: said with figures and a remedy, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.engine.capacity import emulates_bfloat16, emulation_warning, machine_memory, model_size
+from turnwise.engine.server import ServerSpec, serve
+from turnwise.errors import ConfigError, InferenceError, RenderError
+from turnwise.inference.config import InferenceConfig
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.run.machine import check_machine
+
+KEY = "policies.main.model"
+
+
+def model_dir(path: Path, *shapes: tuple[int, ...], dtype: str = "BF16") -> Path:
+    """Write a model directory whose safetensors files have headers and no data: only those may be read."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    for number, shape in enumerate(shapes):
+        header = json.dumps(
+            {
+                "__metadata__": {"format": "pt"},
+                f"weight.{number}": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]},
+            }
+        ).encode()
+        (path / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return path
+
+
+def policy(path: Path, **model: object) -> PolicyConfig:
+    return PolicyConfig.model_validate({"model": {"path": path, "device": "cpu", **model}})
+
+
+def test_the_size_of_a_model_is_that_of_all_its_files(tmp_path: Path) -> None:
+    size = model_size(model_dir(tmp_path / "model", (1000, 300), (700, 1000)))
+    assert size is not None
+    assert (size.parameters, size.dtype) == (1_000_000, "BF16")
+    assert [size.served(dtype) for dtype in ("auto", "bfloat16", "float32")] == [2_000_000, 2_000_000, 4_000_000]
+    (tmp_path / "model" / "model-0.safetensors").write_bytes(b"no header")
+    assert model_size(tmp_path / "model") is None
+
+
+def test_a_model_that_is_too_large_is_refused_with_what_it_takes(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
+    servers = InferenceConfig(replicas=2, dtype="float32", device="cpu")
+    with pytest.raises(ConfigError) as raised:
+        check_machine(policy(path), servers, key=KEY)
+    text = str(raised.value)
+    assert text.startswith(f"{KEY}.path is {path}, a model of 1e+04 billion parameters: it needs at least 240,000.0 GB")
+    assert "moments in float32 160,000.0 GB, the weights of 2 servers 80,000.0 GB" in text
+    assert f"this machine has {machine_memory() / 1e9:,.1f} GB" in text
+    for remedy in ("smaller model", f"{KEY}.lora.rank: 16", "inference.dtype: bfloat16", "lower inference.replicas"):
+        assert remedy in text
+    with pytest.raises(
+        ConfigError, match=r"frozen weights in float32 40,000\.0 GB, the weights of 2 servers"
+    ) as raised:
+        check_machine(policy(path, lora={"rank": 4}), servers, key=KEY)
+    assert "lora" not in str(raised.value)
+
+
+def test_offline_training_and_a_server_refuse_it_too(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
+    config = {
+        "name": "sft",
+        "runs": tmp_path,
+        "data": tmp_path / "none.jsonl",
+        "model": {"path": path, "device": "cpu"},
+    }
+    with pytest.raises(ConfigError, match=r"model\.path is .*huge, a model of .* needs at least 160,000\.0 GB"):
+        run_sft(SFTConfig.model_validate(config))
+    spec = ServerSpec(model=path, config=InferenceConfig(device="cpu"))
+    with pytest.raises(InferenceError, match=r"model is .*huge.*the server's weights 20,000\.0 GB.*a smaller model"):
+        serve(spec)
+
+
+def test_a_model_that_fits_passes_without_a_word(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "small", (10, 10), dtype="F32")
+    assert check_machine(policy(path), InferenceConfig(device="cpu"), key=KEY) == []
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_folder_of_gguf_alone_names_the_conversion(tmp_path: Path, with_weights: bool) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "model.Q4_1.gguf").write_bytes(b"GGUF")
+    if with_weights:
+        # Many repositories of GGUF files hold a tokenizer besides.
+        (path / "tokenizer.json").write_text("{}")
+    remedy = r"holds its weights as GGUF only.*convert it once with turnwise convert-gguf .*model DIR, and name DIR"
+    with pytest.raises(ConfigError, match=rf"{KEY}\.path is .*model, which {remedy}"):
+        check_machine(policy(path), InferenceConfig(), key=KEY)
+    with pytest.raises(RenderError, match=remedy):
+        read_model_dir(path)
+
+
+def test_a_gguf_file_in_the_place_of_a_folder_names_it_too(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"model\.gguf, which holds its weights as GGUF only"):
+        check_machine(policy(file), InferenceConfig(), key=KEY)
+
+
+FLAGS = {
+    "avx2": ("flags\t\t: fpu sse2 avx2 avx512f", True),
+    "avx512": ("flags\t\t: fpu avx2 avx512f avx512_bf16", False),
+    "amx": ("flags\t\t: fpu amx_tile amx_bf16", False),
+    "arm": ("Features\t: fp asimd bf16", False),
+    "old arm": ("Features\t: fp asimd", True),
+    "unknown": ("processor\t: 0", False),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_processor_without_bfloat16_is_recognised(tmp_path: Path, name: str) -> None:
+    flags, emulated = FLAGS[name]
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n\n{flags}\n")
+    assert emulates_bfloat16(tmp_path / "cpuinfo") == emulated
+    assert not emulates_bfloat16(tmp_path / "nothing")
+
+
+def test_an_emulated_data_type_is_a_warning_with_key_value_and_remedy(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2\n")
+    half, whole = (model_size(model_dir(tmp_path / dtype, (2, 2), dtype=dtype)) for dtype in ("BF16", "F32"))
+    said = emulation_warning("inference.dtype", "auto", half, cpuinfo)
+    assert said is not None
+    assert said.startswith("inference.dtype is auto, the checkpoint's bfloat16, which this processor emulates")
+    assert "set inference.dtype: float32" in said
+    assert emulation_warning(f"{KEY}.compute_dtype", "bfloat16", whole, cpuinfo) is not None
+    for dtype, size in (("auto", whole), ("float32", half), ("auto", None)):
+        assert emulation_warning("inference.dtype", dtype, size, cpuinfo) is None
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512_bf16\n")
+    assert emulation_warning("inference.dtype", "bfloat16", half, cpuinfo) is None

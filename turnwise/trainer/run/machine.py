@@ -1,0 +1,78 @@
+"""What a run needs of this machine, checked before anything is loaded: memory, and data types of the processor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from turnwise.chat.model_dir import model_settings
+from turnwise.engine.capacity import (
+    MemoryNeed,
+    ModelSize,
+    check_memory,
+    emulation_warning,
+    model_size,
+    server_device,
+    server_need,
+    smaller_servers,
+)
+from turnwise.engine.lora import model_under
+from turnwise.inference.config import InferenceConfig
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.learn.torch_learner import pick_device
+
+_MOMENTS = {"adamw": 2, "muon": 1}
+
+
+def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None, *, key: str = "model") -> list[str]:
+    """Check a policy's model directory, and the memory that trainer and servers need for it at least.
+
+    Args:
+        policy: The trained policy.
+        inference: The servers' configuration; None without servers.
+        key: The configuration key of the policy's ``model`` section.
+
+    Returns:
+        Warnings about settings that work, and slowly.
+
+    Raises:
+        ConfigError: The directory holds no model that can be loaded, or the model does not fit into memory.
+        FormatError: It is an adapter whose files cannot be read.
+        TrainError: No such device.
+    """
+    path = model_under(policy.model.path)
+    model_settings(path, f"{key}.path")
+    size = model_size(path)
+    trains = pick_device(policy.model.device)
+    serves = None if inference is None else server_device(inference)
+    if size is not None:
+        needs: defaultdict[torch.device, list[MemoryNeed]] = defaultdict(list)
+        if policy.engine == "torch":
+            needs[trains].append(_trainer_need(policy, size))
+        if inference is not None and serves is not None:
+            needs[serves].append(server_need(inference, size))
+        remedies = list(_remedies(policy, inference, key))
+        for device, parts in needs.items():
+            check_memory(f"{key}.path", policy.model.path, size, parts, remedies, device)
+    said: list[str | None] = []
+    if trains.type == "cpu":
+        said.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
+    if inference is not None and serves is not None and serves.type == "cpu":
+        said.append(emulation_warning("inference.dtype", inference.dtype, size))
+    return [each for each in said if each is not None]
+
+
+def _trainer_need(policy: PolicyConfig, size: ModelSize) -> MemoryNeed:
+    if policy.model.lora is not None:
+        return MemoryNeed("the trainer's frozen weights in float32", 4 * size.parameters)
+    copies = 2 + _MOMENTS[policy.optim.name]
+    return MemoryNeed("the trainer's weights, gradients and moments in float32", 4 * copies * size.parameters)
+
+
+def _remedies(policy: PolicyConfig, inference: InferenceConfig | None, key: str) -> Iterator[str]:
+    if policy.model.lora is None:
+        yield f"train adapters only ({key}.lora.rank: 16)"
+    if inference is not None:
+        yield from smaller_servers(inference)
