@@ -27,14 +27,9 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
-<<<<<<< HEAD
 from turnwise.inference.process import Launched, LaunchedServer, ServerProcess
 from turnwise.inference.replica import ServerReplica
-from turnwise.model.core import WeightManifest
-=======
-from turnwise.inference.process import Launched, LaunchedReplica, LaunchedServer, ServerProcess
 from turnwise.model.core import MemoryUse, WeightManifest
->>>>>>> cost
 from turnwise.plugins import without_collections
 
 _SERVER = "turnwise.engine.server"

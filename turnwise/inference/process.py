@@ -27,12 +27,7 @@ from pydantic import BaseModel
 from turnwise.append_file import private_directory, private_opener
 from turnwise.errors import EngineDied, InferenceError, MissingExtraError, TurnwiseError, shown
 from turnwise.inference import wire
-from turnwise.inference.memory import process_memory
 from turnwise.inference.wire import BadRequest
-<<<<<<< HEAD
-=======
-from turnwise.model.core import MemoryUse, Replica
->>>>>>> cost
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -319,52 +314,6 @@ class LaunchedServer:
         await self._process.end()
 
 
-<<<<<<< HEAD
-=======
-class LaunchedReplica(LaunchedServer, Replica):
-    """An inference server in its own process, with the control routes that vLLM and the built-in server share."""
-
-    def __init__(self, process: ServerProcess, host: str, port: int) -> None:
-        super().__init__(process, host, port)
-        self._control = ControlRoutes()
-
-    @property
-    def died(self) -> asyncio.Event:
-        """Set when the process ends unexpectedly; cleared by the next launch."""
-        return self._process.died
-
-    async def health(self) -> bool:
-        """Return whether the server responds."""
-        return self._process.running and await self._control.health(self.url)
-
-    async def pause(self, *, abort: bool = False) -> None:
-        """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._reachable(), abort=abort)
-
-    async def resume(self) -> None:
-        """Resume sampling."""
-        await self._control.resume(self._reachable())
-
-    async def abort(self) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._reachable())
-
-    async def memory(self) -> MemoryUse | None:
-        """Return the memory of the server's processes, GPUs not included; None while none runs."""
-        return None if self.pid is None else process_memory(self.pid)
-
-    async def close(self) -> None:
-        """Stop the server and wait for its process; idempotent."""
-        await super().close()
-        await self._control.close()
-
-    def _reachable(self) -> str:
-        if not self._process.running:
-            raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
-        return self.url
-
-
->>>>>>> cost
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,9 @@ import orjson
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.memory import process_memory
 from turnwise.inference.process import ProcessUsage, ServerProcess, group_usage
-from turnwise.model.core import Replica, WeightManifest
+from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
 _POLL = 2.0
 _SILENT = 3
@@ -308,6 +309,10 @@ class ServerReplica(Replica):
             return 0.0
         ended = self._process.cpu_if_ended()
         return self._process.spent_cpu + (self._usage().cpu_seconds if ended is None else ended)
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of the server's processes, GPUs not included; None while none runs here."""
+        return None if self.pid is None else process_memory(self.pid)
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""

@@ -11,12 +11,8 @@ from typing import TypeVar
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-<<<<<<< HEAD
 from turnwise.inference.engines import check_engine, make_replicas
-from turnwise.model.core import Replica
-=======
-from turnwise.model.core import MemoryUse
->>>>>>> cost
+from turnwise.model.core import MemoryUse, Replica
 
 T = TypeVar("T")
 
@@ -143,7 +139,7 @@ class ReplicaSet:
     async def memory(self) -> list[MemoryUse | None]:
         """Return the memory of each server; None of one that does not respond."""
 
-        async def of(replica: BuiltinReplica) -> MemoryUse | None:
+        async def of(replica: Replica) -> MemoryUse | None:
             try:
                 return await replica.memory()
             except InferenceError:
