@@ -165,9 +165,6 @@ class Retrying:
 
     async def session(self, name: str, draw: random.Random) -> None:
         status, opened = await self.admin_sends("POST", "/sessions", {"id": name, "seed": draw.randrange(99)})
-        if status == 409:
-            # It was opened, and the gateway was killed before it could say so.
-            status, opened = await self.admin_sends("GET", f"/sessions/{name}", {})
         assert status == 200, opened
         history: list[dict[str, Any]] = []
         said = self.said[name] = []

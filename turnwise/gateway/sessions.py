@@ -130,6 +130,7 @@ class GatewaySession:
         sampling_metrics: Sampling settings for the trajectory's metrics.
         lenient: What is ignored instead of refused; None for the gateway's setting.
         log: Where its rewards and failures are written down, or None.
+        reopened: For one that was restored without turns, ``used`` of that moment and how it was opened; else None.
     """
 
     id: str
@@ -153,6 +154,7 @@ class GatewaySession:
     sampling_metrics: dict[str, float] = field(default_factory=dict)
     lenient: frozenset[Lenient] | None = None
     log: SessionLog | None = None
+    reopened: tuple[float, tuple[dict[str, str], dict[str, Any]]] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -162,7 +164,7 @@ class GatewaySession:
     def state(self) -> dict[str, Any]:
         """Return the state for controllers."""
         return {
-            **self.keys,
+            "id": self.id,
             "running": len(self.running),
             "turns": self.session.turns,
             "turn_ids": self._turn_ids(),
@@ -282,7 +284,10 @@ class Sessions:
         seconds: float | None = None,
         settings: SessionSettings | None = None,
     ) -> GatewaySession:
-        """Open a session. Raises ApiError if there are too many or the id is taken.
+        """Open a session. Raises ApiError if there are too many or the id is taken; DiskError.
+
+        The answer to its opening may have been lost with a killed gateway: one that was opened in the same way, and
+        that no agent has used, is returned once more.
 
         Args:
             session_id: Its id; None for a new one.
@@ -290,6 +295,10 @@ class Sessions:
             seconds: Lifetime; at most, and by default, the gateway's limit.
             settings: Its own settings.
         """
+        settings = settings or SessionSettings()
+        again = self._by_id.get(session_id or "")
+        if again is not None and again.reopened == (again.used, (about, settings.to_json())):
+            return again
         if len(self._by_id) >= self.limits.sessions:
             raise ApiError(429, f"{len(self._by_id)} sessions are open, which is the limit", retry_after=1)
         session_id = session_id or secrets.token_hex(12)
@@ -297,7 +306,6 @@ class Sessions:
             raise ApiError(409, f"session {session_id!r} exists already", param="id")
         if session_id in self._abandoned:
             raise ApiError(409, f"{self._told(session_id)}. Take another id", param="id", code="session_abandoned")
-        settings = settings or SessionSettings()
         began = time.time()
         session, reader = self._open(session_id, settings, datetime.fromtimestamp(began))
         lasts = min(seconds or self.limits.session_seconds, self.limits.session_seconds)
@@ -394,6 +402,8 @@ class Sessions:
         entry.conversations = conversations
         entry.rewards = list(saved.rewards)
         entry.temperatures = saved.temperatures
+        if not saved.turns:
+            entry.reopened = entry.used, (saved.about, saved.settings)
         for error, counters in saved.failures:
             session.counters = counters
             entry.note_outcome(error)

@@ -72,6 +72,12 @@ async def state(served: Any, name: str) -> Any:
         return await answer.json()
 
 
+def opened_again(served: Any, name: str) -> dict[str, str]:
+    """What opening a session answered, in an earlier life of its gateway."""
+    keys: dict[str, str] = served.app.sessions.of_id(name).keys
+    return keys
+
+
 async def chat(served: Served, opened: Any, messages: list[Any], **more: Any) -> Any:
     body = {"model": "m", "messages": messages, "tools": [RUN.to_json()], **more}
     status, answer = await post(served, f"{opened['path']}/v1/chat/completions", body)
@@ -142,6 +148,7 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
     async with serving(slow, out=out) as served:
         for name in ("waits", "broke", "new"):
             opened = await served.open(id=name, seed=3)
+            del opened["base"]
             history = [user("Go."), await chat(served, opened, [user("Go.")])] if name != "new" else []
             if name == "broke":
                 status, told = await post(
@@ -154,12 +161,17 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
         again = killed(out)
         asking.cancel()
     async with serving(script, out=again) as served:
-        waits = await state(served, "waits")
+        waits = opened_again(served, "waits")
         await chat(served, waits, [*history, user("Wait.")])
         assert (await end(served, "waits")).metrics["turns"] == 2
         trajectory = await end(served, "broke")
         assert (trajectory.stop_reason, trajectory.error) == ("error", "InferenceError: the server broke")
-        assert served.session(await state(served, "new")).turns == 0
+        assert served.session({"id": "new"}).turns == 0
+        # The answer to its opening may have been lost: the same request gets the same keys, until they are used.
+        assert (await post(served, "/sessions", {"id": "new", "seed": 4}, admin=True))[0] == 409
+        assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True)) == (200, opened)
+        await chat(served, opened, [user("Go.")])
+        assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True))[0] == 409
     ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.jsonl")}
     assert ends == {"waits": "completed", "broke": "error", "new": "cancelled"}
 
@@ -227,8 +239,8 @@ async def test_a_call_that_was_killed_before_it_was_committed_is_named(tmp_path:
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
     async with serving(script, out=again) as served:
-        opened = await state(served, "c")
-        assert opened["turn_ids"] == ["t0"]
+        opened = opened_again(served, "c")
+        assert (await state(served, "c"))["turn_ids"] == ["t0"]
         await chat(served, opened, asked)
         trajectories = [await end(served, name) for name in ("a", "b", "c")]
     [resumed] = [each for each in read_ledger(again / "ledger.jsonl").resumptions if each.lost]
@@ -313,7 +325,7 @@ async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
     async with serving(script, out=again) as served:
         for name in ("a", "b", "c"):
-            await chat(served, await state(served, name), [user("Other.")])
+            await chat(served, opened_again(served, name), [user("Other.")])
             await end(served, name)
     assert audit_files(again).contradictions == []
     calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.part == 0]
@@ -399,7 +411,7 @@ async def test_a_lifetime_goes_on_by_the_clock(tmp_path: Path) -> None:
     again = out.with_name("out-again")
     rewritten(again / "sessions.jsonl", lambda records: events(records, "a", "open")[0].update(ends=1.0))
     async with serving(script, out=again) as served:
-        opened = {name: await state(served, name) for name in ("a", "b")}
+        opened = {name: opened_again(served, name) for name in ("a", "b")}
         assert (await post(served, f"{opened['a']['path']}/v1/chat/completions", {"messages": [user("x")]}))[0] == 404
         assert await served.app.sessions.sweep() == 1
         await chat(served, opened["b"], [user("x")])
