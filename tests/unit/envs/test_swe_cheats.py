@@ -62,7 +62,7 @@ def _found():
                         text = file.read()
                 except OSError:
                     continue
-                if b"half_a_unit_goes" in text:
+                if b"half_a_unit" b"_goes" in text:
                     yield os.path.join(folder, name)
 if list(_found()):
     raise RuntimeError(list(_found()))
