@@ -138,8 +138,10 @@ def session_trajectories(
     if not opened:
         return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
     result: list[Trajectory] = []
+    notes = episode.turn_notes if episode is not None else {}
+    whole = {"": notes["main", None]} if ("main", None) in notes else {}
     for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
-        # Metrics of the episode are recorded once, in its first trajectory.
+        # Metrics and notes of the episode are recorded once, in its first trajectory.
         counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
         result.append(
             replace(
@@ -155,7 +157,7 @@ def session_trajectories(
                 rewards=_events(rewards, name),
                 metrics=counted,
                 turn_metrics=turn_metrics(session, name, episode),
-                turn_notes=_of_agent(episode.turn_notes if episode is not None else {}, name),
+                turn_notes=({} if result else whole) | _of_agent(notes, name),
                 states=_of_agent(episode.states if episode is not None else {}, name),
             )
         )

@@ -12,6 +12,7 @@ from turnwise.envs import Env, EnvSpec, SingleTurnEnv, ToolEnv, check_env, tool_
 from turnwise.envs.checker.core import CHECKS
 from turnwise.envs.core import StepResult
 from turnwise.envs.library.lookup import LookupEnv
+from turnwise.envs.results import Remark
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, ToolResponse, function_tool
@@ -650,15 +651,19 @@ class Rows(Good):
     def check_task(self, task):
         if task.id == "odd":
             raise EnvError("its repository is gone")
+        if task.data.get("remark"):
+            return [Remark("it is easy")]
         return [] if task.data.get("good") else ["it is solved before anything is done"]
 
 
 async def test_every_task_is_looked_at_where_the_environment_can_say_what_is_wrong():
-    rows = [Task(str(number), "go", {"good": number != 3}) for number in range(6)] + [Task("odd", "go")]
+    rows = [Task(str(number), "go", {"good": number != 3, "remark": number == 5}) for number in range(6)]
+    rows.append(Task("odd", "go"))
     report = await check_env(Rows, tasks=rows[:1], looked_at=rows, seeds=(0,))
     assert [(each.check, each.message) for each in report.errors] == [
         ("tasks", "task '3': it is solved before anything is done"),
         ("tasks", "task 'odd': it cannot be checked: its repository is gone"),
     ]
+    assert [each.message for each in report.warnings if each.check == "tasks"] == ["task '5': it is easy"]
     assert (report.figures["tasks looked at"], report.figures["broken tasks"]) == (7, 2)
     assert "tasks looked at" not in (await check_env(Good, tasks=rows[:1], looked_at=rows, seeds=(0,))).figures

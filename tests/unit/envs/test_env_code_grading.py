@@ -73,6 +73,18 @@ async def test_a_cheat_does_not_pass(boxes: SandboxManager, form: str, cheats: d
     assert await graded(made(boxes, partial=True), rows()[form], cheats[name]) == 0.0
 
 
+@pytest.mark.parametrize("name", ["returns something equal to everything", "writes verdicts to every open file", ""])
+async def test_no_answer_passes_a_test_together_with_its_twin(boxes: SandboxManager, name: str) -> None:
+    record = rows()["mbpp"]
+    twins = [f"{test}0" for test in record["test_list"]]
+    code = FUNCTION_CHEATS[name] if name else record["code"]
+    env = made(boxes, partial=True)
+    await graded(env, {**record, "test_list": [*record["test_list"], *twins]}, code)
+    assert env.report is not None
+    passed = [result.ok for result in env.report.results]
+    assert passed == ([False] * 4 if name else [True, True, False, False])
+
+
 async def test_partial_credit_and_which_tests_are_hidden(boxes: SandboxManager) -> None:
     env = made(boxes, partial=True)
     wrong = "def add(a, b):\n    print('noise')\n    return a + b if a < 500 else 0\n"

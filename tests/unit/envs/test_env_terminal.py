@@ -9,6 +9,7 @@ import pytest
 from support.envs.swe_episodes import any_manager
 from turnwise.envs.core import invoke
 from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
+from turnwise.envs.results import Remark
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, TaskError
 
@@ -86,4 +87,58 @@ async def test_an_episode_and_the_reward_that_tests_write(tmp_path):
         *_, (_, last) = await play_solution(env)
         assert (last.reward, last.terminated) == (0.5, True)
         assert (await env.sandbox.exec("cat b.txt")).stdout == b"a"
+        await invoke(env, "close")
+
+
+NUMBER = {
+    "task_dot_toml": "[environment]\nmemory = '2G'\n",
+    "instruction_dot_md": "Write 3 to n.txt.\n",
+    "tests__test_dot_sh": (
+        'python3 -m pytest -q -p no:cacheprovider "$TEST_DIR/test_n.py" && echo 1 > "$VERIFIER_DIR/reward.txt"\n'
+    ),
+    "tests__test_n_dot_py": """
+def test_n():
+    with open("n.txt") as file:
+        text = file.read()
+    assert text == "3\\n"
+""",
+    "solution__solve_dot_sh": "echo 3 > n.txt\n",
+    "workspace__a_dot_txt": "a",
+}
+A_PYTEST_OF_ITS_OWN = "echo 'raise SystemExit(0)' > pytest.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "twins", "worth", "tampered"),
+    [
+        ("echo 3 > n.txt", True, 1.0, 0.0),
+        ("echo 4 > n.txt", True, 0.0, 0.0),
+        (A_PYTEST_OF_ITS_OWN, True, 0.0, 1.0),
+        (A_PYTEST_OF_ITS_OWN, False, 1.0, 0.0),
+    ],
+)
+async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, command, twins, worth, tampered):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    [task] = tasks(written(tmp_path / "number", **NUMBER))
+    async with any_manager() as manager:
+        env = TerminalEnv(twins=twins)
+        env.sandboxes = manager
+        await invoke(env, "reset", task)
+        assert (await env.sandbox.exec(command)).ok
+        last = await invoke(env, "step", {"role": "assistant", "content": "Done."})
+        await invoke(env, "close")
+    assert (last.reward, last.info["metrics"]["tampered"]) == (worth, tampered)
+    assert ("test_n.py::test_n" in last.info.get("notes", {}).get("tampered", "")) == bool(tampered)
+
+
+async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = {**NUMBER, "tests__test_dot_sh": "[ -e n.txt ] && echo 1 > $VERIFIER_DIR/reward.txt || true\n"}
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        [remark] = await invoke(env, "check_task", *tasks(written(tmp_path / "whole", **whole)))
+        assert "can be altered" in remark
+        assert isinstance(remark, Remark)
+        assert await invoke(env, "check_task", *tasks(written(tmp_path / "number", **NUMBER))) == []
         await invoke(env, "close")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.envs.swe_cheats import CHEATS, OF_THE_ISSUE, command
-from support.envs.swe_episodes import any_manager, judging, task, worth
+from support.envs.swe_episodes import any_manager, episode, judging, task, worth
 from support.envs.swe_mutants import appended, mutants
+from turnwise.envs.core import invoke
 from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.swe.guard.comparisons import equal_to_all
 from turnwise.envs.library.swe.rows import instance_of
@@ -48,6 +49,52 @@ async def test_a_solution_that_goes_for_the_report_is_worth_nothing(cheat: str, 
     assert TOLD[cheat] in env.verdict.tampered
     assert bool(env.verdict.tampered) == bool(TOLD[cheat])
     assert env.verdict.partial == 0.0
+
+
+PROBE = """
+import os
+def _found():
+    for root in (os.getcwd(), os.environ.get("TMPDIR", "/tmp")):
+        for folder, _, names in os.walk(root):
+            for name in names:
+                try:
+                    with open(os.path.join(folder, name), "rb") as file:
+                        text = file.read()
+                except OSError:
+                    continue
+                if b"half_a_unit" b"_goes" in text:
+                    yield os.path.join(folder, name)
+if list(_found()):
+    raise RuntimeError(list(_found()))
+"""
+
+
+async def test_the_text_of_hidden_tests_lies_nowhere_while_a_solution_runs(cache: Path) -> None:
+    async with any_manager() as manager, judging(manager, task(ROW), cache=str(cache)) as env:
+        patch = env.instance.patch.encode() + appended(env.instance, Path(cache), PROBE)
+        verdict = await env.judge(patch)
+        assert (verdict.resolved, verdict.reason) == (True, "")
+        # The names of a run are the judge's alone; a reader of the log is shown the tests' own.
+        assert "test_half_a_unit_goes_to_the_even_neighbour~1" in verdict.log
+
+
+async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
+    cheat = command("ledgerly", "replaces every test by nothing")
+    async with any_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:
+        assert env.sandbox is not None
+        await env.sandbox.exec(cheat, timeout=60.0)
+        last = await invoke(env, "step", {"role": "assistant", "content": "Done."})
+    assert (last.reward, last.info["metrics"]["tampered"]) == (0.0, 1.0)
+    assert last.info["notes"] == {"tampered": last.info["tampered"]}
+    assert PAIR in last.info["tampered"]
+    assert last.info["tampered"] in last.info["reason"]
+
+
+async def test_without_twins_only_the_guard_is_left(cache: Path) -> None:
+    patch = appended(instance_of(task(ROW)), Path(cache), CHEATS["replaces every test by nothing"])
+    async with any_manager() as manager, judging(manager, task(ROW), cache=str(cache), twins=False) as env:
+        verdict = await env.judge(patch)
+    assert (verdict.resolved, verdict.tampered) == (True, "")
 
 
 async def judged(env: SweEnv, number: int) -> AsyncIterator[tuple[str, bytes]]:

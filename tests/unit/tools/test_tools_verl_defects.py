@@ -13,6 +13,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import register
+from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -110,6 +111,15 @@ class Reports(World):
     tools = (Counter, Search)
 
 
+@register("tools_noted")
+class Noted(World):
+    def score(self, final):
+        return ScoreParts({"score": 0.5}, notes={"why": "half of it"})
+
+
+NAMES = {World: "tools_defects", Reports: "tools_reports", Noted: "tools_noted"}
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     ran.clear()
@@ -125,8 +135,7 @@ async def episode(lines, *, family="qwen3", context_length=20_000, world=World, 
     renderer = renderer_for(family)
     client = ScriptedClient(renderer, lines, tools=[tool.schema for tool in world().toolset().values()])
     Counter.lives.clear()
-    name = "tools_defects" if world is World else "tools_reports"
-    config = RolloutConfig.model_validate({"env": {"name": name}, **settings})
+    config = RolloutConfig.model_validate({"env": {"name": NAMES[world]}, **settings})
     runner = EpisodeRunner(config, client, renderer, context_length=context_length)
     outcome = await runner.run(EpisodeSpec(Task("t", ""), "g"))
     return outcome.trajectories[0], client
@@ -376,6 +385,13 @@ class TestMetricsThatAreNoNumbers:
         assert trajectory.turn_metrics["t0"]["tool_notes"] == trajectory.metrics["tool_notes"] == 4.0
         assert trajectory.metrics["search/query_count"] == 1.0
         assert Trajectory.from_bytes(trajectory.to_bytes()).turn_notes == trajectory.turn_notes
+
+    @pytest.mark.parametrize("ends", [True, False])
+    async def test_notes_of_a_score_are_kept(self, ends):
+        lines = ["done"] if ends else [called("add", a=1, b=1)]
+        trajectory, _ = await episode(lines, world=Noted, max_turns=1)
+        assert trajectory.reward == 0.5
+        assert trajectory.turn_notes == {"t0" if ends else "": {"why": "half of it"}}
 
     def test_notes_are_texts_whatever_a_tool_hands_over(self):
         class Odd:

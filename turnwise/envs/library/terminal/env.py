@@ -6,14 +6,16 @@ import json
 import math
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import ResetResult, Solution
 from turnwise.envs.library.swe.env import TOOLS
 from turnwise.envs.library.swe.logs import Statuses, parser_of
+from turnwise.envs.library.terminal.altered import NOTHING, AlteredTests, altered_tests, keep_tests, known_tests
 from turnwise.envs.library.terminal.folder import TaskFolder, read_folder
-from turnwise.envs.results import ScoreParts
+from turnwise.envs.results import Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import (
@@ -45,6 +47,19 @@ done
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    reward: float
+    log: str
+    tests: Statuses
+    timed_out: bool
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.reward >= 1.0
+
+
 class TerminalEnv(ToolEnv):
     """Asks for a task in a terminal.
 
@@ -69,6 +84,7 @@ class TerminalEnv(ToolEnv):
         tools: Sequence[str] = ("shell", "submit"),
         instructions: str | None = INSTRUCTIONS,
         test_timeout: float = 300.0,
+        twins: bool = True,
     ) -> None:
         """Set tools and limits.
 
@@ -76,13 +92,16 @@ class TerminalEnv(ToolEnv):
             tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
             instructions: The system prompt; None: none.
             test_timeout: Default seconds for tests.
+            twins: Whether tests that pass run again with altered checks, which must fail.
         """
         unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
         if unknown:
             raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
         if isinstance(test_timeout, bool) or not isinstance(test_timeout, (int, float)) or not test_timeout > 0:
             raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
-        self.names = tuple(tools)
+        if not isinstance(twins, bool):
+            raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
+        self.names, self.beside_altered = tuple(tools), twins
         self.tools = tuple(TOOLS[name]() for name in tools)
         self.instructions, self.test_timeout = instructions, float(test_timeout)
 
@@ -101,28 +120,73 @@ class TerminalEnv(ToolEnv):
         box = self.sandbox
         if box is None:
             raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
+        altered = await self._altered() if self.beside_altered else NOTHING
         try:
-            workdir, tests, logs = await self._bring(box)
+            run = await self._run(box, altered.plain)
+            tampered = run.passed and bool(altered.names)
+            # What passes both ways once more does not depend on what the tests left behind.
+            for texts in (altered.altered, altered.plain, altered.altered):
+                tampered = tampered and (await self._run(box, texts)).passed
         except SandboxFileNotFound:
             # The agent removed the folder that it works in.
-            gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds"), 0.0)
+            gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds", "tampered"), 0.0)
             return ScoreParts({"score": 0.0}, gone)
+        self.log, self.tests = run.log[-4_000:], run.tests
+        good = sum(status.good for status in run.tests.values())
+        metrics = {
+            "tests": float(len(run.tests)),
+            "tests_passed": float(good),
+            "timed_out": float(run.timed_out),
+            "test_seconds": run.seconds,
+            "tampered": float(tampered),
+        }
+        what = f"the tests pass, and also where they expect something else: {', '.join(altered.names)}"
+        return ScoreParts(
+            {"score": 0.0 if tampered else run.reward}, metrics, notes={"tampered": what} if tampered else {}
+        )
+
+    async def _run(self, box: Sandbox, texts: Mapping[str, str]) -> _Run:
+        """Run the tests.
+
+        Args:
+            box: The sandbox.
+            texts: Texts of test files that differ from the task's.
+        """
+        workdir, tests, logs = await self._bring(box, texts)
         timeout = self.folder.test_timeout or self.test_timeout
         script = f"{tests}/{self.folder.script.rpartition('/')[2]}"
-        env = {"TEST_DIR": tests, "VERIFIER_DIR": logs}
+        env = {"TEST_DIR": tests, "VERIFIER_DIR": logs, "PYTHONDONTWRITEBYTECODE": "1"}
         command = ["bash", "-c", f"exec 2>&1; cd {shlex.quote(workdir)}; exec bash {shlex.quote(script)}"]
         done = await box.exec(command, timeout=timeout, env=env, max_output=_MOST_LOG)
         log = done.stdout.decode("utf-8", "replace")
-        self.log, self.tests = log[-4_000:], parser_of(self.folder.parser)(log)
+        statuses = parser_of(self.folder.parser)(log)
         reward = None if done.timed_out else await _reward(box, logs)
         if reward is None:
-            passed = bool(self.tests) and all(status.good for status in self.tests.values())
+            passed = bool(statuses) and all(status.good for status in statuses.values())
             reward = float(passed and not done.timed_out)
-        good = sum(status.good for status in self.tests.values())
-        metrics = {"tests": float(len(self.tests)), "tests_passed": float(good), "timed_out": float(done.timed_out)}
-        return ScoreParts({"score": min(max(reward, 0.0), 1.0)}, {**metrics, "test_seconds": done.duration})
+        return _Run(min(max(reward, 0.0), 1.0), log, statuses, done.timed_out, done.duration)
 
-    async def _bring(self, box: Sandbox) -> tuple[str, str, str]:
+    async def _altered(self) -> AlteredTests:
+        """Return the task's altered tests, made once: its solution passes the tests and fails these, or there are none.
+
+        The reference runs in a sandbox of its own.
+        """
+        known = known_tests(self.folder)
+        if known is not None:
+            return known
+        found, solution = altered_tests(self.folder), self.folder.solution
+        if found.names and solution is not None:
+            box = await self.open_sandbox(_spec(self.folder))
+            try:
+                await box.exec(solution.read_text("utf-8"), timeout=self.test_timeout)
+                runs = [await self._run(box, texts) for texts in (found.plain, found.altered, found.plain)]
+            finally:
+                await self.close_sandbox(box)
+            found = found if [run.passed for run in runs] == [True, False, True] else NOTHING
+        keep_tests(self.folder, found if solution is not None else NOTHING)
+        return found if solution is not None else NOTHING
+
+    async def _bring(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
         """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
         own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
         done = await box.exec(_PREPARE.replace("{own}", own))
@@ -131,6 +195,8 @@ class TerminalEnv(ToolEnv):
         workdir, tests, logs = done.stdout.decode().splitlines()
         if self.folder.tests.is_dir():
             await box.upload(self.folder.tests, tests)
+        for path, text in texts.items():
+            await box.write_file(f"{tests}/{path}", text.encode())
         script = self.folder.path / self.folder.script
         await box.write_file(f"{tests}/{script.name}", script.read_bytes(), mode=0o755)
         return workdir, tests, logs
@@ -155,6 +221,8 @@ class TerminalEnv(ToolEnv):
             if error.retryable:
                 raise
             return [str(error)]
+        if not found and self.beside_altered and not (await self._altered()).names:
+            return [Remark("none of its tests is a Python test with a check that can be altered")]
         return found
 
     def solve(self) -> Solution | None:
