@@ -16,8 +16,10 @@ import tempfile
 import time
 import venv
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import turnwise
@@ -26,7 +28,7 @@ from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.sandboxes.local.channel import Refused
-from turnwise.sandboxes.local.mount_plan import IsolationLevel
+from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 ISOLATION = "landlock" if landlock.version() else "plain"
@@ -146,6 +148,40 @@ async def test_a_snapshot_outlives_its_sandbox_and_its_name(tmp_path: Path) -> N
         with pytest.raises(SandboxUnavailable, match="was dropped"):
             await made.make(spec).start()
         assert not list((made.place("x").state / "snapshots").iterdir())
+
+
+async def test_a_copy_that_a_backend_is_closed_during_ends_with_it() -> None:
+    async with backend() as made, opened(made) as sandbox:
+        # So many files that a look at the process table finds it at work.
+        assert (await sandbox.exec("seq 20000 | xargs touch")).ok
+        launcher = psutil.Process(made.launcher._process.pid)
+        before = launcher.children()
+        snapshot = asyncio.create_task(sandbox.snapshot())
+        while not (copying := [each for each in launcher.children() if each not in before]):
+            await asyncio.sleep(0)
+            assert not snapshot.done()
+        copying[0].suspend()
+        try:
+            state = made.place("any").state
+            await made.close()
+            assert not copying[0].is_running()
+            assert not state.exists()
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                copying[0].kill()
+            await asyncio.gather(snapshot, return_exceptions=True)
+
+
+async def test_a_sandbox_without_one_of_its_limits_does_not_start(tmp_path: Path) -> None:
+    async with backend() as made:
+        await made.probe()
+        made.rung = replace(made.rung, groups=Groups(pids=tmp_path))
+        sandbox = made.make(SandboxSpec())
+        # What is no control group takes every process, and no limit: here lies a folder.
+        (tmp_path / made.place("any").state.name / sandbox.id / "pids.max").mkdir(parents=True)
+        with pytest.raises(SandboxStartError, match=r"/pids\.max: Is a directory"):
+            await sandbox.start()
+        assert not list((made.place("any").state / "boxes").iterdir())
 
 
 async def test_a_sandbox_whose_agent_is_killed_is_dead(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _candidates(
             base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), program
-                # Root may lack the right to mount (in a container, say), and an overlay would show its owners as they are.
+                # Root that may not mount, as in most containers. An overlay would show the owners of files as they are.
                 yield replace(base, stage="user"), program
             # Where this process is root, its sandboxes stay root's: only if it cannot become another user.
             yield replace(base, stage="user", overlay=True, uid=None), program
