@@ -26,6 +26,7 @@ import turnwise
 from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
+from turnwise.sandboxes.local import sandbox as sandboxes
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.sandboxes.local.channel import Refused
 from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel
@@ -194,6 +195,20 @@ async def test_a_sandbox_whose_agent_is_killed_is_dead(tmp_path: Path) -> None:
             await running
         with pytest.raises(SandboxDied):
             await sandbox.exec("true")
+
+
+@pytest.mark.parametrize("request_name", ["upload", "spawn"])
+async def test_a_request_ends_though_code_inside_stops_what_serves_it(
+    request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FILE_SECONDS", "_START_SECONDS", "KILL_SECONDS"):
+        monkeypatch.setattr(sandboxes, name, 0.5)
+    async with backend(isolation="plain", unsafe=True) as made, opened(made) as sandbox:
+        [agent] = psutil.Process(made.launcher._process.pid).children()
+        agent.suspend()
+        async with asyncio.timeout(20):
+            with pytest.raises(SandboxDied, match=r"did not end a command within 0\.5 s"):
+                await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
 
 
 async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
