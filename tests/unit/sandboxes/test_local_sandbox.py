@@ -211,6 +211,19 @@ async def test_a_request_ends_though_code_inside_stops_what_serves_it(
                 await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
 
 
+async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "_START_SECONDS", 0.5)
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="turnwise-slow-") as folder:
+        os.chmod(folder, 0o755)
+        program = Path(folder, "bwrap")
+        program.write_text('#!/bin/sh\ncase "$1" in --version) echo bubblewrap 0.8.0;; *) exec sleep 1000;; esac\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
+        async with backend(isolation="auto") as made:
+            with pytest.raises(SandboxStartError, match=r"did not start within 0\.5 s"):
+                await made.probe()
+
+
 async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     async with backend(isolation="bubblewrap") as made:

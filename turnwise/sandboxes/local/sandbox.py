@@ -32,6 +32,10 @@ from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 
 
+class SandboxStartTimeout(SandboxStartError):
+    """A sandbox did not answer in time, which says nothing of what this machine allows."""
+
+
 class SandboxHost(Protocol):
     """What a sandbox needs of the backend that made it."""
 
@@ -346,14 +350,18 @@ class LocalSandbox(Sandbox):
                 await self._channel.send(greeting)
             # The end of its process closes the channel, so that is waited for here, too.
             await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
-            if not self._channel.ready.done() or self._channel.ready.exception() is not None:
+            late = not self._channel.ready.done()
+            if late or self._channel.ready.exception() is not None:
                 backend.launcher.stop(self.id)
                 await asyncio.wait([self._over], timeout=KILL_SECONDS)
                 os.set_blocking(errors, False)
-                said = b"its first process ended"
+                said = b"its first process has not answered" if late else b"its first process ended"
                 with contextlib.suppress(BlockingIOError):
                     said = os.read(errors, 65_536) or said
-                raise SandboxStartError(f"sandbox {self.id} did not start: {said.decode(errors='replace').strip()}")
+                why = said.decode(errors="replace").strip()
+                if late:
+                    raise SandboxStartTimeout(f"sandbox {self.id} did not start within {_START_SECONDS:g} s: {why}")
+                raise SandboxStartError(f"sandbox {self.id} did not start: {why}")
             plans.check_python(self._channel.ready.result())
         finally:
             os.close(errors)
