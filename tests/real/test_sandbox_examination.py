@@ -76,7 +76,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root a right away")
 async def test_root_that_may_not_mount_becomes_another_user_before_bubblewrap_runs() -> None:
-    """As in most containers. No limit holds for root's own processes, which read files of the kernel that are root's."""
+    """As in most containers. The kernel counts no process of root's, and shows it more."""
     command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", _AS_OTHER_USER]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert done.stdout == "60999 True True True\n", done.stderr + done.stdout

@@ -83,7 +83,7 @@ async def test_snapshots_lie_on_each_other(backend: LocalBackend, folder: Path) 
 
 
 async def test_a_state_folder_of_any_name_holds_deep_snapshots(folder: Path) -> None:
-    # What separates the options of a mount, and so long that a few of its layers fill the page that they have to fit in.
+    # It holds what separates a mount's options, and a few such paths fill the page that these have to fit in.
     place = folder / "a,b:c\\d" / ("n" * 200) / ("m" * 200)
     place.mkdir(parents=True)
     folder.chmod(0o755)

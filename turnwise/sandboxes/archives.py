@@ -37,10 +37,24 @@ def opened(source: Path) -> int:
     return fd
 
 
-def send(source: Path, fd: int) -> None:
-    """Write a folder as an archive to a descriptor, and close it. Raises as :func:`pack`."""
-    with os.fdopen(fd, "wb") as stream:
-        pack(source, stream)
+class Sending:
+    """A folder that is written as an archive to a descriptor; ``sent`` counts the bytes taken so far."""
+
+    def __init__(self, source: Path, fd: int) -> None:
+        self.sent = 0
+        self._source = source
+        self._stream = os.fdopen(fd, "wb")
+
+    def run(self) -> None:
+        """Write it, and close the descriptor. Raises as :func:`pack`."""
+        stream: Any = self
+        with self._stream:
+            pack(self._source, stream)
+
+    def write(self, data: bytes) -> int:
+        """Write a piece of it."""
+        self.sent += self._stream.write(data)
+        return len(data)
 
 
 def receive(fd: int, target: Path, max_bytes: int) -> None:

@@ -107,7 +107,7 @@ def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
     ]
     assert plan[0]["limits"][0] == ("memory.limit_in_bytes", 1000, True)
     assert plan[1]["limits"] == [("pids.max", 7, True)]
-    assert plan[2]["limits"] == [("cpu.cfs_period_us", 100_000, True), ("cpu.cfs_quota_us", 50_000, True)]
+    assert plan[2]["limits"] == [("cpu.cfs_period_us", 100_000, True), ("cpu.cfs_quota_us", 50_000, False)]
 
 
 def test_control_groups_of_the_second_version(tmp_path: Path) -> None:
@@ -129,6 +129,18 @@ def test_control_groups_of_the_second_version(tmp_path: Path) -> None:
     assert (tmp_path / "slice/host/one/pids.max").read_text() == "5"
     (tmp_path / "slice" / "cgroup.subtree_control").write_text("cpu\n")
     assert not find_groups(tmp_path, own).folders()
+
+
+def test_what_another_container_runs_in_a_group_is_not_taken_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "turnwise-0-1-2-0"
+    group.mkdir()
+    (group / "cgroup.procs").write_text("0\n4321\n")
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(groups.os, "kill", lambda pid, number: sent.append((pid, number)))
+    assert not groups.remove(str(group), 0.0)
+    assert set(sent) == {(4321, 9)}
 
 
 async def test_a_collector_keeps_head_and_tail_and_says_what_is_missing() -> None:

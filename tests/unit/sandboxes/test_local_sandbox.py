@@ -16,17 +16,20 @@ import tempfile
 import time
 import venv
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import turnwise
 from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
+from turnwise.sandboxes.local import sandbox as sandboxes
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.sandboxes.local.channel import Refused
-from turnwise.sandboxes.local.mount_plan import IsolationLevel
+from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 ISOLATION = "landlock" if landlock.version() else "plain"
@@ -148,6 +151,40 @@ async def test_a_snapshot_outlives_its_sandbox_and_its_name(tmp_path: Path) -> N
         assert not list((made.place("x").state / "snapshots").iterdir())
 
 
+async def test_a_copy_that_a_backend_is_closed_during_ends_with_it() -> None:
+    async with backend() as made, opened(made) as sandbox:
+        # So many files that a look at the process table finds it at work.
+        assert (await sandbox.exec("seq 20000 | xargs touch")).ok
+        launcher = psutil.Process(made.launcher._process.pid)
+        before = launcher.children()
+        snapshot = asyncio.create_task(sandbox.snapshot())
+        while not (copying := [each for each in launcher.children() if each not in before]):
+            await asyncio.sleep(0)
+            assert not snapshot.done()
+        copying[0].suspend()
+        try:
+            state = made.place("any").state
+            await made.close()
+            assert not copying[0].is_running()
+            assert not state.exists()
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                copying[0].kill()
+            await asyncio.gather(snapshot, return_exceptions=True)
+
+
+async def test_a_sandbox_without_one_of_its_limits_does_not_start(tmp_path: Path) -> None:
+    async with backend() as made:
+        await made.probe()
+        made.rung = replace(made.rung, groups=Groups(pids=tmp_path))
+        sandbox = made.make(SandboxSpec())
+        # What is no control group takes every process, and no limit: here lies a folder.
+        (tmp_path / made.place("any").state.name / sandbox.id / "pids.max").mkdir(parents=True)
+        with pytest.raises(SandboxStartError, match=r"/pids\.max: Is a directory"):
+            await sandbox.start()
+        assert not list((made.place("any").state / "boxes").iterdir())
+
+
 async def test_a_sandbox_whose_agent_is_killed_is_dead(tmp_path: Path) -> None:
     async with backend() as made, opened(made) as sandbox:
         agent = int((await sandbox.exec("ps -o ppid= -p $PPID 2>/dev/null || cut -d' ' -f4 /proc/$PPID/stat")).stdout)
@@ -158,6 +195,33 @@ async def test_a_sandbox_whose_agent_is_killed_is_dead(tmp_path: Path) -> None:
             await running
         with pytest.raises(SandboxDied):
             await sandbox.exec("true")
+
+
+@pytest.mark.parametrize("request_name", ["upload", "spawn"])
+async def test_a_request_ends_though_code_inside_stops_what_serves_it(
+    request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FILE_SECONDS", "_START_SECONDS", "KILL_SECONDS"):
+        monkeypatch.setattr(sandboxes, name, 0.5)
+    async with backend(isolation="plain", unsafe=True) as made, opened(made) as sandbox:
+        [agent] = psutil.Process(made.launcher._process.pid).children()
+        agent.suspend()
+        async with asyncio.timeout(20):
+            with pytest.raises(SandboxDied, match=r"did not end a command within 0\.5 s"):
+                await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
+
+
+async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "_START_SECONDS", 0.5)
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="turnwise-slow-") as folder:
+        os.chmod(folder, 0o755)
+        program = Path(folder, "bwrap")
+        program.write_text('#!/bin/sh\ncase "$1" in --version) echo bubblewrap 0.8.0;; *) exec sleep 1000;; esac\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
+        async with backend(isolation="auto") as made:
+            with pytest.raises(SandboxStartError, match=r"did not start within 0\.5 s"):
+                await made.probe()
 
 
 async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

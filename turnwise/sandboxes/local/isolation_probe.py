@@ -17,7 +17,7 @@ from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, SandboxSpec
 from turnwise.sandboxes.local.boot import landlock, seccomp
 from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel, find_groups
-from turnwise.sandboxes.local.sandbox import LocalSandbox, SandboxHost
+from turnwise.sandboxes.local.sandbox import LocalSandbox, SandboxHost, SandboxStartTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,20 @@ _REMEDY: Final = (
 async def select_isolation(
     backend: SandboxHost, wanted: str, uid: int | None, without: frozenset[str]
 ) -> tuple[IsolationLevel, Capabilities]:
-    """Return the strongest working isolation level (weaker ones only if named); SandboxUnavailable if none works."""
+    """Return the strongest working isolation level (weaker ones only if named).
+
+    Raises:
+        SandboxUnavailable: None works.
+        SandboxStartError: It is not known, since the launcher died, or (SandboxStartTimeout) a sandbox took too long.
+    """
     reasons: list[str] = []
     groups = Groups() if "groups" in without else find_groups()
     for rung, program in _with_and_without_groups(_candidates(wanted, uid, groups, without, reasons)):
         backend.try_rung(rung, program)
         try:
             capabilities = await _try_isolation(backend, rung)
+        except SandboxStartTimeout:
+            raise  # a machine that is slow is not one without this isolation
         except SandboxError as error:
             reasons.append(f"{rung.isolation}: {error}")
             if backend.launcher.dead:
@@ -47,7 +54,9 @@ async def select_isolation(
         if rung.isolation == "plain":
             logger.warning("sandboxes are NOT isolated (isolation: plain, unsafe)")
         elif rung.isolation == "landlock":
-            logger.warning("sandboxes are isolated by Landlock alone: %s", "; ".join(capabilities.notes))
+            logger.warning(
+                "sandboxes are isolated by Landlock alone: %s. %s", "; ".join(capabilities.notes), " ".join(reasons)
+            )
         else:
             logger.info("sandboxes are isolated by bubblewrap")
         return rung, capabilities
@@ -78,7 +87,7 @@ def _candidates(
             base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), program
-                # Root may lack the right to mount (in a container, say), and an overlay would show its owners as they are.
+                # Root that may not mount, as in most containers. An overlay would show the owners of files as they are.
                 yield replace(base, stage="user"), program
             # Where this process is root, its sandboxes stay root's: only if it cannot become another user.
             yield replace(base, stage="user", overlay=True, uid=None), program
@@ -99,8 +108,10 @@ def _candidates(
 def _version(program: str) -> tuple[int, ...]:
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return ()
+    except subprocess.TimeoutExpired as error:
+        raise SandboxStartTimeout(f"{program} --version did not answer within {error.timeout:g} s") from error
     return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
 
 
@@ -115,6 +126,8 @@ async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabili
     try:
         await sandbox.launch()
         seen = await sandbox.exec("cat file && echo changed > file && cat /proc/self/mounts")
+        if seen.timed_out:
+            raise SandboxStartTimeout("a sandbox did not read and write a file within 30 s")
         if not seen.ok or not seen.stdout.startswith(b"seen"):
             raise SandboxStartError(f"a file was not seen or not writable: {seen.text.strip()}")
     finally:

@@ -53,7 +53,8 @@ class Groups:
             if self.unified:
                 own.append(("cpu.max", f"{quota} {period}", True))
             else:
-                own += [("cpu.cfs_period_us", period, True), ("cpu.cfs_quota_us", quota, True)]
+                # A larger quota than a group above has is refused, and that group's holds.
+                own += [("cpu.cfs_period_us", period, True), ("cpu.cfs_quota_us", quota, False)]
         names = {"memory": self.memory, "pids": self.pids, "cpu": self.cpu} if self.unified else {}
         controllers = [controller for controller, folder in names.items() if folder is not None]
         return [

@@ -11,7 +11,7 @@ from turnwise.errors import SandboxDied
 from turnwise.sandboxes.core import MAX_OUTPUT, Kept, SandboxProcess
 from turnwise.sandboxes.local.channel import Channel, Request
 
-KILL_SECONDS: Final = 10.0
+KILL_SECONDS: Final = 30.0
 """Seconds within which an agent ends a tree of processes; one that takes longer is taken for dead."""
 
 

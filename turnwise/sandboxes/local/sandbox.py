@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -30,6 +30,10 @@ from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.channel import Channel, Launcher, Refused, Request, in_memory, retrieved
 from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
+
+
+class SandboxStartTimeout(SandboxStartError):
+    """A sandbox did not answer in time, which says nothing of what this machine allows."""
 
 
 class SandboxHost(Protocol):
@@ -202,7 +206,11 @@ class LocalSandbox(Sandbox):
         try:
             message = exec_request(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
             request = await channel.request(message, [inner_in, inner_out])
-            await request.started
+            done, _ = await asyncio.wait([request.started], timeout=_START_SECONDS)
+            if not done:
+                await self._kill(request)
+                raise SandboxError(f"{shown(command)} did not start within {_START_SECONDS:g} s")
+            request.started.result()
         except BaseException as error:  # also a cancellation: the pipes are closed
             os.close(stdin)
             os.close(output)
@@ -260,9 +268,10 @@ class LocalSandbox(Sandbox):
                     request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
             finally:
                 os.close(reading)
-            packing = asyncio.create_task(asyncio.to_thread(archives.send, source, writing))
+            sending = archives.Sending(source, writing)
+            packing = asyncio.create_task(asyncio.to_thread(sending.run))
             try:
-                await self._served(request, target, None)
+                await self._served(request, target, 0, lambda: sending.sent)
             finally:
                 with contextlib.suppress(BrokenPipeError):
                     await packing
@@ -341,14 +350,18 @@ class LocalSandbox(Sandbox):
                 await self._channel.send(greeting)
             # The end of its process closes the channel, so that is waited for here, too.
             await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
-            if not self._channel.ready.done() or self._channel.ready.exception() is not None:
+            late = not self._channel.ready.done()
+            if late or self._channel.ready.exception() is not None:
                 backend.launcher.stop(self.id)
                 await asyncio.wait([self._over], timeout=KILL_SECONDS)
                 os.set_blocking(errors, False)
-                said = b"its first process ended"
+                said = b"its first process has not answered" if late else b"its first process ended"
                 with contextlib.suppress(BlockingIOError):
                     said = os.read(errors, 65_536) or said
-                raise SandboxStartError(f"sandbox {self.id} did not start: {said.decode(errors='replace').strip()}")
+                why = said.decode(errors="replace").strip()
+                if late:
+                    raise SandboxStartTimeout(f"sandbox {self.id} did not start within {_START_SECONDS:g} s: {why}")
+                raise SandboxStartError(f"sandbox {self.id} did not start: {why}")
             plans.check_python(self._channel.ready.result())
         finally:
             os.close(errors)
@@ -395,16 +408,19 @@ class LocalSandbox(Sandbox):
             self._backend.launcher.stop(self.id)
             raise SandboxDied(f"sandbox {self.id} did not end a command within {KILL_SECONDS:g} s")
 
-    async def _served(self, request: Request, path: str, size: int | None) -> None:
-        """Wait for a file request. Raises SandboxFileError or SandboxDied."""
-        seconds = None if size is None else _FILE_SECONDS + size / _BYTES_PER_SECOND
+    async def _served(self, request: Request, path: str, size: int, moved: Callable[[], int] = lambda: 0) -> None:
+        """Wait for a file request, as long as ``moved`` bytes become more. Raises SandboxFileError or SandboxDied."""
+        seconds = _FILE_SECONDS + size / _BYTES_PER_SECOND
         try:
-            done, _ = await asyncio.wait([request.ended], timeout=seconds)
+            before = -1
+            while not request.ended.done() and (now := moved()) > before:
+                before = now
+                await asyncio.wait([request.ended], timeout=seconds)
         except asyncio.CancelledError:
             with contextlib.suppress(SandboxError):
                 await asyncio.shield(self._kill(request))
             raise
-        if not done:
+        if not request.ended.done():
             await self._kill(request)
             raise SandboxFileError(f"{path}: no data arrived within {seconds:g} s")
         try:
@@ -412,7 +428,7 @@ class LocalSandbox(Sandbox):
                 raise SandboxFileError(f"{path}: the process that served this was killed inside the sandbox")
         except Refused as refused:
             kind = {errno.ENOENT: SandboxFileNotFound, errno.EFBIG: SandboxFileTooLarge}.get(refused.number)
-            if refused.number == errno.EFBIG and size is not None and refused.reason == os.strerror(errno.EFBIG):
+            if refused.number == errno.EFBIG and refused.reason == os.strerror(errno.EFBIG):
                 raise SandboxFileError(
                     f"{path}: the limit of file_size is {self.spec.limits.file_size} bytes"
                 ) from None

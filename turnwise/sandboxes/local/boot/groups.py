@@ -95,6 +95,8 @@ def _kill(folder: str) -> None:
     except OSError:
         return
     for pid in pids:
+        if pid <= 0:
+            continue  # a process of another container, whose number is not seen here: this would be one's own group
         try:
             os.kill(pid, signal.SIGKILL)
         except OSError:

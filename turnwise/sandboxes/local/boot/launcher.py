@@ -84,14 +84,17 @@ class Launcher:
         return True
 
     def start(self, plan: dict[str, Any], fds: list[int]) -> None:
-        """Fork what becomes a sandbox."""
-        self.boxes_group(plan)
+        """Make a sandbox's control groups, and fork what becomes the sandbox."""
         plan["parent"] = os.getpid()
         try:
+            # Without one of its limits it would be less bounded than its backend's capabilities say.
+            for group in plan["groups"]:
+                groups.make(group)
             pid = os.fork()
         except OSError as error:
-            os.write(fds[1], f"fork: {error.strerror}".encode())
-            self.tell({"exit": plan["id"], "status": 1})
+            os.write(fds[1], f"{error.filename or 'fork'}: {error.strerror}".encode())
+            groups.empty(plan["groups"])
+            self.remove(plan["home"], {"exit": plan["id"], "status": 1})
             return
         if pid:
             self.boxes[pid] = (plan["id"], plan)
@@ -120,13 +123,15 @@ class Launcher:
         if not found:
             self.tell({"call": request["call"], "error": "it is gone"})
             return
-        helper = os.fork()
+        this, helper = os.getpid(), os.fork()
         if helper:
             killed = {"call": request["call"], "error": "the process that kept its files was killed"}
             self.helpers[helper] = lambda: self.tell(killed)
         else:
             error = ""
             try:
+                # It holds the lock of the state folder and this end of the host's socket, so it may not live on.
+                syscalls.die_with(this)
                 keep.keep(request, found[0])
             except OSError as failed:
                 error = str(failed)
@@ -134,14 +139,6 @@ class Launcher:
                 error = traceback.format_exc()
             self.tell({"call": request["call"], "error": error})
             os._exit(0)
-
-    def boxes_group(self, plan: dict[str, Any]) -> None:
-        """Make the control groups of a sandbox; one that cannot be made is missed by the child that is to join it."""
-        for group in plan["groups"]:
-            try:
-                groups.make(group)
-            except OSError:
-                continue
 
     def kill(self, pid: int) -> None:
         """End a sandbox. What its first process waits for is its last process: when that is gone, all are."""
@@ -215,9 +212,13 @@ class Launcher:
             return
 
     def end(self) -> None:
-        """End every sandbox, and leave nothing."""
+        """End every sandbox and every helper, and leave nothing."""
         ends = time.monotonic() + 20.0
-        while self.boxes and time.monotonic() < ends:
+        # What they keep or remove goes with the state folder.
+        for pid in self.helpers:
+            os.kill(pid, signal.SIGKILL)
+        self.helpers = dict.fromkeys(self.helpers, lambda: None)
+        while (self.boxes or self.helpers) and time.monotonic() < ends:
             for pid in list(self.boxes):
                 self.kill(pid)
             time.sleep(0.005)
