@@ -28,6 +28,7 @@ from turnwise.config import load_config
 from turnwise.errors import TurnwiseError
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.directory import cpu_seconds
 from turnwise.trainer.run.train import TrainSummary, run_train
@@ -184,7 +185,9 @@ def warm_start(
         f"model.path={initial.absolute()}",
         *(job.smoke_warm if smoke else ()),
     ]
-    return run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
+    model = run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
+    return_freed_memory()
+    return model
 
 
 def report_success(job: Job, summary: TrainSummary) -> None:

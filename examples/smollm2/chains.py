@@ -8,7 +8,6 @@ operations sometimes writes it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ def reads_left_to_right(chain: Problem) -> bool:
 
 
 def tasks(
-    n: int = 200, *, split: str = "train", seed: int = 0, operations: int = 4, brackets: bool = False
+    n: int = 200, *, split: str = "train", seed: int = 0, operations: int = 3, brackets: bool = False
 ) -> Iterator[Task]:
     """Yield ``n`` problems of a split that read from left to right, or with ``brackets`` only such that do not."""
     found = index = 0
@@ -42,19 +41,12 @@ def tasks(
 
 
 def plan(env: CalculatorEnv) -> list[ToolCall | str]:
-    """Return the right moves of an episode: one call per operation, then the result."""
-    values = [env.problem.start, *env.problem.results]
-    calls: list[ToolCall | str] = [
-        tool_call("calculate", expression=f"{value} {sign} {number}")
-        for value, (sign, number) in zip(values, env.problem.steps, strict=False)
-    ]
-    return [*calls, str(env.problem.answer)]
+    """Return the right moves of an episode of one operation: a call, then its result."""
+    ((sign, number),) = env.problem.steps
+    return [tool_call("calculate", expression=f"{env.problem.start} {sign} {number}"), str(env.problem.answer)]
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     """Play problems of one operation in the environment; return the conversations in OpenAI's form."""
-    rng = random.Random(seed)
-    return [
-        await conversation(CalculatorEnv(), task, rng.getrandbits(62), plan)
-        for task in calculator_tasks(count, split="train", seed=seed, operations=1)
-    ]
+    shown = calculator_tasks(count, split="train", seed=seed, operations=1)
+    return [await conversation(CalculatorEnv(), task, number, plan) for number, task in enumerate(shown)]

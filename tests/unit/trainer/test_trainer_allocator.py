@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,30 @@ def test_pages_are_cleared_once(decided: dict[str, str], kept: bool) -> None:
     assert said == str(kept)
     # Of the block's 12,288 pages.
     assert int(faults) < 100 if kept else int(faults) > 10_000
+
+
+RETURNED = """
+import torch
+from pathlib import Path
+from turnwise.trainer.learn.torch_learner import keep_freed_memory, return_freed_memory
+def resident():
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) // 1024
+keep_freed_memory()
+before = resident()
+blocks = [torch.ones(10_000_000) for _ in range(10)]
+pinned = torch.ones(1000)
+del blocks
+held = resident() - before
+return_freed_memory()
+print(held, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not glibc() or not Path("/proc/self/status").is_file(), reason="there is no glibc or no /proc here")
+def test_freed_memory_is_returned_between_two_trainings() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run([sys.executable, "-c", RETURNED], env=environment, capture_output=True, text=True, check=True)
+    held, left = map(int, done.stdout.split())
+    # Ten blocks of 38 MiB.
+    assert held > 350
+    assert left < 100

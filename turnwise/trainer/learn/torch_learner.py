@@ -51,6 +51,19 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
 
 
+def return_freed_memory() -> bool:
+    """Return freed blocks to the system, between two trainings of a process; return whether any were.
+
+    What :func:`keep_freed_memory` holds for the next step of one model lies in pieces that another one's tensors do not
+    fill: without this the process holds both.
+    """
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError, TypeError):
+        # Another C library, or another system.
+        return False
+
+
 OPTIMIZER_FILE = "optimizer.pt"
 
 # So many updates in a row without a finite gradient do not heal by themselves.
