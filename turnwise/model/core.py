@@ -235,10 +235,6 @@ class Replica(ABC):
         """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""
         return {}
 
-    async def cpu_seconds(self) -> float:
-        """Return the CPU seconds of all processes of this replica, past and present; 0 where they are not known."""
-        return 0.0
-
     @abstractmethod
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""
