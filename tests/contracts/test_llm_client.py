@@ -46,7 +46,8 @@ async def served(home: Path) -> AsyncIterator[LLMClient]:
 async def served_by_vllm(home: Path) -> AsyncIterator[LLMClient]:
     # Its kernels for CPUs know few sizes of heads.
     directory = save_model(make_model("qwen3", head_dim=32), home / "model")
-    config = vllm_config(max_context=CONTEXT, arguments=["--skip-tokenizer-init"])
+    config = vllm_config(max_context=CONTEXT)
+    config.vllm.arguments.append("--skip-tokenizer-init")
     replica = VLLMReplica(directory, config, log_file=home / "server.log")
     await replica.launch()
     client = HTTPClient([replica.url])

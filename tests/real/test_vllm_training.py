@@ -1,0 +1,71 @@
+"""A run that samples on two real vLLM servers, of which one is killed: it learns, and its records are exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.engine.vllm_server import LAUNCH_S, vllm_python
+from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_config, training, wait_until
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.observe.audit import audit_run
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
+STEPS = 5
+
+
+def vllm_servers(process: Turnwise) -> list[psutil.Process]:
+    """Return the API servers of vLLM that a command started."""
+    return [each for each in process.children() if any("turnwise_vllm_serve" in part for part in each.cmdline())]
+
+
+def trained(metrics: Path) -> int:
+    """Return how many steps a run has logged."""
+    return sum(line["kind"] == "train" for line in lines(metrics)) if metrics.exists() else 0
+
+
+def test_a_model_learns_on_vllm_though_a_server_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+    config = train_config(
+        checkpoint,
+        tmp_path,
+        steps=STEPS,
+        tasks="turnwise.envs.library.lookup:tasks?n=200&split=train",
+        policies={"main": {"optim": {"lr": 1e-3}}},
+        rollout={"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 48},
+        batch={"groups": 12, "max_tokens_per_micro_batch": 4096},
+        eval={"tasks": "turnwise.envs.library.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
+        # All else are the defaults of a run with the built-in server.
+        inference={"engine": "vllm", "replicas": 2, "vllm": {"python": vllm_python()}},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with training(config) as process:
+        wait_until(lambda: trained(metrics) >= 1, "the first step", process, within=2 * LAUNCH_S)
+        running = vllm_servers(process)
+        victim = next(each for each in running if os.getpgid(each.pid) == each.pid)
+        os.kill(victim.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, process.output()
+    wait_until(lambda: gone(running), "the end of the servers")
+    found = lines(metrics)
+    steps = [line for line in found if line["kind"] == "train"]
+    assert len(steps) == STEPS
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.05
+    # What vLLM reported is what the trainer's own forward says, of every version.
+    assert max(step["gap/max"] for step in steps) < 1e-3
+    before, *_, after = [line for line in found if line["kind"] == "eval"]
+    assert after["sampled"]["success"]["mean"] > before["sampled"]["success"]["mean"]
+    [served] = [line for line in found if line["kind"] == "inference"]
+    assert served["restarts"] == 1
+    assert served["generated_tokens"] > 0
+    versions = {
+        span[0]
+        for each in read_trajectories(tmp_path / "run" / "trajectories.jsonl")
+        for segment in each.segments
+        for span in segment.weight_versions
+    }
+    assert versions == set(range(STEPS + 1))
+    assert audit_run(tmp_path / "run", console=silent()).contradictions == []
