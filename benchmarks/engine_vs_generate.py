@@ -116,20 +116,25 @@ def _parted(row: Sequence[int], right: Sequence[int]) -> int:
 class Bench:
     """The sides of one model, and what they produced."""
 
-    def __init__(self, model: str, vllm_python: str | None) -> None:
-        inputs = {
-            "shape": MODELS[model],
-            "made_by": contents(Path(__file__).parent / "engines" / "workloads.py"),
-            "transformers": importlib.metadata.version("transformers"),
-        }
+    def __init__(self, model: str, vllm_python: str | None, directory: Path | None = None) -> None:
+        """Start them; ``directory`` holds a model that is not made here."""
         self.model = model
-        directory = cached(f"engine-{model}", inputs, lambda made: build(model, made))
+        directory = directory or self._made(model)
         self.workers = {side: Worker(side, directory, sys.executable, {}) for side in ("turnwise", "generate")}
         if vllm_python is not None:
             self.workers["vllm"] = Worker("vllm", directory, vllm_python, VLLM)
         self.kept: dict[str, list[dict[str, Any]]] = {side: [] for side in self.workers}
         for worker in self.workers.values():
             worker.ready()
+
+    @staticmethod
+    def _made(model: str) -> Path:
+        inputs = {
+            "shape": MODELS[model],
+            "made_by": contents(Path(__file__).parent / "engines" / "workloads.py"),
+            "transformers": importlib.metadata.version("transformers"),
+        }
+        return cached(f"engine-{model}", inputs, lambda made: build(model, made))
 
     def close(self) -> None:
         """End the processes."""

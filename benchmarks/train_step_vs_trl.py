@@ -37,6 +37,7 @@ from harness.measure import machine, parse, parser, report
 from harness.trl_checkpoint import checkpoint
 
 SETTINGS: dict[str, Any] = {
+    "game": "harness.trl_lookup",
     "groups": 16,
     "group_size": 8,
     "max_turns": 4,

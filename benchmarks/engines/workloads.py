@@ -11,6 +11,8 @@ import numpy as np
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny64": {"hidden": 256, "layers": 4, "vocabulary": 4096, "intermediate": 768, "heads": 4, "kv_heads": 2},
+    # Pretrained: only what requests need is named here.
+    "smollm2": {"vocabulary": 49152},
     "m100": {"hidden": 768, "layers": 12, "vocabulary": 16384, "intermediate": 2048, "heads": 12, "kv_heads": 4},
 }
 _PROMPT, _NEW = 64, 64
@@ -81,6 +83,12 @@ WORKLOADS = (
         others=({}, {"logprobs": "processor"}, {"cache": "static"}),
     ),
     Workload("m100_equal", "m100", 32, others=({"logprobs": "processor"},), quick=0),
+)
+REAL_WORKLOADS = (
+    Workload("1", "smollm2", 1, prompt=128),
+    Workload("8", "smollm2", 8, prompt=128),
+    Workload("32", "smollm2", 32, prompt=128, quick=0),
+    Workload("shared", "smollm2", 4, prompt=256, samples=8, setting={"expand": "rows"}, quick=0),
 )
 SHARED = {"share": True}
 """The setting of ``generate`` that reads a group's prompt once, by hand."""

@@ -7,6 +7,7 @@ score alike. The table of an episode is drawn from the same seed on both sides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from turnwise.envs.core import ResetResult
@@ -20,7 +21,7 @@ from turnwise.types import Message, text_of
 
 
 def _schema(name: str, description: str, parameter: str, text: str) -> dict[str, Any]:
-    # Word for word what transformers.utils.get_json_schema makes of the methods of PeerLookup below: the prompt holds
+    # Word for word what transformers.utils.get_json_schema makes of the methods of Peer below: the prompt holds
     # it, and the prompts of both sides have to be the same ids.
     properties = {parameter: {"type": "string", "description": text}}
     parameters = {"type": "object", "properties": properties, "required": [parameter]}
@@ -30,6 +31,9 @@ def _schema(name: str, description: str, parameter: str, text: str) -> dict[str,
 MANAGER_OF = _schema("manager_of", "The manager of a team.", "team", "The team's name.")
 TEAM_OF = _schema("team_of", "The team of a person.", "person", "The person's name.")
 TOOLS = [MANAGER_OF, TEAM_OF]
+
+
+ENVIRONMENT: dict[str, Any] = {"name": f"{Path(__file__)}:OurLookup"}
 
 
 def question(person: str) -> str:
@@ -50,6 +54,14 @@ def task_id(index: int) -> str:
 def tasks(n: int) -> list[Task]:
     """Return our side's tasks."""
     return [Task(task_id(index), question(person), {"person": person}) for index, person in enumerate(people(n))]
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Return the peer's rows."""
+    return [
+        {"prompt": [{"role": "user", "content": question(person)}], "task": task_id(index), "person": person}
+        for index, person in enumerate(people(count))
+    ]
 
 
 def reset_seed(task_id: str) -> int:
@@ -93,7 +105,7 @@ class OurLookup(ToolEnv):
         return _reward(self.table, None if final is None else text_of(final))
 
 
-class PeerLookup:
+class Peer:
     """The environment of TRL's side. Its public methods are the tools, their docstrings the schemas."""
 
     def reset(self, **row: Any) -> None:

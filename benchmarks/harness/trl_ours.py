@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.trl_gate import Gate
-from harness.trl_lookup import answers
 from turnwise.rollout.records import read_trajectories
-
-HERE = Path(__file__).parent
 
 
 def configuration(model: Path, directory: Path, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of our run, as ``turnwise train`` takes it."""
+    """Return the configuration of our run, as ``turnwise train`` takes it; ``ours`` among the settings goes over it."""
+    game = importlib.import_module(settings["game"])
+    given = _configuration(model, directory, steps, settings, game.__file__, game.ENVIRONMENT)
+    return merged(given, settings.get("ours", {}))
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one configuration over another, section by section."""
+    both = dict(below)
+    for name, value in above.items():
+        known = below.get(name)
+        both[name] = merged(known, value) if isinstance(value, Mapping) and isinstance(known, Mapping) else value
+    return both
+
+
+def _configuration(
+    model: Path, directory: Path, steps: int, settings: Mapping[str, Any], game: str | None, env: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "name": "run",
         "runs": str(directory),
         "seed": 0,
         "steps": steps,
-        "tasks": f"{HERE / 'trl_lookup.py'}:tasks?n={steps * settings['groups']}",
+        "tasks": f"{game}:tasks?n={steps * settings['groups']}",
         "shuffle": False,
         "policies": {
             "main": {
@@ -31,7 +46,7 @@ def configuration(model: Path, directory: Path, steps: int, settings: Mapping[st
             }
         },
         "rollout": {
-            "env": {"name": f"{HERE / 'trl_lookup.py'}:OurLookup"},
+            "env": env,
             "group_size": settings["group_size"],
             "max_turns": settings["max_turns"],
             "max_tokens_per_turn": settings["max_tokens_per_turn"],
@@ -85,10 +100,10 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
             await train_sync(opened)
 
     asyncio.run(train())
-    gate.finish(config=config.model_dump(mode="json"), **_done(home))
+    gate.finish(config=config.model_dump(mode="json"), **_done(home, importlib.import_module(settings["game"]).answers))
 
 
-def _done(home: Path) -> dict[str, Any]:
+def _done(home: Path, answers: Callable[[Sequence[Any]], dict[str, str]]) -> dict[str, Any]:
     """Return the ids of each task's prompt, and what tools answered, from the trajectories that the run wrote."""
     prompts: dict[str, list[int]] = {}
     calls: dict[str, dict[str, str]] = {}

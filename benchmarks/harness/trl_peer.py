@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
 from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
-from harness.trl_lookup import PeerLookup, answers, people, question, task_id
 
 
 def configuration(directory: Path, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def configuration(directory: Path, steps: int, settings: Mapping[str, Any]) -> d
 class Notes:
     """What was asked, answered and generated, noted while TRL works."""
 
+    said: Callable[[Sequence[Any]], dict[str, str]]
     prompts: dict[str, list[int]] = field(default_factory=dict)
     answers: dict[str, dict[str, str]] = field(default_factory=dict)
     step: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Notes:
         for name, said, ids in zip(task, completions, self.asked, strict=True):
             if self.prompts.setdefault(name, ids) != ids:
                 raise ValueError(f"task {name} was asked in two ways")
-            self.answers.setdefault(name, {}).update(answers(said))
+            self.answers.setdefault(name, {}).update(self.said(said))
         return rewards
 
 
@@ -84,15 +85,20 @@ class AtGate(TrainerCallback):
         self._gate.wait(**self._notes.step)
 
 
+def _tokenizer(model: Path, settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer; of a template that is not TRL's, the settings say as which one's its calls are parsed."""
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    if "calls_like" in settings:
+        tokenizer.response_template = getattr(chat_template_utils, settings["calls_like"])
+    return tokenizer
+
+
 def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[str, Any]) -> None:
     """Train for so many steps, and report what was done."""
     torch.set_num_threads(1)
     disable_progress_bars()
     logging.disable_progress_bar()
-    rows = [
-        {"prompt": [{"role": "user", "content": question(person)}], "task": task_id(index), "person": person}
-        for index, person in enumerate(people(steps * settings["groups"]))
-    ]
+    game = importlib.import_module(settings["game"])
     given = configuration(directory, steps, settings)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     # What optim="adamw_torch_fused" makes, but with the schedule of our side: TRL's warm-up would begin with a step of
@@ -100,14 +106,14 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
     rates = {"lr": settings["lr"], "betas": tuple(settings["betas"]), "eps": settings["eps"], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(loaded.parameters(), **rates, fused=True)
     warmup = settings["warmup_steps"]
-    notes = Notes()
+    notes = Notes(game.answers)
     trainer = NotedTrainer(
         model=loaded,
         args=GRPOConfig(**given),
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-        train_dataset=Dataset.from_list(rows),
+        processing_class=_tokenizer(model, settings),
+        train_dataset=Dataset.from_list(game.rows(steps * settings["groups"])),
         reward_funcs=notes.reward,
-        environment_factory=PeerLookup,
+        environment_factory=game.Peer,
         callbacks=[AtGate(gate, notes)],
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / warmup))),
     )

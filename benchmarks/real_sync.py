@@ -1,0 +1,202 @@
+"""A full weight update of a pretrained model: CPU seconds from the trainer's tensors to a server that serves them.
+
+SmolLM2-135M in float32, 538 MB (``harness/smollm2.py``). Before each update one element of every tensor changes. An
+update is ``SharedMemoryWriter.sync`` to one server: compare with the last version, write it to shared memory with
+checksums, have the server read and check it and take it over, remove the last version. The measure is its CPU seconds
+in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
+
+``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; null for an engine that is not there or takes no
+weights). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens, less the usual
+one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.measure import ROOT, machine, measured, parse, parser, report
+from harness.smollm2 import add_arguments, base_model
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
+from turnwise.errors import InferenceError
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.vllm import VLLMConfig, VLLMReplica
+from turnwise.model.core import Replica
+from turnwise.trainer.model.policy import load_model
+from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.types import SamplingParams, TokenPrompt
+
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+
+
+def main() -> None:
+    made = parser(__doc__ or "", repeats=7, quick_repeats=3)
+    add_arguments(made)
+    made.add_argument("--vllm-python", default=str(VLLM_PYTHON) if VLLM_PYTHON.exists() else None, metavar="PATH")
+    arguments = parse(made)
+    torch.set_num_threads(1)
+    asyncio.run(run(base_model(arguments), arguments.repeats, None if arguments.quick else arguments.vllm_python))
+
+
+async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
+    """Measure both engines and report."""
+    tensors = {name: each.clone() for name, each in load_model(model).named_weights()}
+    builtin = BuiltinReplica(model, InferenceConfig(device="cpu", max_context=1024), log_file=_log("builtin"))
+    async with launched(builtin):
+        found = await updates(tensors, builtin, repeats)
+        found["still_s"] = await standstill(tensors, builtin)
+    result: dict[str, Any] = {"ratio_builtin": _ratio(found), "ratio_vllm": None, "builtin": found}
+    result["still_builtin"] = round(found["still_s"] / statistics.median(found["read_wall_s"]), 2)
+    result["parts"] = parts(tensors, model)
+    if vllm_python is not None:
+        config = VLLMConfig(python=Path(vllm_python), dtype="float32", max_context=1024, eager=True)
+        vllm = VLLMReplica(model, config, log_file=_log("vllm"))
+        async with launched(vllm):
+            try:
+                result["vllm"] = await updates(tensors, vllm, repeats)
+                result["ratio_vllm"] = _ratio(result["vllm"])
+            except InferenceError as error:
+                result["vllm_reason"] = str(error)
+    size = sum(each.nbytes for each in tensors.values())
+    report({**result, "bytes": size, "machine": machine("turnwise", "torch", "transformers", "numpy")})
+
+
+def _log(name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix="turnwise-bench-")) / f"{name}.log"
+
+
+@asynccontextmanager
+async def launched(replica: BuiltinReplica | VLLMReplica) -> AsyncIterator[None]:
+    """Start a server, and stop it at the end."""
+    await replica.launch()
+    try:
+        yield
+    finally:
+        await replica.close()
+
+
+def change(tensors: dict[str, torch.Tensor]) -> None:
+    """Change one element of every tensor."""
+    for each in tensors.values():
+        each.view(-1)[-1] += 1e-3
+
+
+def read(tensors: dict[str, torch.Tensor]) -> None:
+    """Read every byte once."""
+    for each in tensors.values():
+        flat = each.view(-1).view(torch.uint8).numpy()
+        flat[: flat.size - flat.size % 8].view(np.int64).sum()
+
+
+async def updates(tensors: dict[str, torch.Tensor], replica: Replica, repeats: int) -> dict[str, Any]:
+    """Measure reads and updates in turn; the first update is not counted."""
+    samples: dict[str, list[float]] = {"read_s": [], "read_wall_s": [], "update_s": [], "update_wall_s": []}
+    writer = SharedMemoryWriter()
+    try:
+        for number in range(repeats + 1):
+            change(tensors)
+            with measured() as reading:
+                read(tensors)
+            there = await _cpu(replica)
+            with measured() as updating:
+                await writer.sync(tensors.items(), [replica], number + 1)
+            spent = updating.cpu_s + await _cpu(replica) - there
+            if number:
+                for name, value in (
+                    ("read_s", reading.cpu_s),
+                    ("read_wall_s", reading.wall_s),
+                    ("update_s", spent),
+                    ("update_wall_s", updating.wall_s),
+                ):
+                    samples[name].append(round(value, 4))
+            print(f"{replica.url}: read {reading.cpu_s:.3f}, update {spent:.3f} CPU-s", file=sys.stderr, flush=True)
+    finally:
+        writer.close()
+    return samples
+
+
+async def _cpu(replica: Replica) -> float:
+    """Return the CPU seconds of a server's processes so far."""
+    from harness.trl_gate import tree_cpu_seconds
+
+    if isinstance(replica, BuiltinReplica):
+        return await replica.cpu_seconds()
+    # The only descendants that run are those of the server.
+    return tree_cpu_seconds() - time.process_time()
+
+
+async def standstill(tensors: dict[str, torch.Tensor], replica: BuiltinReplica) -> float:
+    """Return the longest wait of a running request during an update, less its usual one, in wall seconds."""
+    client, writer, arrivals = HTTPClient([replica.url]), SharedMemoryWriter(), [time.perf_counter()]
+    grown = asyncio.Event()
+    prompt = TokenPrompt(np.arange(100, 116, dtype=np.int32))
+    params = SamplingParams(temperature=1.0, max_tokens=400, seed=1, ignore_eos=True)
+
+    async def sample() -> None:
+        async for _ in client.stream(prompt, params, session_id="s"):
+            arrivals.append(time.perf_counter())
+            grown.set()
+            grown.clear()
+
+    async def until(count: int) -> None:
+        while len(arrivals) < count and not running.done():
+            await grown.wait()
+
+    running = asyncio.create_task(sample())
+    try:
+        await until(20)
+        usual = statistics.median(np.diff(arrivals[1:]))
+        change(tensors)
+        begun = len(arrivals)
+        await writer.sync(tensors.items(), [replica], 1000)
+        await until(begun + 5)
+        return float(max(np.diff(arrivals[begun - 1 :]).max() - usual, 0.0))
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await client.close()
+        writer.close()
+
+
+def parts(tensors: dict[str, torch.Tensor], model: Path) -> dict[str, float]:
+    """Return the CPU seconds of the steps of an update, one after the other in this process."""
+    served = CausalLM(model, dtype="float32", device="cpu")
+    home, found = weights_directory("bench"), {}
+    before = write_weights(tensors.items(), home, 1)
+    change(tensors)
+    with measured() as checked:
+        for each in tensors.values():
+            checksum(each)
+    with measured() as wrote:
+        manifest = write_weights(tensors.items(), home, 2, previous=before)
+    with measured() as reread:
+        mapped = read_weights(manifest)
+    with measured() as loaded:
+        served.load(mapped, 2)
+    for file in home.iterdir():
+        file.unlink()
+    home.rmdir()
+    found = {"checksums": checked, "compare, write and checksums": wrote, "read and check": reread, "take over": loaded}
+    return {name: round(sample.cpu_s, 3) for name, sample in found.items()}
+
+
+def _ratio(samples: dict[str, list[float]]) -> float:
+    return round(statistics.median(samples["update_s"]) / statistics.median(samples["read_s"]), 2)
+
+
+if __name__ == "__main__":
+    main()
