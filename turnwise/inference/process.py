@@ -241,29 +241,17 @@ class ServerProcess:
         return f"{how}; the end of {self._log_file}:\n{text.strip() or '(empty)'}"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUsage:
-    """CPU seconds and peak resident memory in bytes, summed over the running processes of a process group."""
-
-    cpu_seconds: float = 0.0
-    peak_memory: int = 0
-
-
-def group_usage(leader: int) -> ProcessUsage:
-    """Return what a process group has used so far, zeros where there is no ``/proc``; shared pages count repeatedly."""
-    cpu, peak = 0.0, 0
+def group_cpu_seconds(leader: int) -> float:
+    """Return the CPU seconds of the running processes of a process group; 0 where there is no ``/proc``."""
+    total = 0.0
     for status in Path("/proc").glob("[0-9]*/stat"):
         # The file of a process that ended meanwhile cannot be read.
         with contextlib.suppress(OSError):
             # From the state on: the name before it may hold spaces and parentheses.
             fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[2]) != leader:
-                continue
-            cpu += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            for line in status.with_name("status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    peak += int(line.split()[1]) * 1024
-    return ProcessUsage(cpu, peak)
+            if int(fields[2]) == leader:
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 async def _read_line(descriptor: int, child: _Child) -> bytes | None:

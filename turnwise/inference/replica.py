@@ -15,7 +15,7 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.memory import process_memory
-from turnwise.inference.process import ProcessUsage, ServerProcess, group_usage
+from turnwise.inference.process import ServerProcess, group_cpu_seconds
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
 _POLL = 2.0
@@ -308,7 +308,7 @@ class ServerReplica(Replica):
         if isinstance(self._process, RunningServer):
             return 0.0
         ended = self._process.cpu_if_ended()
-        return self._process.spent_cpu + (self._usage().cpu_seconds if ended is None else ended)
+        return self._process.spent_cpu + (self._running_cpu() if ended is None else ended)
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of the server's processes, GPUs not included; None while none runs here."""
@@ -319,9 +319,9 @@ class ServerReplica(Replica):
         await self._process.end()
         await self._control.close()
 
-    def _usage(self) -> ProcessUsage:
-        """Return what the processes of the running server have used so far."""
-        return ProcessUsage() if self.pid is None else group_usage(self.pid)
+    def _running_cpu(self) -> float:
+        """Return the CPU seconds of the running server's processes."""
+        return 0.0 if self.pid is None else group_cpu_seconds(self.pid)
 
     def _reachable(self) -> str:
         if not self._process.running:

@@ -302,7 +302,7 @@ class VLLMReplica(ServerReplica):
         found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
         found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
         if self.pid is not None:
-            found["cpu_seconds"] = self._usage().cpu_seconds
+            found["cpu_seconds"] = self._running_cpu()
         return found
 
 

@@ -143,6 +143,19 @@ def _is_root() -> bool:
         return ["0", "0"] in [line.split()[:2] for line in file]
 
 
+def _notes_on_root(as_root: bool, pids: bool) -> list[str]:
+    notes = []
+    if as_root:
+        notes.append(
+            "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
+        )
+    if not pids:
+        notes.append(
+            "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
+        )
+    return notes
+
+
 def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     strong = rung.isolation == "bubblewrap"
     notes: list[str] = []
@@ -166,14 +179,7 @@ def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
             notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
         as_root = rung.uid is None and _is_root()
         pids = not as_root or rung.groups.pids is not None
-        if as_root:
-            notes.append(
-                "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
-            )
-        if not pids:
-            notes.append(
-                "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
-            )
+        notes += _notes_on_root(as_root, pids)
         return Capabilities(
             "bubblewrap", pids=pids, disk=rung.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
         )
