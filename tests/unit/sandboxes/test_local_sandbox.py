@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import AsyncIterator
@@ -209,6 +210,23 @@ async def test_a_request_ends_though_code_inside_stops_what_serves_it(
         async with asyncio.timeout(20):
             with pytest.raises(SandboxDied, match=r"did not end a command within 0\.5 s"):
                 await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
+
+
+async def test_the_host_does_not_wait_for_a_launcher_that_is_busy() -> None:
+    async with backend() as made:
+        await made.probe()
+        launcher = psutil.Process(made.launcher._process.pid)
+        launcher.suspend()
+        rescue = threading.Timer(20, launcher.resume)
+        rescue.start()
+        # More than its socket holds.
+        request = {"op": "keep", "id": "none", "padding": "x" * 50_000}
+        calls = [asyncio.create_task(made.launcher.call(str(number), request)) for number in range(50)]
+        await asyncio.sleep(0)
+        assert rescue.is_alive()
+        rescue.cancel()
+        launcher.resume()
+        assert await asyncio.gather(*calls) == ["it is gone"] * 50
 
 
 async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
