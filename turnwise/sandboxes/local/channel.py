@@ -222,7 +222,7 @@ class Launcher:
         self._calls: dict[str, asyncio.Future[str]] = {}
         self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, undo_on_error(self._end.close):
             self._process = subprocess.Popen(
                 [
                     sys.executable,
