@@ -242,6 +242,19 @@ async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(mon
                 await made.probe()
 
 
+async def test_bubblewrap_is_found_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin/bwrap"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "bin", prepend=os.pathsep)
+    async with backend(isolation="bubblewrap") as made:
+        with pytest.raises(SandboxUnavailable) as refused:
+            await made.probe()
+        assert "No such file or directory: bin/bwrap" not in str(refused.value)
+
+
 async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     async with backend(isolation="bubblewrap") as made:

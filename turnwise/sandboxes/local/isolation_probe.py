@@ -82,6 +82,7 @@ def _candidates(
         if program is None:
             reasons.append("bubblewrap: there is no program bwrap on PATH.")
         else:
+            program = os.path.abspath(program)  # the launcher is in another folder
             # Older ones cannot forbid user namespaces inside; the filter of system calls does that, too.
             old = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
             base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
