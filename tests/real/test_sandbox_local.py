@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.errors import SandboxFileError, SandboxUnavailable
-from turnwise.sandboxes.core import SandboxLimits, SandboxSpec
+from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
@@ -98,6 +98,24 @@ async def test_a_state_folder_of_any_name_holds_deep_snapshots(folder: Path) -> 
             last, before = await last.fork(), last
             await before.close()
         assert await last.read_file("file") == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9\n"
+    finally:
+        await backend.close()
+
+
+async def test_landlock_shows_what_a_link_names_in_a_closed_folder(folder: Path) -> None:
+    (folder / "closed" / "data").mkdir(parents=True)
+    (folder / "closed" / "data" / "file").write_text("shown")
+    (folder / "closed" / "secret").write_text("secret")
+    (folder / "closed" / "inner").symlink_to("data")
+    (folder / "link").symlink_to("closed/data")
+    folder.chmod(0o755)
+    (folder / "closed").chmod(0o700)
+    links = (folder / "link", folder / "closed" / "inner")
+    backend = LocalBackend("landlock")
+    try:
+        async with opened(backend, SandboxSpec(mounts=tuple(Mount(each, str(each)) for each in links))) as sandbox:
+            result = await sandbox.exec(["cat", *(f"{each}/file" for each in links), f"{folder}/closed/secret"])
+            assert (result.exit_code, result.stdout) == (1, b"shownshown"), result.text
     finally:
         await backend.close()
 

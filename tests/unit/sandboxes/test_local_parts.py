@@ -7,12 +7,13 @@ import errno
 import os
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.errors import ConfigError, SandboxUnavailable
+from turnwise.errors import ConfigError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python
 from turnwise.sandboxes.local import backend as state
@@ -168,6 +169,43 @@ def test_what_dead_hosts_left_is_removed_and_what_lives_stays(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [living]
     os.close(lock)
     assert state.reap_folders(tmp_path) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_hosts_that_clean_up_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"turnwise-{os.geteuid()}-1-2-{number}" / "boxes" / "one").mkdir(parents=True)
+    with ThreadPoolExecutor(4) as hosts:
+        assert sum(hosts.map(state.reap_folders, [tmp_path] * 4)) == 300
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["the disk is full", "no process can be started", "it is cancelled"])
+async def test_a_backend_that_cannot_begin_leaves_nothing(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend("plain", unsafe=True, directory=tmp_path)
+    monkeypatch.setattr(state, "choose_folder", lambda *_: tmp_path)  # whatever folders lie above it
+
+    def fail(number: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if what == "it is cancelled":
+        beginning = asyncio.create_task(backend.begin())
+        await asyncio.sleep(0)  # it waits for a thread now
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+    elif what == "the disk is full":
+        monkeypatch.setattr(state.py_compile, "compile", lambda *_, **__: fail(errno.ENOSPC))
+        with pytest.raises(SandboxUnavailable, match=f"cannot be stored in {tmp_path}: .*No space left"):
+            await backend.begin()
+    else:
+        monkeypatch.setattr("turnwise.sandboxes.local.channel.subprocess.Popen", lambda *_, **__: fail(errno.EAGAIN))
+        with pytest.raises(SandboxStartError, match=r"launcher could not be started: .*temporarily unavailable"):
+            await backend.begin()
+    await backend.close()
+    await asyncio.get_running_loop().shutdown_default_executor()
     assert not list(tmp_path.iterdir())
 
 

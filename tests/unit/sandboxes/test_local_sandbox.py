@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import AsyncIterator
@@ -211,6 +212,23 @@ async def test_a_request_ends_though_code_inside_stops_what_serves_it(
                 await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
 
 
+async def test_the_host_does_not_wait_for_a_launcher_that_is_busy() -> None:
+    async with backend() as made:
+        await made.probe()
+        launcher = psutil.Process(made.launcher._process.pid)
+        launcher.suspend()
+        rescue = threading.Timer(20, launcher.resume)
+        rescue.start()
+        # More than its socket holds.
+        request = {"op": "keep", "id": "none", "padding": "x" * 50_000}
+        calls = [asyncio.create_task(made.launcher.call(str(number), request)) for number in range(50)]
+        await asyncio.sleep(0)
+        assert rescue.is_alive()
+        rescue.cancel()
+        launcher.resume()
+        assert await asyncio.gather(*calls) == ["it is gone"] * 50
+
+
 async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes, "_START_SECONDS", 0.5)
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="turnwise-slow-") as folder:
@@ -222,6 +240,19 @@ async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(mon
         async with backend(isolation="auto") as made:
             with pytest.raises(SandboxStartError, match=r"did not start within 0\.5 s"):
                 await made.probe()
+
+
+async def test_bubblewrap_is_found_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin/bwrap"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "bin", prepend=os.pathsep)
+    async with backend(isolation="bubblewrap") as made:
+        with pytest.raises(SandboxUnavailable) as refused:
+            await made.probe()
+        assert "No such file or directory: bin/bwrap" not in str(refused.value)
 
 
 async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

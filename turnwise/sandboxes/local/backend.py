@@ -155,6 +155,17 @@ def make_folder(folder: Path) -> tuple[Path, int]:
             break
     else:
         raise SandboxUnavailable(f"the state of sandboxes cannot be stored in {folder}: remove turnwise-* there")
+    try:
+        _fill(made)
+    except OSError as error:
+        keep.remove(str(made))
+        os.close(lock)
+        raise SandboxUnavailable(f"the state of sandboxes cannot be stored in {folder}: {error}") from error
+    return made, lock
+
+
+def _fill(made: Path) -> None:
+    """Write what a state folder begins with."""
     made.chmod(0o711)
     for name in ("boot", "etc", "boxes", "snapshots", "stage", "lib"):
         (made / name).mkdir()
@@ -166,7 +177,6 @@ def make_folder(folder: Path) -> tuple[Path, int]:
     _etc(made / "etc")
     folders = [str(each / made.name) for each in find_groups().folders()]
     (made / "groups").write_text("\n".join(folders) + "\n" if folders else "")
-    return made, lock
 
 
 def copy_libraries(folder: Path) -> None:
@@ -221,16 +231,28 @@ def reap_folders(folder: Path) -> int:
     """Remove state folders, control groups and processes of this user's dead hosts; return the sandbox count."""
     count = 0
     for found in folder.glob(f"turnwise-{os.geteuid()}-*"):
-        if found.is_symlink() or not found.is_dir() or found.stat().st_uid != os.geteuid():
-            continue
-        lock = _lock(found)
+        lock = _lock(found) if _is_ours(found) else None
         if lock is None:
             continue
         with contextlib.suppress(OSError):
             count += len(list((found / "boxes").iterdir()))
-        remove_folder(found)
-        os.close(lock)
+        _unmake(found, lock)
     return count
+
+
+def _unmake(folder: Path, lock: int) -> None:
+    """Remove a state folder that is not used."""
+    remove_folder(folder)
+    os.close(lock)
+
+
+def _is_ours(found: Path) -> bool:
+    """Whether this is a folder of this user's, which another host has not removed meanwhile."""
+    try:
+        status = found.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def remove_folder(folder: Path) -> None:
@@ -333,8 +355,19 @@ class LocalBackend(SandboxBackend):
     async def _start_launcher(self) -> tuple[IsolationLevel, Capabilities]:
         """Start a launcher and select the isolation; SandboxStartError if it died meanwhile."""
         folder = choose_folder(self._directory, self._uid)
-        made, lock = await asyncio.to_thread(make_folder, folder)
-        self.launcher = Launcher(made, lock)
+        making = asyncio.ensure_future(asyncio.to_thread(make_folder, folder))
+        try:
+            made, lock = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: it is waited for, and its folder removed.
+            made, lock = await making
+            await asyncio.to_thread(_unmake, made, lock)
+            raise
+        try:
+            self.launcher = Launcher(made, lock)
+        except OSError as error:
+            await asyncio.to_thread(_unmake, made, lock)
+            raise SandboxStartError(f"the sandbox launcher could not be started: {error}") from error
         self._state = made
         try:
             return await ladder.select_isolation(self, self._wanted, self._uid, self._without)

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,8 +220,9 @@ class Launcher:
         self._loop = asyncio.get_running_loop()
         self._boxes: dict[str, asyncio.Future[int]] = {}
         self._calls: dict[str, asyncio.Future[str]] = {}
+        self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, undo_on_error(self._end.close):
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -280,24 +282,40 @@ class Launcher:
             await asyncio.to_thread(self._process.wait)
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
+        """Send a request, or queue it while the launcher is busy; its descriptors may be closed at once."""
         data = json.dumps(message).encode()
-        held = None
-        if len(data) > _DIRECT:
-            held = in_memory(data)
-            data, fds = b"memfd", (held, *fds)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        if self.dead:
+            raise SandboxStartError("the sandbox launcher is gone")
         try:
-            # A message is taken whole or not at all, and the launcher does nothing that lasts: it is waited for.
-            self._end.setblocking(True)
-            self._end.sendmsg([data], ancillary)
+            if len(data) > _DIRECT:
+                data, given = b"memfd", [in_memory(data), *map(os.dup, fds)]
+            else:
+                given = [os.dup(fd) for fd in fds]
         except OSError as error:
-            self._over()
-            raise SandboxStartError(f"the sandbox launcher is gone: {error}") from error
-        finally:
-            if self._end.fileno() >= 0:
-                self._end.setblocking(False)
-            if held is not None:
-                os.close(held)
+            raise SandboxStartError(f"a request to the sandbox launcher could not be made: {error}") from error
+        self._queue.append((data, given))
+        if len(self._queue) == 1:
+            self._flush()
+        if self.dead:
+            raise SandboxStartError("the sandbox launcher is gone")
+
+    def _flush(self) -> None:
+        """Send what is queued, as far as the launcher takes it. This process never waits for it."""
+        while self._queue:
+            data, fds = self._queue[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self._end.sendmsg([data], ancillary)
+            except BlockingIOError:
+                self._loop.add_writer(self._end.fileno(), self._flush)
+                return
+            except OSError:
+                self._over()
+                return
+            self._queue.popleft()
+            for fd in fds:
+                os.close(fd)
+        self._loop.remove_writer(self._end.fileno())
 
     def _receive(self) -> None:
         while True:
@@ -324,7 +342,12 @@ class Launcher:
         if self.dead:
             return
         self._loop.remove_reader(self._end.fileno())
+        self._loop.remove_writer(self._end.fileno())
         self._end.close()
+        for _, fds in self._queue:
+            for fd in fds:
+                os.close(fd)
+        self._queue.clear()
         boxes, self._boxes = self._boxes, {}
         calls, self._calls = self._calls, {}
         for each in boxes.values():

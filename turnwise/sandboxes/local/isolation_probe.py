@@ -82,6 +82,7 @@ def _candidates(
         if program is None:
             reasons.append("bubblewrap: there is no program bwrap on PATH.")
         else:
+            program = os.path.abspath(program)  # the launcher is in another folder
             # Older ones cannot forbid user namespaces inside; the filter of system calls does that, too.
             old = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
             base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
@@ -143,19 +144,6 @@ def _is_root() -> bool:
         return ["0", "0"] in [line.split()[:2] for line in file]
 
 
-def _notes_on_root(as_root: bool, pids: bool) -> list[str]:
-    notes = []
-    if as_root:
-        notes.append(
-            "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
-        )
-    if not pids:
-        notes.append(
-            "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
-        )
-    return notes
-
-
 def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     strong = rung.isolation == "bubblewrap"
     notes: list[str] = []
@@ -173,16 +161,7 @@ def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     if not filtered:
         notes.append(f"no filter of system calls is known for {platform.machine()}")
     if strong:
-        if not overlay:
-            notes.append("workspaces are copied: an overlay is not allowed here")
-        if rung.stage is None:
-            notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
-        as_root = rung.uid is None and _is_root()
-        pids = not as_root or rung.groups.pids is not None
-        notes += _notes_on_root(as_root, pids)
-        return Capabilities(
-            "bubblewrap", pids=pids, disk=rung.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
-        )
+        return _of_bubblewrap(rung, overlay, filtered, notes)
     version = landlock.version() if rung.isolation == "landlock" else 0
     contained = rung.isolation == "landlock"
     bounded = rung.stage is not None
@@ -212,4 +191,24 @@ def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
         expose=False,
         images=False,
         notes=tuple(notes),
+    )
+
+
+def _of_bubblewrap(rung: IsolationLevel, overlay: bool, filtered: bool, notes: list[str]) -> Capabilities:
+    if not overlay:
+        notes.append("workspaces are copied: an overlay is not allowed here")
+    if rung.stage is None:
+        notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
+    as_root = rung.uid is None and _is_root()
+    pids = not as_root or rung.groups.pids is not None
+    if as_root:
+        notes.append(
+            "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
+        )
+    if not pids:
+        notes.append(
+            "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
+        )
+    return Capabilities(
+        "bubblewrap", pids=pids, disk=rung.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
     )

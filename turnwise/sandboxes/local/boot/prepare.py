@@ -140,7 +140,12 @@ def reveal(paths: list[str], uid: int, private: bool) -> None:
     for path, cover in hidden:
         # Held open, it can be shown although what is above it is covered.
         held = os.open(os.path.realpath(path), os.O_PATH | os.O_CLOEXEC)
-        covered.setdefault(cover, []).append((path, held))
+        # A link outside of what is covered stays, and leads to where its goal is shown.
+        above = os.path.realpath(os.path.dirname(path))
+        own = os.path.join(above, os.path.basename(path))
+        covered.setdefault(cover, []).append(
+            (own if f"{own}/".startswith(f"{cover}/") else os.path.realpath(path), held)
+        )
     for cover, found in covered.items():
         syscalls.mount("turnwise", cover, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=755")
         for path, fd in found:
