@@ -52,8 +52,8 @@ class ModelConfig(Section):
         compute_dtype: Type of matrix products. Parameters and optimizer state are float32.
         threads: CPU threads of the trainer process; by default torch's choice.
         gradient_checkpointing: Which activations the backward pass recomputes: false none; ``matmuls`` all but the
-            results of matrix products, for half of the memory at a few percent more time; true all within a layer, for
-            the least memory at about a third more time.
+            results of matrix products, for 40 % less memory at a tenth more time; true all within a layer, for the
+            least memory at a fifth to a third more time.
         lora: Train low-rank adapters on the frozen model; None trains all weights.
     """
 
