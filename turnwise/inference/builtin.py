@@ -86,8 +86,8 @@ class BuiltinReplica(ServerReplica):
         await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds."""
-        return await self._control.request(self._reachable(), "GET", "/stats")
+        """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds, peak memory."""
+        return self._usage() | await self._control.request(self._reachable(), "GET", "/stats")
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present."""

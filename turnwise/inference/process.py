@@ -249,8 +249,10 @@ class ProcessUsage:
     peak_memory: int = 0
 
 
-def group_usage(leader: int) -> ProcessUsage:
-    """Return what a process group has used so far, zeros where there is no ``/proc``; shared pages count repeatedly."""
+def group_usage(leader: int) -> ProcessUsage | None:
+    """Return what a process group has used so far, None where there is no ``/proc``; shared pages count repeatedly."""
+    if not Path("/proc/self/stat").exists():
+        return None
     cpu, peak = 0.0, 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         # The file of a process that ended meanwhile cannot be read.

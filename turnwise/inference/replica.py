@@ -14,7 +14,7 @@ import orjson
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.process import ProcessUsage, ServerProcess, group_usage
+from turnwise.inference.process import ServerProcess, group_usage
 from turnwise.model.core import Replica, WeightManifest
 
 _POLL = 2.0
@@ -307,16 +307,17 @@ class ServerReplica(Replica):
         if isinstance(self._process, RunningServer):
             return 0.0
         ended = self._process.cpu_if_ended()
-        return self._process.spent_cpu + (self._usage().cpu_seconds if ended is None else ended)
+        return self._process.spent_cpu + (self._usage().get("cpu_seconds", 0.0) if ended is None else ended)
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""
         await self._process.end()
         await self._control.close()
 
-    def _usage(self) -> ProcessUsage:
-        """Return what the processes of the running server have used so far."""
-        return ProcessUsage() if self.pid is None else group_usage(self.pid)
+    def _usage(self) -> dict[str, float]:
+        """Return ``cpu_seconds`` and ``peak_memory`` (bytes) of the running server's processes; ``{}`` if not known."""
+        usage = None if self.pid is None else group_usage(self.pid)
+        return {} if usage is None else {"cpu_seconds": usage.cpu_seconds, "peak_memory": float(usage.peak_memory)}
 
     def _reachable(self) -> str:
         if not self._process.running:

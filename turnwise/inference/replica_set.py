@@ -19,8 +19,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _NOTICED = 5.0
 """Seconds within which the death of a server is noticed after a connection to it broke."""
-COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
-"""Counters of a server that are summed over all; an engine may lack some."""
+COUNTERS = (
+    "requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds", "peak_memory",
+)  # fmt: skip
+"""Counters of a server that are summed over all, memory in bytes; an engine may lack some."""
 
 
 class ReplicaSet:

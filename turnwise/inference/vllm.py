@@ -297,13 +297,11 @@ class VLLMReplica(ServerReplica):
         return list(dict.fromkeys(text for listed in answer["results"] for text in listed))
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, preemptions, CPU seconds."""
+        """Return the server's counters: requests, tokens, preemptions, CPU seconds and peak memory."""
         text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
         found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
         found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
-        if self.pid is not None:
-            found["cpu_seconds"] = self._usage().cpu_seconds
-        return found
+        return found | self._usage()
 
 
 def sum_of(metrics: str, name: str) -> float:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import resource
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -239,6 +240,13 @@ def cpu_seconds() -> float:
     """Return the CPU seconds of this process and its terminated children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def peak_memory() -> float:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Bytes on macOS, KiB elsewhere.
+    return float(peak if sys.platform == "darwin" else 1024 * peak)
 
 
 CRITIC = "critic"

@@ -46,7 +46,16 @@ from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Tim
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng
-from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
+from turnwise.trainer.run.directory import (
+    CRITIC,
+    RunDirectory,
+    Start,
+    at_exit,
+    cpu_seconds,
+    open_files,
+    peak_memory,
+    read_start,
+)
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trainer.weight_sync import SharedMemoryWriter, WeightWriter
@@ -347,7 +356,8 @@ async def open_run(
             gc.freeze()
             stack.callback(gc.unfreeze)
         yield run
-        run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
+        used = {**await run.fleet.stats(), "trainer_peak_memory": peak_memory()}
+        run.metrics.log({"kind": "inference", "step": run.state.step, **used})
 
 
 async def _check_room(run: TrainRun, console: Console) -> None:
