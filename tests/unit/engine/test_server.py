@@ -26,6 +26,7 @@ from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
 
@@ -410,6 +411,17 @@ async def test_a_server_that_runs_already_is_updated_and_left_running(lm, replic
     finally:
         await attached.close()
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+
+
+async def test_a_server_without_the_routes_of_its_engine_is_refused_before_an_update(lm, replica, tmp_path):
+    # The built-in server answers all that a vLLM outside of its development mode does, and more.
+    attached = VLLMReplica(lm[1], CONFIG, log_file=tmp_path / "log", url=replica.url)
+    await attached.launch()
+    try:
+        with pytest.raises(InferenceError, match=r"inference.url: the vLLM server at .* cannot take new weights .*404"):
+            await attached.prepare_updates()
+    finally:
+        await attached.close()
 
 
 async def test_a_server_that_runs_nowhere_is_named(lm, unused_tcp_port, tmp_path):
