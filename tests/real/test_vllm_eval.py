@@ -53,7 +53,7 @@ async def test_an_evaluation_is_the_same_whoever_serves(
     vllm: VLLMReplica, checkpoint: Path, reference: Any, tmp_path: Path
 ) -> None:
     # Both in this thread: the server needs nothing of the loop.
-    theirs = evaluate(checkpoint, tmp_path / "vllm", "--url", vllm.url)
+    theirs = evaluate(checkpoint, tmp_path / "vllm", "inference.engine=vllm", f"inference.url={vllm.url}")
     ours = evaluate(checkpoint, tmp_path / "builtin")
     for summary in (theirs, ours):
         assert summary["sampled"]["success"]["episodes"] == 2 * TASKS

@@ -81,6 +81,20 @@ async def test_a_seed_decides_and_another_decides_otherwise(client: HTTPClient, 
     assert one.token_ids.tolist() != other.token_ids.tolist()
 
 
+async def test_seeds_hold_where_prompts_are_prefilled_in_several_steps(client: HTTPClient, reference: Any) -> None:
+    # Together they are several times as long as what the server takes in one step (inference.max_batch_tokens).
+    rng = np.random.default_rng(5)
+    asked = [TokenPrompt(as_ids(rng.integers(8, reference.config.vocab_size, 450))) for _ in range(12)]
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=seed, ignore_eos=True) for seed in range(len(asked))]
+    each = list(zip(asked, params, strict=True))
+    together = await asyncio.gather(*(client.generate(prompt, given, session_id="") for prompt, given in each))
+    for (prompt, given), done in zip(each, together, strict=True):
+        check_logprobs(reference, prompt, done, 1.0)
+        alone = await client.generate(prompt, given, session_id="")
+        # A near tie aside, the same numbers were drawn, at no place twice.
+        assert np.mean(alone.token_ids == done.token_ids) > 0.9
+
+
 async def test_how_completions_end(client: HTTPClient, reference: Any, checkpoint: Path) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
     whole = await client.generate(prompt, replace(LONG, max_tokens=None), session_id="")

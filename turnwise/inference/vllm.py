@@ -297,7 +297,7 @@ class VLLMReplica(ServerReplica):
         return list(dict.fromkeys(text for listed in answer["results"] for text in listed))
 
     async def stats(self) -> dict[str, Any]:
-        """Return the server's counters: requests, prefilled, reused and generated tokens, preemptions, CPU seconds."""
+        """Return the server's counters: requests, tokens, preemptions, CPU seconds and peak memory."""
         text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
         found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
         found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])

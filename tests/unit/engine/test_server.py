@@ -26,6 +26,7 @@ from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
 
@@ -391,6 +392,48 @@ async def test_diverged_weights_fail_requests_and_not_the_server(lm, replica, cl
         assert await replica.health()
     finally:
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+
+
+async def test_a_server_that_runs_already_is_updated_and_left_running(lm, replica, client, tmp_path):
+    new = make_model("qwen3", 3)
+    attached = BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "log", url=replica.url)
+    assert not await attached.health()
+    await attached.launch()
+    try:
+        assert (attached.url, attached.pid, await attached.health()) == (replica.url, None, True)
+        await attached.prepare_updates()
+        assert await attached.update_weights(write_weights(new.state_dict().items(), tmp_path / "w", 8)) == 8
+        # Another process took it over: it gets its weights back.
+        await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "other", 9))
+        await attached.restart()
+        done = await client.generate(TokenPrompt(prompt()), GREEDY, session_id="attached")
+        assert done.token_ids.tolist() == greedy(new, prompt(), 20)
+        assert done.weight_versions == ((8, 0, 20),)
+        await attached.close()
+        assert await replica.health()
+    finally:
+        await attached.close()
+        await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+
+
+async def test_a_server_without_the_routes_of_its_engine_is_refused_before_an_update(lm, replica, tmp_path):
+    # The built-in server answers all that a vLLM outside of its development mode does, and more.
+    attached = VLLMReplica(lm[1], CONFIG, log_file=tmp_path / "log", url=replica.url)
+    await attached.launch()
+    try:
+        with pytest.raises(InferenceError, match=r"inference.url: the vLLM server at .* cannot take new weights .*404"):
+            await attached.prepare_updates()
+    finally:
+        await attached.close()
+
+
+async def test_a_server_that_runs_nowhere_is_named(lm, unused_tcp_port, tmp_path):
+    hasty = CONFIG.model_copy(update={"launch_timeout": 0.05})
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    attached = BuiltinReplica(lm[1], hasty, log_file=tmp_path / "log", url=url)
+    with pytest.raises(InferenceError, match=rf"{url} does not answer within 0.05 s .*name another in inference.url"):
+        await attached.launch()
+    await attached.close()
 
 
 # -- life and death (servers of their own)

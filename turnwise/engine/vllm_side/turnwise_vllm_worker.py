@@ -29,9 +29,10 @@ _GREEDY_BELOW = 1e-5
 class TemperatureSampler(Sampler):  # type: ignore[misc]
     """Samples as vLLM does, and reports log_softmax(logits / temperature); at temperature 0 log_softmax(logits)."""
 
-    def __init__(self) -> None:
-        """Create a sampler whose top-k and top-p kernels compute no log-probabilities."""
+    def __init__(self, runner: Any) -> None:
+        """Create a sampler of a model runner; its top-k and top-p kernels compute no log-probabilities."""
         super().__init__("raw_logprobs")
+        self._runner = runner
         # Says that sample() returns them, so that forward() does not report those of the raw logits.
         self.logprobs_mode = "processed_logprobs"
         # The logits of this step from before a grammar was applied to some of them.
@@ -41,6 +42,8 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the ids, and float32 log-probabilities of shape [rows, vocabulary] if any row asks for them."""
+        if self._runner.device.type == "cpu":
+            self._make_rewindable(sampling_metadata.generators)
         scaled = None
         free, self.free = self.free, None
         if free is not None and free.shape != logits.shape:
@@ -56,6 +59,49 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
         # What follows works in place on the logits.
         ids, _ = super().sample(logits, sampling_metadata, *rest, **more)
         return ids, scaled
+
+    def _make_rewindable(self, generators: dict[int, torch.Generator]) -> None:
+        """Replace the generators of rows whose prompt is not read to its end: what they draw now is discarded."""
+        batch = self._runner.input_batch
+        for row in self._runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
+            generator = generators.get(row)
+            if generator is None:
+                continue
+            if not isinstance(generator, RewindableGenerator):
+                generator = RewindableGenerator.of(generator)
+                generators[row] = generator
+                self._runner.requests[batch.req_ids[row]].generator = generator
+            generator.remember()
+
+
+class RewindableGenerator(torch.Generator):
+    """A CPU generator that goes back by one step: vLLM sets offsets, which CPU generators do not have.
+
+    Without it, a request with a seed whose prompt is prefilled in several steps ends the server.
+    """
+
+    _before: torch.Tensor
+
+    @classmethod
+    def of(cls, other: torch.Generator) -> RewindableGenerator:
+        """Return a generator in the state of another one."""
+        made = cls()
+        made.set_state(other.get_state())
+        made.remember()
+        return made
+
+    def remember(self) -> None:
+        """Take the present state as that to go back to."""
+        self._before = self.get_state()
+
+    def get_offset(self) -> int:
+        """Return 0: there are no offsets."""
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        """Go back to the remembered state."""
+        del offset
+        return self.set_state(self._before)
 
 
 def keep_free_logits(sampler: TemperatureSampler) -> None:
@@ -143,6 +189,6 @@ class RolloutWorker:
             )
         if runner.speculative_config is not None:
             raise RuntimeError("speculative decoding is on: its log-probabilities are not those of the policy")
-        runner.sampler = TemperatureSampler()
+        runner.sampler = TemperatureSampler(runner)
         keep_free_logits(runner.sampler)
         return type(runner.sampler).__name__
