@@ -66,7 +66,7 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     [served] = [line for line in found if line["kind"] == "inference"]
     assert served["restarts"] == 1
     assert served["generated_tokens"] > 0
-    assert all(step["memory/servers_peak"] > 0.5 for step in steps)
+    assert all(step[f"memory/server_peak/{number}"] > 0.25 for step in steps for number in (0, 1))
     versions = {
         span[0]
         for each in read_trajectories(tmp_path / "run" / "trajectories.jsonl")
