@@ -245,6 +245,7 @@ FOREIGN_ATTRIBUTES = {
     # What objects of pytest have, of one version or another (envs/library/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),
+    "__module__",
 }
 
 

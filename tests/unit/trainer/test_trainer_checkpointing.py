@@ -39,14 +39,14 @@ def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    before = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    before = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     known = {each.untyped_storage().data_ptr() for each in before}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy.forward(batch, entropy=True)
     assert scores.entropy is not None
     # Results of matrix products are kept outside of the graph.
     for each in gc.get_objects():
-        if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known:
+        if issubclass(type(each), Tensor) and each.untyped_storage().data_ptr() not in known:
             keep(each)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
     return sum(kept.values()), [parameter.grad for parameter in policy.model.parameters()]

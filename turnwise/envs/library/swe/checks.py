@@ -193,7 +193,7 @@ def _evaluates(node: ast.expr) -> bool:
 def _is_made(node: ast.expr, makers: Collection[str]) -> bool:
     """Whether an expression only puts values together: literals, and calls of classes such as ``Money(3, "EUR")``."""
     if isinstance(node, ast.Call):
-        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        name = _called(node)
         known = name[:1].isupper() or name in ("date", "datetime", "time", "timedelta") or name in makers
         return known and not node.keywords and all(_is_made(each, makers) for each in node.args)
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -235,7 +235,7 @@ def _names(node: ast.expr) -> list[str]:
 
 def _of_case(case: ast.expr, count: int) -> list[ast.expr]:
     if isinstance(case, ast.Call):
-        return case.args if getattr(case.func, "attr", "") == "param" else []
+        return case.args if _called(case) == "param" else []
     if count > 1:
         return case.elts if isinstance(case, (ast.Tuple, ast.List)) else []
     return [case]
@@ -244,7 +244,7 @@ def _of_case(case: ast.expr, count: int) -> list[ast.expr]:
 def _raises(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call) or not node.args:
         return False
-    return (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) in _RAISES
+    return _called(node) in _RAISES
 
 
 def _raised(statement: ast.stmt) -> ast.Call:
@@ -400,3 +400,10 @@ def _of_exceptions(checks: list[Check], number: int, most: int, rng: random.Rand
 
 def _related(one: object, other: type) -> bool:
     return isinstance(one, type) and (issubclass(one, other) or issubclass(other, one))
+
+
+def _called(call: ast.Call) -> str:
+    """Return the last part of the name of what is called, or ""."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
