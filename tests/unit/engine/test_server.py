@@ -346,6 +346,8 @@ async def test_an_update_in_flight(lm, replica, client, tmp_path):
         bad = write_weights([("model.norm.weight", torch.zeros(3))], tmp_path / "bad", 5)
         with pytest.raises(RequestRefused, match="weights version 5 do not fit the served model"):
             await replica.update_weights(bad)
+        # Another file of that name: what is served is mapped from the first one.
+        Path(manifest.path).unlink()
         Path(manifest.path).write_bytes(b"broken")
         with pytest.raises(RequestRefused, match="cannot be read"):
             await replica.update_weights(manifest)

@@ -10,7 +10,7 @@ import torch
 
 from support.processes.warm import run_command
 from turnwise.engine.weights import read_weights
-from turnwise.errors import InferenceError
+from turnwise.errors import EngineDied, InferenceError
 from turnwise.model.core import Replica, WeightManifest
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.weight_sync import SharedMemoryWriter
@@ -36,8 +36,10 @@ class ReadingReplica(Replica):
 
     async def resume(self) -> None: ...
 
-    async def abort(self) -> int:
-        return 0
+    async def wait_died(self) -> EngineDied:
+        raise NotImplementedError
+
+    async def restart(self) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         self.loaded = await asyncio.to_thread(read_weights, manifest)
