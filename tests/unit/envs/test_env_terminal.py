@@ -9,6 +9,7 @@ import pytest
 from support.envs.swe_episodes import any_manager
 from turnwise.envs.core import invoke
 from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
+from turnwise.envs.library.terminal.altered import NOTHING, altered_tests, keep_tests, known_tests
 from turnwise.envs.results import Remark
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, TaskError
@@ -142,3 +143,14 @@ async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monke
         assert isinstance(remark, Remark)
         assert await invoke(env, "check_task", *tasks(written(tmp_path / "number", **NUMBER))) == []
         await invoke(env, "close")
+
+
+async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = read_folder(written(tmp_path / "number", **NUMBER))
+    keep_tests(folder, NOTHING)
+    assert known_tests(folder) == NOTHING
+    assert not (tmp_path / "cache").exists()
+    keep_tests(folder, found := altered_tests(folder))
+    assert found.names == ("test_n.py::test_n",)
+    assert len(list((tmp_path / "cache" / "turnwise" / "twins").iterdir())) == 1

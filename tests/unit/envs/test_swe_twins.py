@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs.library.swe.checks import EXCEPTION, REVERSED, alterations, checks_of
+from turnwise.envs.library.swe import tasks
+from turnwise.envs.library.swe.checks import EXCEPTION, REVERSED, Edit, alterations, checks_of
 from turnwise.envs.library.swe.contradictions import ROUNDS, Observed, Suspect, findings, rounds, suspected
 from turnwise.envs.library.swe.logs import TestStatus, pytest_log
+from turnwise.envs.library.swe.rows import instance_of
 from turnwise.envs.library.swe.twins import Family, Roll, TestFile, TwinPlan, enroll, obstacle, select
+from turnwise.envs.library.swe.validation import Plans
 
 PASSED, FAILED = TestStatus.PASSED, TestStatus.FAILED
 SUITE = '''
@@ -326,3 +330,16 @@ def test_names_of_a_run_are_put_back() -> None:
     assert roll.named(f"FAILED t.py::{name} - x") == "FAILED t.py::test_a~2 - x"
     plan = TwinPlan((family,), {"t.py": "0"}, ("x",), "")
     assert TwinPlan.from_json(plan.to_json()) == plan
+
+
+def test_only_a_plan_with_twins_outlasts_the_process(tmp_path: Path) -> None:
+    """That a solution failed may be this machine's doing: it was too slow, say."""
+    instance = replace(instance_of(next(tasks())), name="a row of its own")
+    plans = Plans(tmp_path)
+    none = TwinPlan(reason="its own solution does not resolve it")
+    plans.keep(instance, none)
+    assert plans.held(instance) == none
+    assert not (tmp_path / "twins").exists()
+    plans.keep(instance, TwinPlan((Family("t.py", "test_a", "truth", ((Edit(0, REVERSED),),)),), {"t.py": "0"}))
+    [file] = (tmp_path / "twins").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600

@@ -71,9 +71,11 @@ class Plans:
         return _PLANS.get(key)
 
     def keep(self, instance: Instance, plan: TwinPlan) -> None:
-        """Record a plan."""
+        """Record a plan; one without twins for this process alone, since this machine may be to blame."""
         key = self._key(instance)
         _PLANS[key] = plan
+        if not plan.families:
+            return
         path = self._path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = path.with_suffix(f".{secrets.token_hex(4)}")

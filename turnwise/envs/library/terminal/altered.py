@@ -75,9 +75,11 @@ def known_tests(folder: TaskFolder) -> AlteredTests | None:
 
 
 def keep_tests(folder: TaskFolder, tests: AlteredTests) -> None:
-    """Record the altered tests of a task."""
+    """Record altered tests; that a task has none for this process alone, since its sandboxes may be why."""
     key = _key(folder)
     _KNOWN[key] = tests
+    if not tests.names:
+        return
     place = _place(key)
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = place.with_suffix(f".{secrets.token_hex(4)}")
