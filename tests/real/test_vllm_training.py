@@ -59,7 +59,7 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     steps = [line for line in found if line["kind"] == "train"]
     assert len(steps) == STEPS
     rewards = [step["reward/mean"] for step in steps]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.05, rewards
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
     # What vLLM reported is what the trainer's own forward says, of every version.
     assert max(step["gap/max"] for step in steps) < 1e-3
     assert sum(line["kind"] == "eval" for line in found) == 2
