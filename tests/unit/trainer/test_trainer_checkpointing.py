@@ -28,6 +28,10 @@ def branching(row: Row) -> list[TrainRow]:
     return rows
 
 
+# By the exact type: other tests leave dead weak references behind, and fake tensors, which have no storage.
+DENSE = (Tensor, torch.nn.Parameter)
+
+
 def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
     """Bytes that a forward pass keeps for the backward pass besides the parameters, and the gradients that it gives."""
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
@@ -39,14 +43,14 @@ def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    before = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    before = [each for each in gc.get_objects() if type(each) in DENSE]
     known = {each.untyped_storage().data_ptr() for each in before}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy.forward(batch, entropy=True)
     assert scores.entropy is not None
     # Results of matrix products are kept outside of the graph.
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and each.untyped_storage().data_ptr() not in known:
+        if type(each) in DENSE and each.untyped_storage().data_ptr() not in known:
             keep(each)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
     return sum(kept.values()), [parameter.grad for parameter in policy.model.parameters()]
