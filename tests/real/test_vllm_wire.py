@@ -114,7 +114,8 @@ async def test_how_completions_end(client: HTTPClient, reference: Any, checkpoin
 async def test_a_stop_string_ends_a_completion(client: HTTPClient, reference: Any, checkpoint: Path) -> None:
     renderer = load_renderer(checkpoint)
     prompt = prompts(reference.config.vocab_size, 1)[0]
-    whole = await client.generate(prompt, replace(LONG, max_tokens=60), session_id="")
+    # Out of what comes before an end token, which may come first otherwise.
+    whole = await client.generate(prompt, replace(LONG, max_tokens=60, ignore_eos=False), session_id="")
     text = renderer.decode(whole.token_ids)
     stop = text[len(text) // 2 :][:3]
     cut = await client.generate(prompt, replace(LONG, ignore_eos=False, stop=(stop,)), session_id="")
