@@ -16,8 +16,9 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, and all that ask the one vLLM server."""
+    """Keep the tests of a file on one worker, and all that ask the one vLLM server; before xdist reads the marks."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
