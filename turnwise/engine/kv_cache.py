@@ -95,14 +95,12 @@ class KVPool:
     @property
     def growth(self) -> int:
         """Rows to add where one is needed: several where that copies the others."""
-        if self._reserved is not None:
-            return 1
-        return max(1, min(_FIRST_ROWS, _FIRST_TOKENS // self.capacity), self.rows)
+        return self.spare if self._reserved is None else 1
 
     @property
     def spare(self) -> int:
         """Rows without owner that are kept for the next sequences."""
-        return self.used // 4 + max(1, min(_FIRST_ROWS, _SPARE_TOKENS // self.capacity))
+        return self.used // 4 + max(1, min(_SPARE_ROWS, _SPARE_TOKENS // self.capacity))
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         shape = self._geometry
@@ -180,7 +178,7 @@ class KVPool:
 
 
 FREE, ACTIVE, RETAINED = 0, 1, 2
-_FIRST_ROWS, _FIRST_TOKENS, _SPARE_TOKENS = 16, 4096, 512
+_SPARE_ROWS, _SPARE_TOKENS = 16, 512
 _FIRST_WIDTH = 256
 _HOLES_ALLOWED = 4
 _MOVE_COST = 8

@@ -169,6 +169,7 @@ class Scheduler:
         held: list[Generation] = []
         admitted: list[int] = []
         reused = 0
+        moved = False
         while self.waiting and len(self.running) + len(admitted) < self._max_seqs:
             generation = self.waiting.popleft()
             if self._leader_reads(generation):
@@ -182,6 +183,8 @@ class Scheduler:
                 held.append(generation)
                 continue
             alone = not len(self.running) and not admitted
+            # Memory is gathered by moving rows, also where there is too little of it.
+            moved = True
             placed = self._prefixes.place(generation.token_ids, found, alone=alone)
             if placed is None:
                 self.waiting.appendleft(generation)
@@ -191,7 +194,7 @@ class Scheduler:
             self._occupy(slot, generation)
             admitted.append(slot)
         self.waiting.extendleft(reversed(held))
-        if admitted:
+        if moved:
             joined = np.concatenate([self.running, np.asarray(admitted, dtype=np.int64)])
             self.running = arrange(self._cache, joined)
         return reused
