@@ -58,6 +58,8 @@ SANDBOX_PACKAGES := bubblewrap docker.io busybox-static git bash
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
+# The slowest are named at the end, for whoever looks where the time goes.
+SLOWEST := --durations 40 --durations-min 8
 # Without compiled files every worker rewrites every test module, and every process that a test starts compiles the
 # package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -107,12 +109,12 @@ test: $(STAMP)  ## Run the tests that need nothing but this machine
 	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
 
 test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash matrix or draw all their examples
-	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
+	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
-	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
+	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
 # Nothing is installed: the machine may have no network. REHEARSE=1 needs no GPU.

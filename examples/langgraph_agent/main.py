@@ -28,7 +28,7 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    ours = ("rollout.agent.name=langgraph", f"rollout.agent.config.graph={GRAPH}", "rollout.max_turns=8", "steps=24")
+    ours = ("rollout.agent.name=langgraph", f"rollout.agent.config.graph={GRAPH}", "rollout.max_turns=8", "steps=32")
     return run(Job("lookup", LOOKUP, demonstrations, count=4480, overrides=ours), __doc__)
 
 
