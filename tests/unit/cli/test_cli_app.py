@@ -18,6 +18,7 @@ COMMANDS = (
     "train",
     "sft",
     "eval",
+    "compare",
     "export",
     "convert-gguf",
     "serve",
