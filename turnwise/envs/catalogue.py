@@ -13,6 +13,7 @@ from turnwise.envs.registration import EnvSpec, env_class, env_names
 from turnwise.errors import TurnwiseError, shown
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks
+from turnwise.tools.core import as_tool
 from turnwise.types import Message, ToolSchema
 
 MOST_TASKS = 1000
@@ -65,10 +66,9 @@ def describe(name: str) -> EnvInfo:
     """Return the description of an environment; what cannot be imported is described by its ``problem``."""
     try:
         cls = env_class(name)
+        names = [*cls.tool_methods, *(as_tool(each).name for each in _declared(cls))]
     except TurnwiseError as error:
         return EnvInfo(name, problem=str(error))
-    names = list(cls.tool_methods)
-    names += [each.__name__ if callable(each) and hasattr(each, "__name__") else str(each) for each in _declared(cls)]
     return EnvInfo(
         name=name,
         reference=f"{cls.__module__}:{cls.__qualname__}",
