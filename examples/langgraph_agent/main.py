@@ -34,12 +34,12 @@ def main() -> int:
 
 async def smoke() -> int:
     """Play one episode: both scouts look the team and its manager up, and the judge takes what they found."""
-    from make_model import make_model
     from teacher import demonstrations
 
     from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, ScriptedClient, load_tasks
     from turnwise.chat.renderer import load_renderer
     from turnwise.rollout.core import RolloutParts
+    from turnwise.trainer.offline.small_model import make_model
 
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), await demonstrations(50, seed=0), seed=0)

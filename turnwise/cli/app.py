@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from turnwise.cli import check, envs, inspect, serve, train
+from turnwise.cli import check, envs, inspect, serve, start, train
 from turnwise.cli import inspect as evaluate
 from turnwise.errors import TurnwiseError
 from turnwise.plugins import load_extensions
@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(start.init)
+app.command("make-model")(start.make_model)
 app.command("train")(train.train)
 app.command("sft")(train.sft)
 app.command("dpo")(train.dpo)
