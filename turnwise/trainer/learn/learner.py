@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +92,19 @@ class Learner(ABC):
         Raises:
             TrainError: The model cannot be loaded or trained.
         """
+
+    @classmethod
+    def check(cls, config: PolicyConfig, options: Mapping[str, Any]) -> str | None:
+        """Check what :meth:`create` with these options needs of the configuration and of this machine.
+
+        Returns:
+            What would compute, for the plan of a run; None (the default, without a check) for ``model.device``.
+
+        Raises:
+            TrainError: The policy cannot be trained with this engine here.
+        """
+        del config, options
+        return None
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
@@ -189,10 +202,21 @@ class Learner(ABC):
         """Move offloaded tensors back. Returns the bytes moved."""
         return 0
 
+    @property
+    def lost(self) -> bool:
+        """Whether the weights are gone with a process that held them, so that nothing can be saved (default: no)."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """End the engine's processes, if any. Idempotent."""
+
 
 L = TypeVar("L", bound=type[Learner])
 
-ENGINES: dict[str, type[Learner] | str] = {"torch": "turnwise.trainer.learn.torch_learner:TorchLearner"}
+ENGINES: dict[str, type[Learner] | str] = {
+    "torch": "turnwise.trainer.learn.torch_learner:TorchLearner",
+    "fsdp": "turnwise.trainer.learn.fsdp_learner:FSDPLearner",
+}
 """Learners by the name that a configuration uses: classes, or references to them."""
 
 
@@ -242,6 +266,16 @@ def chosen_engine(config: PolicyConfig) -> ConfiguredFunction:
         arguments=("config", "total_steps"),
         data=("model_path",),
     )
+
+
+def check_engine(config: PolicyConfig) -> str | None:
+    """Check what the configured engine needs; see :meth:`~turnwise.trainer.learn.learner.Learner.check`.
+
+    Raises:
+        RegistryError: No such engine, or a wrong option.
+        TrainError: The policy cannot be trained with it here.
+    """
+    return find_engine(config.engine).check(config, chosen_engine(config).options)
 
 
 def open_learner(config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Learner:
