@@ -42,6 +42,8 @@ class FSDPLearner(Learner):
     parameter at a time.
     """
 
+    placement_options = frozenset({"ranks", "cpu_offload"})
+
     def __init__(
         self,
         ranks: RankProcesses,

@@ -32,14 +32,12 @@ from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import Stats, StepResult
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, Sharding, end_with_parent, serve
-from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, LossTotals, TorchLearner
+from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.observe.gap import GapWatch
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
-COUNTERS_FILE = "fsdp.json"
-"""Counters of a checkpoint of this engine, with the world size that wrote it."""
 _WEIGHTS_FILE = "model.safetensors"
 _WAIT = timedelta(minutes=30)
 
@@ -114,7 +112,7 @@ class _Optimizer(TorchLearner):
                 "skipped": dict(self.skipped),
                 "bad_steps": self._bad_steps,
             }
-            (directory / COUNTERS_FILE).write_bytes(orjson.dumps(record))
+            (directory / SHARDED_FILE).write_bytes(orjson.dumps(record))
 
     def load_state(self, directory: Path) -> None:
         """Read the state, which any number of ranks may have written."""
@@ -144,14 +142,14 @@ class _Optimizer(TorchLearner):
 
 
 def _read_counters(directory: Path) -> dict[str, Any]:
-    file = directory / COUNTERS_FILE
+    file = directory / SHARDED_FILE
     if not file.is_file():
         if (directory / OPTIMIZER_FILE).is_file():
             raise CheckpointError(
                 f"checkpoint {directory} was written by the engine torch ({OPTIMIZER_FILE}), whose optimizer state the "
                 "engine fsdp cannot load: resume with policies.main.engine: torch"
             )
-        raise CheckpointError(f"checkpoint {directory} lacks {COUNTERS_FILE}")
+        raise CheckpointError(f"checkpoint {directory} lacks {SHARDED_FILE}")
     try:
         record: dict[str, Any] = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:

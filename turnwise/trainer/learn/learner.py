@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 from torch import Tensor
 
@@ -67,12 +67,15 @@ class Learner(ABC):
     be on another device than the model. Methods that are not abstract are optional for an engine.
 
     Attributes:
+        placement_options: Engine options that say where is computed, not what is learned: a resumed run may change
+            them.
         steps: Optimizer steps taken so far, skipped ones included.
         skipped: Number of skipped steps by reason.
         total_steps: Optimizer steps of the whole run, for the schedule. A loop adjusts it between steps where another
             budget ends the run.
     """
 
+    placement_options: ClassVar[frozenset[str]] = frozenset()
     steps: int
     total_steps: int
     skipped: Counter[str]

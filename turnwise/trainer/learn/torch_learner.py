@@ -66,6 +66,8 @@ def return_freed_memory() -> bool:
 
 
 OPTIMIZER_FILE = "optimizer.pt"
+SHARDED_FILE = "fsdp.json"
+"""What a checkpoint of the engine ``fsdp`` has instead: its counters."""
 
 # So many updates in a row without a finite gradient do not heal by themselves.
 _MOST_BAD_STEPS = 10
@@ -223,6 +225,11 @@ class TorchLearner(Learner):
         """Restore parameters, optimizer state and counters, bit for bit."""
         file = directory / OPTIMIZER_FILE
         if not file.is_file():
+            if (directory / SHARDED_FILE).is_file():
+                raise CheckpointError(
+                    f"checkpoint {directory} was written by the engine fsdp ({SHARDED_FILE}), whose optimizer state "
+                    "the engine torch cannot load: resume with policies.main.engine: fsdp (one rank suffices)"
+                )
             raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
