@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -35,6 +35,54 @@ _log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
+def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
+    """Check what the engine needs of the configuration and of this machine; return what would compute.
+
+    Raises:
+        TrainError: Something is missing, or is not built for shards.
+    """
+    sharding = Sharding(**options)
+    ranks = sharding.ranks
+    if config.optim.name != "adamw":
+        raise TrainError(
+            f"policies.main.optim.name is {config.optim.name}, which the engine fsdp does not shard: choose adamw, "
+            "or the engine torch"
+        )
+    if config.critic is not None and config.critic.kind == "shared":
+        raise TrainError(
+            "policies.main.critic.kind is shared, which the engine fsdp does not shard: choose own, or the engine torch"
+        )
+    device, threads = _device(config), config.model.threads
+    if threads is not None and threads % ranks:
+        raise TrainError(
+            f"policies.main.model.threads is {threads}, which the {ranks} ranks of {_KEY}.ranks cannot share "
+            f"equally: choose a multiple of {ranks}"
+        )
+    backend = "gloo" if device == "cpu" else "nccl"
+    if not dist.is_available() or not (dist.is_gloo_available() if device == "cpu" else dist.is_nccl_available()):
+        raise TrainError(
+            f"{_KEY}.ranks is {ranks}, which needs torch.distributed with {backend}, and torch {torch.__version__} "
+            "was built without it: install a build that has it, or choose the engine torch"
+        )
+    if device == "cuda" and ranks > (found := torch.cuda.device_count()):
+        raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {found} GPUs, one for each rank: choose {found}")
+    if device == "cpu" and sharding.cpu_offload:
+        raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
+    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision})"
+
+
+def _device(config: PolicyConfig) -> Literal["cpu", "cuda"]:
+    device = pick_device(config.model.device)
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda" and config.model.device in ("auto", "cuda"):
+        return "cuda"
+    raise TrainError(
+        f"policies.main.model.device is {config.model.device!r}, but the ranks of the engine fsdp compute on the CPU, "
+        "or on one GPU each: choose cpu, cuda or auto"
+    )
+
+
 class FSDPLearner(Learner):
     """Trains one policy in several rank processes of this machine.
 
@@ -42,6 +90,7 @@ class FSDPLearner(Learner):
     parameter at a time.
     """
 
+    check = staticmethod(check_sharding)
     placement_options = frozenset({"ranks", "cpu_offload"})
 
     def __init__(
@@ -58,7 +107,7 @@ class FSDPLearner(Learner):
         Raises:
             TrainError: The model cannot be loaded or trained, or ``total_steps`` is below 1.
         """
-        self.ranks = ranks
+        self.processes = self._ranks = ranks
         self.steps = 0
         self.skipped: Counter[str] = Counter()
         self.total_steps = total_steps
@@ -91,7 +140,7 @@ class FSDPLearner(Learner):
             cpu_offload: Keep shards and optimizer state in CPU memory, while GPUs compute.
         """
         sharding = Sharding(ranks, mixed_precision, cpu_offload)
-        _check(config, sharding)
+        check_sharding(config, asdict(sharding))
         threads = config.model.threads or torch.get_num_threads()
         processes = RankProcesses(ranks, _device(config), max(1, threads // ranks))
         try:
@@ -99,15 +148,6 @@ class FSDPLearner(Learner):
         except BaseException:  # raised again: only the processes are ended
             processes.close()
             raise
-
-    @classmethod
-    def check(cls, config: PolicyConfig, options: Mapping[str, Any]) -> str:
-        """Check what the engine needs of the configuration and of this machine; return what would compute.
-
-        Raises:
-            TrainError: Something is missing, or is not built for shards.
-        """
-        return _check(config, Sharding(**options))
 
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
         """Accumulate the gradient of ``sum of losses / normalizer``."""
@@ -203,15 +243,6 @@ class FSDPLearner(Learner):
         self.steps, skipped = self._call("load", rest=(directory,))[0]
         self.skipped = Counter(skipped)
 
-    @property
-    def lost(self) -> bool:
-        """Whether a rank died."""
-        return self.ranks.lost
-
-    def close(self) -> None:
-        """End the ranks, with all models on them."""
-        self.ranks.close()
-
     def _open(self, total_steps: int | None, path: Path) -> tuple[int, ModelFacts]:
         number = next(_numbers)
         arguments = (self._config, total_steps, path, self._sharding)
@@ -220,13 +251,13 @@ class FSDPLearner(Learner):
     def _call(self, method: str, *shares: Any, rest: tuple[Any, ...] = (), model: int | None = None) -> list[Any]:
         """Call a method on all ranks, with a share for each, if any, before the arguments that are the same for all."""
         number = self._model if model is None else model
-        first: Sequence[tuple[Any, ...]] = [(share,) for share in shares] or [()] * len(self.ranks)
-        return self.ranks.call([Call(number, method, (*own, *rest)) for own in first])
+        first: Sequence[tuple[Any, ...]] = [(share,) for share in shares] or [()] * len(self._ranks)
+        return self._ranks.call([Call(number, method, (*own, *rest)) for own in first])
 
     def _dealt(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
         for batch in batches:
             check_ids(batch, self._facts.vocab_size)
-        shares = deal([batch.tokens for batch in batches], len(self.ranks))
+        shares = deal([batch.tokens for batch in batches], len(self._ranks))
         return shares, max(map(len, shares))
 
 
@@ -257,46 +288,4 @@ def _added(found: Sequence[Stats]) -> Stats:
         tokens,
         {name: sum(each.means.get(name, 0.0) * each.tokens for each in found) / max(1, tokens) for name in names},
         {name: max(each.maxima[name] for each in found if name in each.maxima) for name in peaks},
-    )
-
-
-def _check(config: PolicyConfig, sharding: Sharding) -> str:
-    ranks = sharding.ranks
-    if config.optim.name != "adamw":
-        raise TrainError(
-            f"policies.main.optim.name is {config.optim.name}, which the engine fsdp does not shard: choose adamw, "
-            "or the engine torch"
-        )
-    if config.critic is not None and config.critic.kind == "shared":
-        raise TrainError(
-            "policies.main.critic.kind is shared, which the engine fsdp does not shard: choose own, or the engine torch"
-        )
-    device, threads = _device(config), config.model.threads
-    if threads is not None and threads % ranks:
-        raise TrainError(
-            f"policies.main.model.threads is {threads}, which the {ranks} ranks of {_KEY}.ranks cannot share "
-            f"equally: choose a multiple of {ranks}"
-        )
-    backend = "gloo" if device == "cpu" else "nccl"
-    if not dist.is_available() or not (dist.is_gloo_available() if device == "cpu" else dist.is_nccl_available()):
-        raise TrainError(
-            f"{_KEY}.ranks is {ranks}, which needs torch.distributed with {backend}, and torch {torch.__version__} "
-            "was built without it: install a build that has it, or choose the engine torch"
-        )
-    if device == "cuda" and ranks > (found := torch.cuda.device_count()):
-        raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {found} GPUs, one for each rank: choose {found}")
-    if device == "cpu" and sharding.cpu_offload:
-        raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
-    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision})"
-
-
-def _device(config: PolicyConfig) -> Literal["cpu", "cuda"]:
-    device = pick_device(config.model.device)
-    if device.type == "cpu":
-        return "cpu"
-    if device.type == "cuda" and config.model.device in ("auto", "cuda"):
-        return "cuda"
-    raise TrainError(
-        f"policies.main.model.device is {config.model.device!r}, but the ranks of the engine fsdp compute on the CPU, "
-        "or on one GPU each: choose cpu, cuda or auto"
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, overload
+from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from torch import Tensor
 
@@ -59,6 +59,23 @@ class StepResult:
     skipped: str | None = None
 
 
+class EngineProcesses(Protocol):
+    """The processes of an engine that computes outside of the trainer's.
+
+    Attributes:
+        lost: Whether the weights are gone with a process that died, so that nothing can be saved.
+    """
+
+    lost: bool
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+
+
+def no_check(config: PolicyConfig, options: Mapping[str, Any]) -> None:
+    """Check nothing: whatever is configured can be tried."""
+
+
 class Learner(ABC):
     """Trains one policy.
 
@@ -67,15 +84,21 @@ class Learner(ABC):
     be on another device than the model. Methods that are not abstract are optional for an engine.
 
     Attributes:
+        check: Checks what ``create`` with these options needs of the configuration and of this machine, and returns
+            what would compute, for the plan of a run (None for ``model.device``); raises TrainError. By default
+            nothing is checked.
         placement_options: Engine options that say where is computed, not what is learned: a resumed run may change
             them.
+        processes: The engine's processes, which a run ends; None for an engine in this process.
         steps: Optimizer steps taken so far, skipped ones included.
         skipped: Number of skipped steps by reason.
         total_steps: Optimizer steps of the whole run, for the schedule. A loop adjusts it between steps where another
             budget ends the run.
     """
 
+    check: ClassVar[staticmethod[[PolicyConfig, Mapping[str, Any]], str | None]] = staticmethod(no_check)
     placement_options: ClassVar[frozenset[str]] = frozenset()
+    processes: EngineProcesses | None = None
     steps: int
     total_steps: int
     skipped: Counter[str]
@@ -95,19 +118,6 @@ class Learner(ABC):
         Raises:
             TrainError: The model cannot be loaded or trained.
         """
-
-    @classmethod
-    def check(cls, config: PolicyConfig, options: Mapping[str, Any]) -> str | None:
-        """Check what :meth:`create` with these options needs of the configuration and of this machine.
-
-        Returns:
-            What would compute, for the plan of a run; None (the default, without a check) for ``model.device``.
-
-        Raises:
-            TrainError: The policy cannot be trained with this engine here.
-        """
-        del config, options
-        return None
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
@@ -205,14 +215,6 @@ class Learner(ABC):
         """Move offloaded tensors back. Returns the bytes moved."""
         return 0
 
-    @property
-    def lost(self) -> bool:
-        """Whether the weights are gone with a process that held them, so that nothing can be saved (default: no)."""
-        return False
-
-    def close(self) -> None:  # noqa: B027 - optional
-        """End the engine's processes, if any. Idempotent."""
-
 
 L = TypeVar("L", bound=type[Learner])
 
@@ -272,7 +274,7 @@ def chosen_engine(config: PolicyConfig) -> ConfiguredFunction:
 
 
 def check_engine(config: PolicyConfig) -> str | None:
-    """Check what the configured engine needs; see :meth:`~turnwise.trainer.learn.learner.Learner.check`.
+    """Check what the configured engine needs; return what would compute, or None for ``model.device``.
 
     Raises:
         RegistryError: No such engine, or a wrong option.

@@ -75,7 +75,7 @@ class Call:
 
     Attributes:
         model: The model's number on the ranks.
-        method: The method of :class:`turnwise.trainer.learn.fsdp_rank.RankLearner`, or ``open``, which makes one.
+        method: The method of :class:`turnwise.trainer.learn.fsdp_rank.RankModel`, or ``open``, which makes one.
         arguments: Its arguments.
     """
 
