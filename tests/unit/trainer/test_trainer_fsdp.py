@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from support.trainer.ranks import WarmRanks, pair_of_ranks
+from turnwise.engine.weights import WeightStream, read_weights, write_weights
 from turnwise.errors import CheckpointError, RankDied, TrainError
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
@@ -172,6 +174,21 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks) -> None:
     assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
 
 
+def test_the_reference_of_adapters_that_go_on_has_those_that_they_began_with(
+    model: Path, two: WarmRanks, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    first = FSDPLearner(two, policy(model, model={"lora": {"rank": 4}}, optim={"lr": 1e-2}), 9)
+    step(first)
+    first.save(tmp_path)
+    further = FSDPLearner(two, policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2}), 9)
+    before = torch.cat(further.logprobs(batches()))
+    step(further)
+    with further.initial_weights():
+        assert torch.equal(torch.cat(further.logprobs(batches())), before)
+    assert not torch.equal(torch.cat(further.logprobs(batches())), before)
+
+
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     config = policy(model, model={"gradient_checkpointing": True})
     half, full = (FSDPLearner(two, config, 9, sharding=Sharding(2, each)) for each in (True, False))
@@ -180,6 +197,33 @@ def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     one, other = (torch.cat(learner.logprobs(batches())) for learner in (half, full))
     assert 1e-4 < float((one - other).abs().max()) < 0.2
     assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path: Path) -> None:
+    learner = FSDPLearner(two, policy(model), 9)
+    exported = learner.export_weights()
+    assert isinstance(exported, WeightStream)
+    living: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in exported:
+            living.append(weakref.ref(tensor))
+            most[0] = max(most[0], sum(each() is not None for each in living))
+            yield name, tensor
+            del tensor
+
+    written = write_weights(WeightStream(exported.described, watched()), tmp_path, 1)
+    assert len(living) > 10
+    assert most[0] <= 2
+    read = read_weights(written)
+    assert gap(weights(learner), read) == 0
+    # Unchanged ones are renumbered, changed ones are not.
+    again = write_weights(learner.export_weights(), tmp_path, 2, previous=written)
+    assert (again.version, again.path) == (2, written.path)
+    assert [each.name for each in tmp_path.iterdir()] == [Path(written.path).name]
+    step(learner)
+    assert write_weights(learner.export_weights(), tmp_path, 3, previous=again).path != written.path
 
 
 def test_what_was_measured_comes_back(model: Path, two: WarmRanks) -> None:

@@ -183,8 +183,8 @@ class FSDPLearner(Learner):
         if not batches:
             return []
         shares, passes = self._dealt(batches)
-        bare = self._scores_initial
-        model = self._initial if bare and self._initial is not None else self._model
+        model = self._initial if self._scores_initial and self._initial is not None else self._model
+        bare = self._scores_initial and model == self._model
         found = self._call(
             "logprobs", *([batches[each] for each in share] for share in shares), rest=(passes, bare), model=model
         )

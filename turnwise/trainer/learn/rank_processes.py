@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -217,10 +218,11 @@ class RankProcesses:
 
     def _death(self, rank: int, call: Call, how: str | None = None) -> RankDied:
         """Describe how a rank ended; the group ends with it."""
+        patience = time.monotonic() + _BLAME_SECONDS
         for process in self._processes:
             # The others fail because of the one that was killed, and may have said so first.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_BLAME_SECONDS)
+                process.wait(max(0.0, patience - time.monotonic()))
         killed = [number for number, process in enumerate(self._processes) if (process.returncode or 0) < 0]
         if killed and rank not in killed:
             rank, how = killed[0], None
@@ -266,7 +268,8 @@ def end_with_parent(descriptor: int) -> None:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(descriptor, select.POLLRDHUP)
+        # Nothing but a hang-up, which is always reported.
+        poll.register(descriptor, 0)
         poll.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -322,11 +325,11 @@ def serve(link: Connection, run: Rank, out_of_step: type[Exception]) -> None:
     """
     while True:
         try:
-            call = decode(link.recv_bytes())
+            message = link.recv_bytes()
         except EOFError:
             return
         try:
-            answer = Answer("result", run(call))
+            answer = Answer("result", run(decode(message)))
         except out_of_step as error:
             link.send_bytes(encode(Answer("lost", str(error))))
             return
