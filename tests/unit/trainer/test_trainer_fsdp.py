@@ -295,6 +295,14 @@ def test_what_cannot_be_sharded_is_refused(model: Path, changes: Any, options: A
             check(config)
 
 
+def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
+    options = {"ranks": 4, "mixed_precision": True}
+    assert check_engine(policy(model, engine="fsdp")) == "cpu in 2 ranks (gloo)"
+    assert (
+        check_engine(policy(model, engine="fsdp", engine_options=options)) == "cpu in 4 ranks (gloo, bfloat16 weights)"
+    )
+
+
 def test_a_torch_without_the_backend_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
     with pytest.raises(TrainError, match=r"engine_options\.ranks is 3, which needs .* with gloo, .*install a build"):
