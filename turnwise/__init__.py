@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from turnwise.evaluation import EvalConfig, EvalResult, evaluate
     from turnwise.evaluation.runner import run_eval
+    from turnwise.evaluation.tables import RunTables, read_run
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.model.core import LLMClient, Renderer
     from turnwise.plugins import load_extensions
@@ -78,6 +79,7 @@ _HOMES = {
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
     "evaluation.runner": ("run_eval",),
+    "evaluation.tables": ("RunTables", "read_run"),
     "inference.scripted": ("ScriptedClient",),
     "model.core": ("LLMClient", "Renderer"),
     "plugins": ("load_extensions",),
@@ -143,6 +145,7 @@ __all__ = [
     "RolloutProducer",
     "RolloutRequest",
     "Rubric",
+    "RunTables",
     "SFTConfig",
     "SamplingParams",
     "ScriptedClient",
@@ -180,6 +183,7 @@ __all__ = [
     "main",
     "make",
     "make_agent",
+    "read_run",
     "register",
     "register_advantage",
     "register_agent",

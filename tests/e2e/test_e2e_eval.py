@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
+from turnwise import read_run
+from turnwise.evaluation.comparison import compare, read_scores
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
@@ -31,7 +33,10 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> str:
     limits = ("rollout.max_turns=3", "rollout.max_tokens_per_turn=24")
     with Turnwise(out.with_suffix(".log"), *command, *limits, *more) as process:
         process.wait()
-    assert process.returncode == 0, process.output()
+    summary = json.loads((out / "summary.json").read_text())
+    missed = "--fail-under" in more and min(summary[way]["success"]["mean"] for way in ("sampled", "greedy")) < 1
+    assert process.returncode == int(missed), process.output()
+    assert ("below --fail-under 1" in process.output()) == missed
     return process.output()
 
 
@@ -50,7 +55,8 @@ def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_pa
     with Turnwise(tmp_path / "serve.log", "serve", checkpoint, "--port", "0") as server:
         wait_until(lambda: PORT.search(server.output()) is not None, "the server's address", server)
         port = PORT.search(server.output())[1]
-        elsewhere = evaluate(checkpoint, tmp_path / "served", "--url", f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        elsewhere = evaluate(checkpoint, tmp_path / "served", "--url", url, "--fail-under", "1")
         children = server.servers()
         server.send_signal(signal.SIGINT)
         assert server.wait() in (0, 130)
@@ -72,3 +78,8 @@ def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_pa
         assert bool(report.counts["logprobs recomputed"]) == (name == "own")
     assert greedy(tmp_path / "own") == greedy(tmp_path / "served")
     assert len(greedy(tmp_path / "own")) == 8
+    both = [read_scores(tmp_path / name, part="greedy") for name in ("own", "served")]
+    result = compare(*both)
+    assert (result.tasks, result.difference, result.p_value) == (8, 0.0, 1.0)
+    turns = read_run(tmp_path / "own").turns("val")
+    assert turns["sampled_tokens"].sum() == read_run(tmp_path / "own").tokens()["sampled"].sum()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from turnwise.cli import check, inspect, serve, train
+from turnwise.cli import check, envs, inspect, serve, train
 from turnwise.cli import inspect as evaluate
 from turnwise.errors import TurnwiseError
 from turnwise.plugins import load_extensions
@@ -33,9 +33,11 @@ app.command("convert-gguf")(train.convert_gguf)
 app.command("serve")(serve.serve)
 app.command("gateway")(serve.gateway)
 app.command("runner")(serve.runner)
+app.command("compare")(inspect.compare)
 app.command("view")(inspect.view)
 app.command("audit")(inspect.audit)
 app.command("timeline")(inspect.timeline)
+app.add_typer(envs.app, name="envs")
 app.command("check-env")(check.check_env)
 app.command("check-sandbox")(check.check_sandbox)
 app.command("mcp")(serve.mcp)

@@ -1,10 +1,10 @@
-"""The commands ``turnwise eval``, ``view``, ``audit`` and ``timeline``: evaluate a model, inspect a run's files."""
+"""The commands ``turnwise eval``, ``compare``, ``view``, ``audit`` and ``timeline``: evaluations and files of runs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from turnwise.cli.options import Overrides
 
 if TYPE_CHECKING:
     from turnwise.evaluation.config import EvalConfig
+    from turnwise.evaluation.metrics import EvalResult
 
 
 def view(
@@ -72,6 +73,29 @@ def timeline(
     typer.echo(f"written: {trace}")
 
 
+def compare(
+    before: Annotated[Path, typer.Argument(help="Directory of an evaluation.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="Directory of another one on the same tasks.", show_default=False)],
+    metric: Annotated[Literal["success", "reward"], typer.Option("--metric", help="What is compared.")] = "success",
+    part: Annotated[
+        Literal["sampled", "greedy"] | None,
+        typer.Option("--part", help="Sampled or greedy episodes; by default sampled where there are any."),
+    ] = None,
+    number: Annotated[int, typer.Option("--n", "-n", min=0, help="Most tasks listed of each kind of change.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead, with all changed tasks.")] = False,
+) -> None:
+    """Compare two evaluations task by task: difference, 95 % interval, paired test, tasks that changed sides."""
+    from rich.console import Console
+
+    from turnwise.evaluation.comparison import compare, comparison_table, read_scores
+
+    result = compare(*(read_scores(folder, metric=metric, part=part) for folder in (before, after)))
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+        return
+    Console().print(comparison_table(result, (str(before), str(after)), most=number))
+
+
 def evaluate(
     env: Annotated[
         str | None,
@@ -102,6 +126,9 @@ def evaluate(
     ] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", help="Number of concurrent episodes.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for trajectories and summary.")] = None,
+    fail_under: Annotated[
+        float | None, typer.Option("--fail-under", min=0.0, max=1.0, help="Exit with 1 if success is below this.")
+    ] = None,
 ) -> None:
     """Evaluate a model on an environment: success with its standard error, turns, tool errors, stop reasons."""
     from turnwise.config import load_config
@@ -127,10 +154,18 @@ def evaluate(
     }
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    _evaluate(load_config(EvalConfig, config, [*said, *given]))
+    _fail_below(_evaluate(load_config(EvalConfig, config, [*said, *given])), fail_under)
 
 
-def _evaluate(config: EvalConfig) -> None:
+def _fail_below(result: EvalResult, success: float | None) -> None:
+    below = {} if success is None else result.below(success)
+    for name, rate in below.items():
+        typer.secho(f"success, {name}, is {rate:.3f}, below --fail-under {success:g}", fg="red", err=True)
+    if below:
+        raise typer.Exit(1)
+
+
+def _evaluate(config: EvalConfig) -> EvalResult:
     from turnwise.inference.builtin import forked_servers
 
     if config.url is None and config.model is not None:
@@ -142,4 +177,4 @@ def _evaluate(config: EvalConfig) -> None:
     with forked_servers([] if config.url is not None else [config.inference]):
         from turnwise.evaluation.runner import run_eval
 
-        run_eval(config)
+        return run_eval(config)

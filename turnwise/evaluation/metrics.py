@@ -16,27 +16,11 @@ from rich.text import Text
 
 from turnwise.agents.roles import TRAINED, role_of
 from turnwise.append_file import private_directory, private_opener, write_private
+from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, pass_all_k, pass_at_k
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
 _TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over ``episodes`` values with its standard error, which is None for a single task (cluster)."""
-
-    mean: float
-    stderr: float | None
-    episodes: int
-    tasks: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.stderr is None else f"{self.mean:.3f} ± {self.stderr:.3f}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {"mean": self.mean, "stderr": self.stderr, "episodes": self.episodes, "tasks": self.tasks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +89,10 @@ class Summary:
     Attributes:
         success: Success rate of episodes.
         reward: Mean reward.
-        pass_at: pass@k by k, for each k that every task has enough episodes for.
+        pass_at: pass@k by k, the chance that one of k episodes succeeds; for each k that every task has enough
+            episodes for.
+        pass_all: pass^k by k, the chance that all of k episodes succeed.
+        best_at: best@k by k, the expected largest reward of k episodes.
         turns: Mean model calls per episode.
         tool_calls: Executed calls.
         tool_errors: Error responses by kind.
@@ -132,13 +119,18 @@ class Summary:
     rows: Sequence[EpisodeRow] = field(default=(), repr=False)
     by_source: Mapping[str, Summary] = field(default_factory=dict, repr=False)
     by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
+    pass_all: Mapping[int, Estimate] = field(default_factory=dict)
+    best_at: Mapping[int, Estimate] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the metrics (not the rows) as JSON values."""
         return {
             "success": self.success.to_json(),
             "reward": self.reward.to_json(),
-            "pass_at": {str(k): estimate.to_json() for k, estimate in self.pass_at.items()},
+            **{
+                name: {str(k): estimate.to_json() for k, estimate in getattr(self, name).items()}
+                for name in ("pass_at", "pass_all", "best_at")
+            },
             "turns": self.turns,
             "tool_calls": self.tool_calls,
             "tool_errors": dict(self.tool_errors),
@@ -150,40 +142,6 @@ class Summary:
             **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
             **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
         }
-
-
-def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
-    """Return the mean over all tasks' values with its cluster-robust standard error.
-
-    Values of one task are dependent, so the plain standard error is too small. With N values in C clusters (Liang and
-    Zeger 1986; Miller 2024, "Adding Error Bars to Evals", equation for clustered errors; factor C / (C - 1) after
-    Cameron and Miller 2015)::
-
-        SE^2 = C / (C - 1) * sum_c (sum_{i in c} (x_i - mean))^2 / N^2
-    """
-    values = [list(cluster) for cluster in clusters if len(cluster)]
-    count = sum(len(cluster) for cluster in values)
-    if count == 0:
-        return Estimate(math.nan, None, 0, 0)
-    mean = math.fsum(value for cluster in values for value in cluster) / count
-    if len(values) == 1:
-        return Estimate(mean, None, count, 1)
-    squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in values)
-    variance = len(values) / (len(values) - 1) * squares / count**2
-    return Estimate(mean, math.sqrt(variance), count, len(values))
-
-
-def pass_at_k(episodes: int, successes: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k), with c successes in n episodes.
-
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises ValueError unless 1 <= k <=
-    n and 0 <= c <= n.
-    """
-    if not 1 <= k <= episodes:
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
-    if not 0 <= successes <= episodes:
-        raise ValueError(f"{successes} successes among {episodes} episodes")
-    return 1.0 - math.comb(episodes - successes, k) / math.comb(episodes, k)
 
 
 def episode_rows(
@@ -258,7 +216,7 @@ def summarize(
     Args:
         groups: One or more per task. Members with errors count as failed, as do those dropped before.
         success_reward: Minimum reward of a success.
-        pass_k: Values of k for pass@k; those above the episodes of some task are left out.
+        pass_k: Values of k for pass@k, pass^k and best@k; those above the episodes of some task are left out.
         role: As in :func:`episode_rows`.
     """
     rows: list[EpisodeRow] = []
@@ -309,12 +267,14 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
         errors.update(row.tool_errors)
         forks.update(row.forks)
     number = max(len(rows), 1)
+    several = [k for k in sorted(set(pass_k)) if k <= fewest]
+    rewards = [[row.reward for row in members] for members in by_task.values()]
     return Summary(
         success=clustered_mean([float(row.success) for row in members] for members in by_task.values()),
-        reward=clustered_mean([row.reward for row in members] for members in by_task.values()),
-        pass_at={
-            k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in sorted(set(pass_k)) if k <= fewest
-        },
+        reward=clustered_mean(rewards),
+        pass_at={k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in several},
+        pass_all={k: clustered_mean([pass_all_k(n, c, k)] for n, c in counts) for k in several},
+        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards) for k in several},
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
         tool_errors=dict(errors.most_common()),
@@ -360,6 +320,12 @@ class EvalResult:
             given["max_tokens_per_turn"] = self.max_tokens_per_turn
         return {**figures, "seconds": self.seconds, **given}
 
+    def below(self, success: float) -> dict[str, float]:
+        """Return the success rates below a threshold, by sampling mode; one without episodes counts as 0."""
+        rates = {name: summary.success for name, summary in self.parts.items()}
+        found = {name: rate.mean if rate.episodes else 0.0 for name, rate in rates.items()}
+        return {name: rate for name, rate in found.items() if rate < success - _TOLERANCE}
+
     def left(self, unfinished: int) -> EvalResult:
         """Return the result with a number of unfinished episodes."""
         return replace(self, unfinished=unfinished)
@@ -385,8 +351,10 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _table_row(table, "tasks", [str(s.tasks) for s in summaries])
     _table_row(table, "episodes", [str(s.success.episodes) for s in summaries])
     table.add_row(Text("success", style="bold"), *[Text(_shown(s.success), style="bold") for s in summaries])
-    for k in sorted({k for s in summaries for k in s.pass_at}):
-        _table_row(table, f"pass@{k}", [_shown(s.pass_at[k]) if k in s.pass_at else "-" for s in summaries])
+    for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at")):
+        found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
+        for k in sorted({k for each in found for k in each}):
+            _table_row(table, f"{mark}{k}", [_shown(each[k]) if k in each else "-" for each in found])
     for name in sorted({name for s in summaries for name in s.by_source}):
         parts = [s.by_source.get(name) for s in summaries]
         _table_row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])

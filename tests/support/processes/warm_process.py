@@ -50,26 +50,29 @@ def serve(link: socket.socket) -> dict[str, Any] | None:
             return None
         body = link.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL)
         reader, writer = os.pipe()
+        gate, held = os.pipe()
         between = os.fork()
         if between == 0:
-            gate, held = os.pipe()
+            os.close(held)
             child = os.fork()
             if child:
                 os.write(writer, struct.pack("!I", child))
                 os._exit(0)
-            os.close(held)
             # Until the process in between has ended, this one's parent is not the one that asked.
             os.read(gate, 1)
             for each in (gate, reader, writer):
                 os.close(each)
             link.close()
             return {**json.loads(body), "given": descriptors}
-        for each in (writer, *descriptors):
+        for each in (writer, gate, *descriptors):
             os.close(each)
         answer = os.read(reader, 4)
         os.close(reader)
         os.waitpid(between, 0)
-        link.sendall(answer)
+        os.close(held)
+        # The one that asked may have been killed.
+        with contextlib.suppress(BrokenPipeError):
+            link.sendall(answer)
 
 
 def carry(request: dict[str, Any]) -> socket.socket | None:

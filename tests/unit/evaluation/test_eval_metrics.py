@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.evaluation.metrics import clustered_mean, episode_rows, pass_at_k, summarize
+from turnwise.evaluation.estimates import best_at_k, clustered_mean, pass_all_k, pass_at_k
+from turnwise.evaluation.metrics import EvalResult, episode_rows, summarize
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
 
@@ -53,6 +54,27 @@ def test_repeating_each_value_does_not_shrink_the_standard_error() -> None:
 def test_one_task_cannot_tell_its_error_and_none_has_no_mean() -> None:
     assert clustered_mean([[1.0, 0.0]]).stderr is None
     assert math.isnan(clustered_mean([]).mean)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_pass_all_k_is_the_share_of_subsets_of_successes(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_all_k(n, c, k) == pytest.approx(sum(all(subset) for subset in subsets) / len(subsets))
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=7), st.data())
+def test_best_at_k_is_the_mean_of_the_largest_of_all_subsets(rewards: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    largest = [max(subset) for subset in itertools.combinations(rewards, k)]
+    assert best_at_k(rewards, k) == pytest.approx(np.mean(largest), abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 3), (2, 0), (0, 1)])
+def test_more_episodes_than_there_are_have_no_estimate(n: int, k: int) -> None:
+    for estimate in (lambda: pass_all_k(n, 0, k), lambda: best_at_k([0.0] * n, k)):
+        with pytest.raises(ValueError, match=f"{k} needs at least .* episodes per task; there are {n}"):
+            estimate()
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
@@ -134,3 +156,12 @@ def test_roles_have_figures_of_their_own() -> None:
     chosen = summarize(groups, role="solver")
     assert [(row.reward, row.success) for row in chosen.rows] == [(0.5, False), (1.0, True)]
     assert summarize([TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0)])]).by_role == {}
+
+
+def test_what_is_below_a_threshold_is_named() -> None:
+    half = summarize([TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0)])])
+    none = summarize([TrajectoryGroup("g", "a", [], failed=2)])
+    result = EvalResult(half, none, 1.0)
+    assert result.below(0.5) == {"greedy": 0.0}
+    assert result.below(0.6) == {"sampled": 0.5, "greedy": 0.0}
+    assert result.below(0.0) == {}

@@ -225,8 +225,9 @@ def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, flo
     yield name, part["success"]["mean"]
     yield f"{name}/reward", part["reward"]["mean"]
     yield f"{name}/turns", part["turns"]
-    for k, estimate in part.get("pass_at", {}).items():
-        yield f"{name}/pass@{k}", estimate["mean"]
+    for mark, kind in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at")):
+        for k, estimate in part.get(kind, {}).items():
+            yield f"{name}/{mark}{k}", estimate["mean"]
     for key in ("sampled_tokens", "tool_calls", "failed"):
         if key in part:
             yield f"{name}/{key}", part[key]

@@ -1,0 +1,132 @@
+"""Paired comparison of evaluations, against scipy's computation of the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+from support.property_tests import examples
+from turnwise.cli.app import app
+from turnwise.errors import FormatError
+from turnwise.evaluation.comparison import TaskScores, bootstrap_interval, compare, read_scores, sign_flip_test
+
+
+def scores(means: dict[str, float], name: str = "run", **changes: str) -> TaskScores:
+    told = {"part": "sampled", "metric": "success", **changes}
+    return TaskScores(name, means=means, episodes=4 * len(means), **told)
+
+
+def folder(path: Path, rows: list[tuple[str, str, float]]) -> Path:
+    path.mkdir()
+    lines = [
+        json.dumps({"part": part, "task_id": task, "success": reward >= 1, "reward": reward})
+        for part, task, reward in rows
+    ]
+    (path / "episodes.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@given(st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.75]), min_size=2, max_size=9))
+def test_the_exact_p_value_is_scipys(values: list[float]) -> None:
+    differences = np.array(values)
+    theirs = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", vectorized=True, n_resamples=np.inf
+    )
+    assert sign_flip_test(differences) == pytest.approx(theirs.pvalue, abs=1e-9)
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=14))
+def test_with_one_binary_outcome_per_task_it_is_mcnemars_exact_test(values: list[float]) -> None:
+    gained, lost = values.count(1.0), values.count(-1.0)
+    theirs = stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert sign_flip_test(np.array(values)) == pytest.approx(theirs)
+
+
+def test_many_tasks_are_permuted_at_random_and_alike_each_time() -> None:
+    differences = np.random.default_rng(3).normal(0.15, 1.0, 200)
+    ours = sign_flip_test(differences)
+    # With this many tasks the distribution is close to Student's.
+    assert ours == pytest.approx(stats.ttest_1samp(differences, 0.0).pvalue, abs=0.01)
+    assert ours == sign_flip_test(differences)
+
+
+def test_the_interval_is_scipys_percentile_bootstrap() -> None:
+    differences = np.random.default_rng(5).choice([-0.5, 0.0, 0.25, 1.0], 60)
+    theirs = stats.bootstrap((differences,), np.mean, method="percentile", n_resamples=10_000, rng=1)
+    low, high = bootstrap_interval(differences)
+    assert low == pytest.approx(theirs.confidence_interval.low, abs=0.02)
+    assert high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
+
+
+def test_it_covers_the_true_difference_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    rounds = examples(300)
+    covered = 0
+    for _ in range(rounds):
+        low, high = bootstrap_interval(rng.choice([-0.5, 0.0, 0.5, 1.0], 50, p=[0.2, 0.4, 0.2, 0.2]))
+        covered += low <= 0.2 <= high
+    assert covered / rounds >= 0.88
+
+
+def test_tasks_have_equal_weight_and_only_common_ones_count() -> None:
+    before = scores({"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25, "x": 1.0})
+    after = scores({"a": 1.0, "b": 0.25, "c": 1.0, "d": 0.5, "y": 0.0, "z": 0.0})
+    result = compare(before, after)
+    assert (result.tasks, result.only_before, result.only_after) == (4, 1, 2)
+    assert (result.before, result.after) == (pytest.approx(0.4375), pytest.approx(0.6875))
+    assert result.difference == pytest.approx(0.25)
+    assert (result.better, result.worse) == (2, 1)
+    assert [(each.task_id, each.before, each.after) for each in result.gained] == [("a", 0.0, 1.0), ("d", 0.25, 0.5)]
+    assert [(each.task_id, each.before, each.after) for each in result.lost] == [("b", 0.5, 0.25)]
+
+
+def test_equal_evaluations_differ_by_nothing() -> None:
+    result = compare(scores({"a": 1.0, "b": 0.0}), scores({"a": 1.0, "b": 0.0}))
+    assert (result.difference, result.interval, result.p_value) == (0.0, (0.0, 0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (scores({"z": 1.0}, "other"), "run and other have no common tasks .*'a' and 'z'.*--tasks"),
+        (scores({"a": 1.0}, "other", part="greedy"), "run has part 'sampled', other 'greedy': choose one with --part"),
+        (scores({"a": 1.0}, "other", metric="reward"), "metric 'success', other 'reward'"),
+    ],
+)
+def test_what_has_no_pairs_is_refused(other: TaskScores, told: str) -> None:
+    with pytest.raises(FormatError, match=told):
+        compare(scores({"a": 1.0}), other)
+
+
+def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
+    rows = [("sampled", f"t{number}", float(number % 2)) for number in range(40)]
+    one = folder(tmp_path / "one", [*rows, ("greedy", "t0", 0.0)])
+    two = folder(tmp_path / "two", [(part, task, 1.0) for part, task, _ in rows])
+    shown = CliRunner().invoke(app, ["compare", str(one), str(two), "-n", "2"], env={"COLUMNS": "140"})
+    assert shown.exit_code == 0, shown.output
+    assert all(told in shown.output for told in ("40 common tasks", "+0.500", "solved now: t0", "18 more")), (
+        shown.output
+    )
+    raw = CliRunner().invoke(app, ["compare", str(one), str(two), "--json", "--metric", "reward"])
+    record = json.loads(raw.output)
+    assert (record["metric"], record["difference"], record["p_value"]) == ("reward", 0.5, pytest.approx(1e-5, abs=1e-4))
+    assert record["gained"] == []
+
+
+def test_what_is_no_evaluation_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"no such file: .*episodes\.jsonl: give the directory of an evaluation"):
+        read_scores(tmp_path)
+    run = folder(tmp_path / "run", [("greedy", "a", 1.0)])
+    assert read_scores(run).part == "greedy"
+    with pytest.raises(FormatError, match="has no sampled episodes; it has greedy"):
+        read_scores(run, part="sampled")
+    (run / "episodes.jsonl").write_text('{"part": "greedy"}\n')
+    with pytest.raises(FormatError, match=r"episodes\.jsonl:1: no episode with part, task_id and success: .*task_id"):
+        read_scores(run)

@@ -1,0 +1,253 @@
+"""Paired comparison of two evaluations on the same tasks: difference, confidence interval, test, changed tasks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.errors import FormatError
+
+METRICS = ("success", "reward")
+PARTS = ("sampled", "greedy")
+_FILE = "episodes.jsonl"
+_EXACT_UP_TO = 16
+_PERMUTATIONS = 99_999
+_RESAMPLES = 10_000
+_CHUNK = 1 << 22
+"""Numbers in memory at once while resampling."""
+
+Means = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScores:
+    """Mean figures of the tasks of one evaluation.
+
+    Attributes:
+        name: The evaluation, for messages.
+        part: ``sampled`` or ``greedy``.
+        metric: ``success`` or ``reward``.
+        means: Mean over a task's episodes, by task id.
+        episodes: Number of episodes.
+    """
+
+    name: str
+    part: str
+    metric: str
+    means: Mapping[str, float]
+    episodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A task that one evaluation solved in at least half of its episodes and the other did not."""
+
+    task_id: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Difference between two evaluations over the tasks that both have, each task with the same weight.
+
+    Attributes:
+        metric: ``success`` or ``reward``.
+        part: ``sampled`` or ``greedy``.
+        tasks: Number of common tasks.
+        before: Mean of the first evaluation over these tasks.
+        after: Mean of the second.
+        difference: ``after - before``.
+        interval: 95 % confidence interval of the difference: percentile bootstrap over tasks.
+        p_value: Two-sided p-value of the paired sign-flip permutation test over tasks.
+        better: Tasks whose mean rose.
+        worse: Tasks whose mean fell.
+        gained: Tasks that only the second evaluation solves (success only), the largest change first.
+        lost: Tasks that only the first one solves.
+        only_before: Tasks without episodes in the second evaluation.
+        only_after: Tasks without episodes in the first one.
+    """
+
+    metric: str
+    part: str
+    tasks: int
+    before: float
+    after: float
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    better: int
+    worse: int
+    gained: tuple[Change, ...] = ()
+    lost: tuple[Change, ...] = ()
+    only_before: int = 0
+    only_after: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("gained", "lost"):
+            record[name] = [{"task": one.task_id, "before": one.before, "after": one.after} for one in record[name]]
+        record["interval"] = list(self.interval)
+        return record
+
+
+def read_scores(folder: Path, *, metric: str = "success", part: str | None = None) -> TaskScores:
+    """Return the task means of an evaluation's directory.
+
+    Args:
+        folder: A directory that ``turnwise eval`` wrote.
+        metric: ``success`` or ``reward``.
+        part: ``sampled`` or ``greedy``; by default ``sampled`` where there is one.
+
+    Raises:
+        FormatError: The directory holds no evaluation, a line of it is not a row of episodes, or the part is missing.
+    """
+    file = folder / _FILE
+    if not file.is_file():
+        raise FormatError(
+            f"no such file: {file}: give the directory of an evaluation (turnwise eval -o DIR writes one)"
+        )
+    parts: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = orjson.loads(line)
+            parts[row["part"]][row["task_id"]].append(float(row[metric]))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{file}:{number}: no episode with part, task_id and {metric}: {error!r}") from error
+    chosen = part or next((name for name in PARTS if name in parts), "")
+    if chosen not in parts:
+        raise FormatError(f"{file} has no {part or 'finished'} episodes; it has {', '.join(sorted(parts)) or 'none'}")
+    values = parts[chosen]
+    means = {task: float(np.mean(each)) for task, each in values.items()}
+    return TaskScores(str(folder), chosen, metric, means, sum(map(len, values.values())))
+
+
+def compare(before: TaskScores, after: TaskScores) -> Comparison:
+    """Compare two evaluations by task. Raises FormatError if they have no common tasks, or another part or metric."""
+    for name in ("part", "metric"):
+        mine, other = getattr(before, name), getattr(after, name)
+        if mine != other:
+            raise FormatError(f"{before.name} has {name} {mine!r}, {after.name} {other!r}: choose one with --{name}")
+    tasks = sorted(before.means.keys() & after.means.keys())
+    if not tasks:
+        raise FormatError(
+            f"{before.name} and {after.name} have no common tasks (such as {next(iter(before.means))!r} and "
+            f"{next(iter(after.means))!r}): evaluate both on the same --tasks"
+        )
+    first, second = (np.array([each.means[task] for task in tasks]) for each in (before, after))
+    difference = second - first
+    changes = [Change(*each) for each in zip(tasks, first.tolist(), second.tolist(), strict=True)]
+    gained, lost = _crossed(changes) if before.metric == "success" else ((), ())
+    return Comparison(
+        metric=before.metric,
+        part=before.part,
+        tasks=len(tasks),
+        before=float(first.mean()),
+        after=float(second.mean()),
+        difference=float(difference.mean()),
+        interval=bootstrap_interval(difference),
+        p_value=sign_flip_test(difference),
+        better=int((difference > 0).sum()),
+        worse=int((difference < 0).sum()),
+        gained=gained,
+        lost=lost,
+        only_before=len(before.means) - len(tasks),
+        only_after=len(after.means) - len(tasks),
+    )
+
+
+def _crossed(changes: Sequence[Change]) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+    changes = sorted(changes, key=lambda each: (-abs(each.after - each.before), each.task_id))
+    gained = tuple(each for each in changes if each.before < 0.5 <= each.after)
+    return gained, tuple(each for each in changes if each.after < 0.5 <= each.before)
+
+
+def sign_flip_test(differences: Means) -> float:
+    """Return the two-sided p-value of the paired permutation test for a mean difference of 0.
+
+    Under the null hypothesis each difference has either sign with the same probability (Fisher 1935, "The Design of
+    Experiments", section 21). All signs are tried for up to 16 differences that are not 0, else 99,999 random ones,
+    counted with the observed one (Phipson and Smyth 2010). With one binary outcome per task it is McNemar's exact test.
+
+    Args:
+        differences: float64 of shape [tasks].
+    """
+    moved = differences[differences != 0]
+    if not len(moved):
+        return 1.0
+    observed = abs(moved.sum()) * (1 - 1e-9)
+    if len(moved) <= _EXACT_UP_TO:
+        codes = np.arange(1 << len(moved))
+        signs = 1 - 2 * (codes[:, None] >> np.arange(len(moved)) & 1)
+        return float((np.abs(signs @ moved) >= observed).mean())
+    rng = np.random.default_rng(0)
+    extreme = 0
+    for count in _chunks(_PERMUTATIONS, len(moved)):
+        signs = rng.integers(0, 2, (count, len(moved)), dtype=np.int8) * 2 - 1
+        extreme += int((np.abs(signs @ moved) >= observed).sum())
+    return (extreme + 1) / (_PERMUTATIONS + 1)
+
+
+def bootstrap_interval(differences: Means, level: float = 0.95) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean over tasks (Efron and Tibshirani 1993, chapter 13).
+
+    10,000 resamples of whole tasks, which keeps the dependence between episodes of a task; seeded, so equal input gives
+    equal output.
+
+    Args:
+        differences: float64 of shape [tasks].
+        level: Confidence level.
+    """
+    rng = np.random.default_rng(0)
+    size = len(differences)
+    means = np.concatenate(
+        [differences[rng.integers(0, size, (count, size))].mean(axis=1) for count in _chunks(_RESAMPLES, size)]
+    )
+    tail = (1 - level) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _chunks(rows: int, width: int) -> list[int]:
+    """Split ``rows`` rows of ``width`` numbers so that each part fits into memory."""
+    most = max(1, _CHUNK // max(1, width))
+    return [min(most, rows - start) for start in range(0, rows, most)]
+
+
+def comparison_table(comparison: Comparison, names: tuple[str, str], *, most: int = 10) -> Table:
+    """Return the comparison as a table; at most ``most`` changed tasks of each kind are listed."""
+    one = comparison
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{one.metric}, {one.part}")
+    for name in (*names, "difference"):
+        table.add_column(Text(name), justify="right", overflow="fold")
+    low, high = one.interval
+    table.add_row(
+        Text(f"{one.tasks} common tasks", style="bold"), f"{one.before:.3f}", f"{one.after:.3f}",
+        Text(f"{one.difference:+.3f}", style="bold"),
+    )  # fmt: skip
+    table.add_row("95 % interval", "", "", f"{low:+.3f} to {high:+.3f}")
+    table.add_row("p (paired permutation test)", "", "", f"{one.p_value:.4f}")
+    table.add_row(
+        "tasks better, worse, equal", "", "", f"{one.better}, {one.worse}, {one.tasks - one.better - one.worse}"
+    )
+    if one.only_before or one.only_after:
+        table.add_row("tasks of one only", str(one.only_before), str(one.only_after), "")
+    for title, style, changes in (("solved now", "green", one.gained), ("solved no more", "red", one.lost)):
+        for each in changes[:most]:
+            cells = [f"{each.before:.2f}", f"{each.after:.2f}", f"{each.after - each.before:+.2f}"]
+            table.add_row(Text(f"{title}: {each.task_id}", style=style), *cells)
+        if len(changes) > most:
+            table.add_row(Text(f"{title}: {len(changes) - most} more", style=style), "", "", "")
+    return table

@@ -1,0 +1,84 @@
+"""Estimators over tasks with several episodes each: clustered means, pass@k, pass^k, best@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over ``episodes`` values with its standard error, which is None for a single task (cluster)."""
+
+    mean: float
+    stderr: float | None
+    episodes: int
+    tasks: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if self.stderr is None else f"{self.mean:.3f} ± {self.stderr:.3f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"mean": self.mean, "stderr": self.stderr, "episodes": self.episodes, "tasks": self.tasks}
+
+
+def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
+    """Return the mean over all tasks' values with its cluster-robust standard error.
+
+    Values of one task are dependent, so the plain standard error is too small. With N values in C clusters (Liang and
+    Zeger 1986; Miller 2024, "Adding Error Bars to Evals", equation for clustered errors; factor C / (C - 1) after
+    Cameron and Miller 2015)::
+
+        SE^2 = C / (C - 1) * sum_c (sum_{i in c} (x_i - mean))^2 / N^2
+    """
+    values = [list(cluster) for cluster in clusters if len(cluster)]
+    count = sum(len(cluster) for cluster in values)
+    if count == 0:
+        return Estimate(math.nan, None, 0, 0)
+    mean = math.fsum(value for cluster in values for value in cluster) / count
+    if len(values) == 1:
+        return Estimate(mean, None, count, 1)
+    squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in values)
+    variance = len(values) / (len(values) - 1) * squares / count**2
+    return Estimate(mean, math.sqrt(variance), count, len(values))
+
+
+def pass_at_k(episodes: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k), with c successes in n episodes.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises ValueError unless 1 <= k <=
+    n and 0 <= c <= n.
+    """
+    if not 1 <= k <= episodes:
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
+    if not 0 <= successes <= episodes:
+        raise ValueError(f"{successes} successes among {episodes} episodes")
+    return 1.0 - math.comb(episodes - successes, k) / math.comb(episodes, k)
+
+
+def pass_all_k(episodes: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of pass^k, that k of k episodes succeed: C(c, k) / C(n, k).
+
+    Yao et al. 2024, "tau-bench", section 3. Raises ValueError as :func:`pass_at_k`.
+    """
+    if not 1 <= k <= episodes:
+        raise ValueError(f"pass^{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
+    if not 0 <= successes <= episodes:
+        raise ValueError(f"{successes} successes among {episodes} episodes")
+    return math.comb(successes, k) / math.comb(episodes, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Return the unbiased estimate of the largest of k rewards: the mean of the maximum over all subsets of size k.
+
+    With rewards in ascending order, the i-th (from 1) is the maximum of C(i - 1, k - 1) of C(n, k) subsets; with
+    rewards of 0 and 1 it is pass@k. Raises ValueError unless 1 <= k <= n.
+    """
+    count = len(rewards)
+    if not 1 <= k <= count:
+        raise ValueError(f"best@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
+    ways = math.comb(count, k)
+    return math.fsum(math.comb(place, k - 1) / ways * reward for place, reward in enumerate(sorted(rewards)))
