@@ -28,7 +28,14 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    ours = ("rollout.agent.name=langgraph", f"rollout.agent.config.graph={GRAPH}", "rollout.max_turns=8", "steps=32")
+    # At the rate of lookup the policy was certain before it was right, in some runs.
+    ours = (
+        "rollout.agent.name=langgraph",
+        f"rollout.agent.config.graph={GRAPH}",
+        "rollout.max_turns=8",
+        "steps=32",
+        "policies.main.optim.lr=5e-4",
+    )
     return run(Job("lookup", LOOKUP, demonstrations, count=4480, overrides=ours), __doc__)
 
 

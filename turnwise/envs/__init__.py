@@ -2,6 +2,7 @@
 
 from turnwise.envs.checker import CheckReport, Finding, check_env
 from turnwise.envs.core import Env, Solution, StepResult, as_messages, invoke, schemas
+from turnwise.envs.demonstrations import conversation, solved_conversation
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
 from turnwise.envs.single_turn import SingleTurnEnv
@@ -35,12 +36,14 @@ __all__ = [
     "Wrapper",
     "as_messages",
     "check_env",
+    "conversation",
     "env_names",
     "invoke",
     "make",
     "play_solution",
     "register",
     "schemas",
+    "solved_conversation",
     "tool_call",
     "wrap",
 ]

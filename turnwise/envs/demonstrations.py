@@ -20,7 +20,7 @@ async def conversation(env: E, task: Task, seed: int, plan: Callable[[E], Sequen
     Args:
         env: The environment, closed afterwards.
         task: The task.
-        seed: The reset seed.
+        seed: The reset seed: equal seeds and tasks give equal conversations where the plan is the same.
         plan: Makes the plan when the episode has begun: calls of tools, and last the answer, which is written down and
             not played.
     """
@@ -64,7 +64,7 @@ def _record(env: Env, said: Sequence[Message]) -> dict[str, Any]:
 
 
 def wire(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's form."""
+    """Return a message in OpenAI's form, whose call arguments are JSON text."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)

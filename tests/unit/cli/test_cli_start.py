@@ -19,6 +19,14 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
 
+SILENT = """
+from turnwise import ToolEnv
+
+class Silent(ToolEnv):
+    def reset(self, task=None, *, seed=None):
+        return "hm", {}
+"""
+
 
 def run(*arguments: str) -> str:
     done = CliRunner().invoke(app, list(arguments))
@@ -84,7 +92,7 @@ async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path
     # Another reset seed, so other hidden data.
     assert rows[0]["messages"][1:] != rows[3]["messages"][1:]
     file = tmp_path / "silent.py"
-    file.write_text("from turnwise import ToolEnv\nclass Silent(ToolEnv):\n    def reset(self, task=None, *, seed=None):\n        return "hm", {}\n")
+    file.write_text(SILENT)
     with pytest.raises(EnvError, match="Silent has no reference solution: write solve"):
         await demonstrate(FirstModel(EnvSpec(f"{file}:Silent")))
 
