@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from support.processes.warm import run_command
-from support.trainer.lookup_run import environment, example, lines, shared, silent
+from support.trainer.lookup_run import environment, lines, shared, silent
 from turnwise.envs import invoke, make, schemas, tool_call
+from turnwise.envs.demonstrations import wire
 from turnwise.envs.library.seeded import tasks
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
@@ -25,7 +26,6 @@ ENV = Path(__file__).parents[2] / "examples" / "hello" / "env.py"
 
 async def demonstrations(count: int) -> list[dict[str, Any]]:
     """Return conversations that look at both dice and say their sum, or (every second one) a number that is none."""
-    wire = example("conversations").wire
     rows = []
     for seed in range(count):
         env = make(f"{ENV}:Dice")
