@@ -129,7 +129,8 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
         "--host": config.host,
         "--port": port,
         "--dtype": served_dtype(model, config.dtype),
-        "--max-num-seqs": config.max_seqs,
+        # vLLM wants a token for each sequence in a batch; more could never run at once.
+        "--max-num-seqs": min(config.max_seqs, config.max_batch_tokens),
         "--max-model-len": config.max_context,
         "--max-num-batched-tokens": config.max_batch_tokens,
         "--kv-cache-memory-bytes": kv_bytes(model, config),
@@ -183,30 +184,46 @@ def _head_size(settings: dict[str, Any]) -> int:
 
 def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    vllm, built = config.vllm, "processors" if install.cpu else "GPUs"
+    vllm, settings = config.vllm, model_settings(model)
     found = []
-    if install.cpu and (size := _head_size(model_settings(model))) and size not in _CPU_HEADS:
+    if install.cpu and (size := _head_size(settings)) and size not in _CPU_HEADS:
         found.append(
             f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
             f"{model} has {size}: say inference.engine=builtin"
         )
-    if config.allowed_hosts:
-        found.append("inference.allowed_hosts is set, which vLLM does not check: leave it empty")
-    if config.max_batch_tokens < config.max_seqs:
+    longest = config.max_context or settings.get("max_position_embeddings")
+    if config.kv_tokens is not None and longest is not None and config.kv_tokens < longest:
+        key = "inference.max_context" if config.max_context else f"the context of {model}"
         found.append(
-            f"inference.max_batch_tokens is {config.max_batch_tokens}, less than inference.max_seqs "
-            f"({config.max_seqs}), which vLLM refuses: raise the one or lower the other"
+            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
+            "inference.max_context"
         )
-    if config.device != "auto" and (config.device == "cpu") != install.cpu:
-        found.append(f"inference.device is {config.device}, but {install.python} has a vLLM for {built}: say auto")
-    if ":" in config.device:
-        found.append(f"inference.device is {config.device}: name GPUs of vLLM servers in inference.vllm.gpus")
     if vllm.gpus and install.cpu:
         found.append(f"inference.vllm.gpus is {vllm.gpus}, but {install.python} has a vLLM for processors: remove it")
     if vllm.gpus and len(vllm.gpus) != config.replicas * vllm.tensor_parallel:
         found.append(
             f"inference.vllm.gpus is {vllm.gpus}, but {config.replicas} replicas of {vllm.tensor_parallel} GPUs "
             f"(inference.replicas, inference.vllm.tensor_parallel) need {config.replicas * vllm.tensor_parallel}"
+        )
+    return found
+
+
+def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
+    """Return a warning for each key of the built-in server that is set, and what vLLM does in its place.
+
+    They are no errors: one file runs on either engine.
+    """
+    found = []
+    if config.allowed_hosts:
+        found.append(
+            f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every "
+            "name; bind it (inference.host) where only trusted clients reach it"
+        )
+    if config.device != "auto" and (":" in config.device or (config.device == "cpu") != install.cpu):
+        where = "processors" if install.cpu else "GPUs (inference.vllm.gpus names them)"
+        found.append(
+            f"inference.device is {config.device}, which is the built-in server's: {install.python} has a vLLM for "
+            f"{where}"
         )
     return found
 
@@ -225,12 +242,13 @@ class VLLMReplica(ServerReplica):
         install = await find_install(config.vllm)
         if clashes := _clashes(model, config, install):
             raise ConfigError("; ".join(clashes))
+        warnings = _unused(config, install)
         if not re.match(rf"{re.escape(TESTED)}(\D|$)", install.version):
-            return [
+            warnings.append(
                 f"inference.vllm.python is {install.python} with vLLM {install.version}; its interfaces were tested "
                 f"with {TESTED} only: install that if something fails"
-            ]
-        return []
+            )
+        return warnings
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         install = await find_install(self._config.vllm)
