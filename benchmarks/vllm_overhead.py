@@ -1,200 +1,308 @@
-"""What the rollout stack costs a vLLM server: tokens a second of 64 episodes at once over those of raw requests.
+"""What the rollout stack costs on top of vLLM: sampled tokens a second through it, over those of raw requests.
 
-A vLLM server for CPUs with SmolLM2-135M-Instruct in float32 (``harness/smollm2.py``) serves both sides in turn. Ours is
-the stack of a training run: 64 episodes of the environment below through producer, runner, agent, recorder, renderer
-and client; each has up to 4 turns of at most 32 tokens, and the environment answers every message. The raw side then
-sends what that rollout sent: the same contexts, as many tokens, one request after the other within an episode, all 64
-episodes at once, over ``aiohttp`` with bodies and answers that nothing looks at but for the sampled ids, which are put
-before the next context. So both sides have the server prefill and sample exactly as many tokens, with prefixes that it
-has cached.
+64 episodes at once on one vLLM server for CPUs, of several turns each: the environment answers every message. *Ours* is
+the whole stack as training uses it: environments, an agent, sessions with their renderer and records, trajectories, and
+the HTTP client. *Raw* repeats the pass of ours before it with a loop over one pooled aiohttp session: it sends the ids
+of the same first prompts, appends what it was answered and the ids that stood between two turns, and reads nothing but
+the ids. Its completions have the lengths that ours had, and requests the same parameters, so the server does the same
+for both. The prefix cache is emptied before each pass.
 
-``ratio`` is our sampled tokens per wall second over the raw side's (higher is better, 1 is no overhead at all).
-``--quick`` takes one repeat and 2 turns. The server's start is not counted.
+``ratio`` is ours over raw, in tokens by wall second, the median over the pairs of passes; the bar is 0.95. The model
+has random weights (5 million parameters in float32, made in place), or is the one that ``--model`` names. Starting
+vLLM is not measured.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
-import psutil
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from harness.measure import ROOT, Sample, machine, median, parse, parser, report, spread
-from harness.smollm2 import add_arguments, base_model
-from turnwise import Env, RolloutConfig, RolloutProducer, RolloutRequest, Task, Trajectory
-from turnwise.chat.renderer import TemplateRenderer, load_renderer
+from harness.lookup_model import SOURCES, versions, write_model
+from harness.measure import ROOT, Sample, cached, contents, machine, measured, median, parse, parser, report, spread
+from turnwise import Env, RolloutConfig, RolloutProducer, RolloutRequest, StepResult, Task
+from turnwise.agents import Agent, Episode, register_agent
+from turnwise.chat.renderer import load_renderer
 from turnwise.envs import register
+from turnwise.envs.core import as_messages
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.vllm import VLLMReplica
-from turnwise.inference.wire import GENERATE
+from turnwise.inference.replica import ControlRoutes
+from turnwise.inference.vllm import VLLMReplica, find_install
+from turnwise.inference.wire import encode_request
+from turnwise.model.core import Renderer
 from turnwise.rollout.core import RolloutParts
-from turnwise.types import Message
+from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-EPISODES, TOKENS = 64, 32
-TURNS, QUICK_TURNS = 4, 2
-TOPICS = ("a lighthouse", "a market", "a long winter", "two brothers", "an old map", "a railway", "a garden", "a storm")
+EPISODES = 64
+BAR = 0.95
+SIZE = {"width": 256, "layers": 6, "context": 1024}
 
 
-class StoryEnv(Env):
-    """Asks for a story and, after each part of it, for the next one."""
+class Listening(Env):
+    """Answers each message, and ends after some."""
 
-    turns: ClassVar[int] = TURNS
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
 
-    def reset(self, task: Task | None = None, *, seed: int | None = None) -> Any:  # noqa: ARG002
-        self.left = self.turns
-        return task.prompt if task is not None else TOPICS[0], {}
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        del seed
+        self._heard = 0
+        return ("" if task is None else str(task.prompt)), {}
 
-    def step(self, action: Message) -> Any:  # noqa: ARG002
-        self.left -= 1
-        return "Go on with the next sentence, and name the weather in it.", 0.0, self.left == 0, False, {}
+    def step(self, action: Message) -> StepResult:
+        del action
+        self._heard += 1
+        return StepResult(f"That was message {self._heard}. And then?", 0.0, self._heard == self._turns, False, {})
+
+    def score(self, final: Message | None) -> float:
+        del final
+        return 1.0
 
 
-register("benchmark_story", StoryEnv)
+class Talking(Agent):
+    """Says something until the environment ends; completions that were cut off are messages like others."""
+
+    offers_tools = False
+
+    async def run(self, episode: Episode) -> None:
+        messages = list(episode.observation)
+        while True:
+            message = await episode.session.chat(messages)
+            result = await episode.step(message)
+            if result.terminated:
+                return
+            messages += [message, *as_messages(result.observation)]
+
+
+register("benchmark_listening", Listening)
+register_agent("benchmark_talking")(Talking)
+
+
+class Recording(HTTPClient):
+    """Keeps what each session asked and was answered."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__([url])
+        self.asked: defaultdict[str, list[tuple[TokenIds, TokenIds, SamplingParams]]] = defaultdict(list)
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        done = await super().generate(prompt, params, session_id=session_id)
+        self.asked[session_id].append((prompt.token_ids, done.token_ids, params))
+        return done
+
+
+class Turn:
+    """The ids that a turn adds to what came before, and how it is sampled: to the length that ours had."""
+
+    def __init__(self, added: TokenIds, params: SamplingParams) -> None:
+        self.added, self.params = added, params
+
+
+def turns_of(asked: list[tuple[TokenIds, TokenIds, SamplingParams]]) -> list[Turn]:
+    """Return the turns of a session; fail unless each prompt goes on from the one before, id by id."""
+    found, before = [], np.zeros(0, np.int32)
+    for prompt, completion, params in asked:
+        if not np.array_equal(prompt[: len(before)], before):
+            raise SystemExit("a prompt does not go on from the turn before it")
+        exact = replace(params, max_tokens=len(completion), ignore_eos=True)
+        found.append(Turn(prompt[len(before) :], exact))
+        before = np.concatenate([prompt, completion])
+    return found
+
+
+class Bench:
+    """A running server, and the two sides that ask it."""
+
+    def __init__(self, url: str, renderer: Renderer, turns: int, new: int) -> None:
+        self._url, self._renderer, self._turns, self._new = url, renderer, turns, new
+        self._control = ControlRoutes()
+        self.plan: list[list[Turn]] = []
+
+    async def _empty_cache(self) -> None:
+        await self._control.request(self._url, "POST", "/reset_prefix_cache")
+
+    async def ours(self) -> Sample:
+        """Play all episodes."""
+        config = RolloutConfig.model_validate(
+            {
+                "env": {"name": "benchmark_listening", "config": {"turns": self._turns}},
+                "agent": {"name": "benchmark_talking"},
+                "concurrency": EPISODES,
+                "group_size": 1,
+                "max_turns": self._turns + 1,
+                "max_tokens_per_turn": self._new,
+            }
+        )
+        await self._empty_cache()
+        client = Recording(self._url)
+        producer = await RolloutProducer.create(config, client, None, RolloutParts(self._renderer))
+        requests = [RolloutRequest(Task(f"task{n}", f"Tell me story number {n}.", {})) for n in range(EPISODES)]
+        try:
+            with measured() as sample:
+                groups = await producer.gather(requests)
+        finally:
+            await producer.close()
+            await client.close()
+        trajectories = [each for group in groups for each in group.trajectories]
+        bad = [
+            each
+            for each in trajectories
+            if each.error is not None or (each.metrics["turns"], each.metrics["forks"]) != (self._turns, 0)
+        ]
+        if bad or len(trajectories) != EPISODES:
+            raise SystemExit(f"{len(trajectories)} trajectories, {len(bad)} of them not as planned: {bad[:1]}")
+        self.plan = [turns_of(asked) for asked in client.asked.values()]
+        return self._counted(sample, sum(len(ids) for asked in client.asked.values() for _, ids, _ in asked))
+
+    async def raw(self) -> Sample:
+        """Ask for the same, without anything of the stack."""
+        await self._empty_cache()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=EPISODES)) as session:
+            with measured() as sample:
+                counts = await asyncio.gather(*(self._chain(session, turns) for turns in self.plan))
+        return self._counted(sample, sum(counts))
+
+    async def _chain(self, session: aiohttp.ClientSession, turns: list[Turn]) -> int:
+        token_ids, count = np.zeros(0, np.int32), 0
+        headers = {"Content-Type": "application/json"}
+        for turn in turns:
+            token_ids = np.concatenate([token_ids, turn.added])
+            body = encode_request(token_ids, turn.params)
+            async with session.post(f"{self._url}/inference/v1/generate", data=body, headers=headers) as answer:
+                answer.raise_for_status()
+                sampled = orjson.loads(await answer.read())["choices"][0]["token_ids"]
+            token_ids = np.concatenate([token_ids, np.array(sampled, np.int32)])
+            count += len(sampled)
+        return count
+
+    def _counted(self, sample: Sample, count: int) -> Sample:
+        planned = sum(turn.params.max_tokens or 0 for turns in self.plan for turn in turns)
+        if count != planned or len(self.plan) != EPISODES:
+            raise SystemExit(f"{count} ids were sampled in {len(self.plan)} episodes, not {planned} in {EPISODES}")
+        sample.values |= {"tokens": count, "tokens_per_s": count / sample.wall_s}
+        return sample
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._control.close()
+
+
+@asynccontextmanager
+async def served(model: Path, config: InferenceConfig) -> AsyncIterator[VLLMReplica]:
+    """Start vLLM, and stop it at the end."""
+    log = Path(tempfile.mkdtemp(prefix="turnwise-bench-")) / "vllm.log"
+    replica = VLLMReplica(model, config, log_file=log)
+    begun = time.perf_counter()
+    await replica.launch()
+    print(f"vLLM started in {time.perf_counter() - begun:.0f} s (not measured)", file=sys.stderr, flush=True)
+    try:
+        yield replica
+    finally:
+        await replica.close()
+
+
+async def run(model: Path, config: InferenceConfig, turns: int, new: int, repeats: int) -> dict[str, Any]:
+    """Measure both sides in turn."""
+    renderer = load_renderer(model)
+    samples: dict[str, list[Sample]] = {"ours": [], "raw": []}
+    async with served(model, config) as replica:
+        bench = Bench(replica.url, renderer, turns, new)
+        try:
+            # Not counted: the first requests of a server are slow.
+            await bench.ours()
+            for repeat in range(1, repeats + 1):
+                for name, side in (("ours", bench.ours), ("raw", bench.raw)):
+                    sample = await side()
+                    samples[name].append(sample)
+                    rate = sample.values["tokens_per_s"]
+                    line = f"{name} {repeat}/{repeats}: {rate:.1f} tokens/s, {sample.cpu_s:.2f} CPU-s of the client"
+                    print(line, file=sys.stderr, flush=True)
+        finally:
+            await bench.close()
+    install = await find_install(config.vllm)
+    return result(samples, model, config, turns, new, install.version)
+
+
+def result(
+    samples: dict[str, list[Sample]], model: Path, config: InferenceConfig, turns: int, new: int, vllm: str
+) -> dict[str, Any]:
+    """Print a table for people; return what is reported."""
+    rates = {name: median(taken, "tokens_per_s") for name, taken in samples.items()}
+    # Each pass by the one that repeats it: a machine whose speed drifts slows both.
+    pairs = [
+        ours.values["tokens_per_s"] / raw.values["tokens_per_s"]
+        for ours, raw in zip(samples["ours"], samples["raw"], strict=True)
+    ]
+    # In the client's process alone: the server's are the same for both.
+    per_turn = {name: median(taken) / (EPISODES * turns) * 1e3 for name, taken in samples.items()}
+    table = Table("side", "tokens/s", "ms of CPU a turn, client", title=f"vllm_overhead: {EPISODES} x {turns} x {new}")
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:.1f}", f"{per_turn[name]:.2f}")
+    Console(stderr=True).print(table)
+    ratio = statistics.median(pairs)
+    return {
+        "ratio": round(ratio, 3),
+        "bar": BAR,
+        "held": ratio >= BAR,
+        "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
+        "client_ms_per_turn": {name: round(each, 3) for name, each in per_turn.items()},
+        "config": {
+            "episodes": EPISODES,
+            "turns": turns,
+            "tokens_per_turn": new,
+            "model": model.name,
+            "vllm": vllm,
+            "ours": {"agent": "session.chat and step in turn", "group_size": 1, "concurrency": EPISODES},
+            "raw": {"client": "aiohttp", "route": "/inference/v1/generate", "concurrency": EPISODES},
+            "server": config.model_dump(mode="json", include={"dtype", "threads", "max_seqs", "max_batch_tokens"}),
+            "repeats": len(samples["ours"]),
+        },
+        "machine": machine("turnwise", "torch", "transformers", "aiohttp", "uvloop", "orjson", "numpy"),
+        "tokens_per_s_samples": {
+            name: [round(sample.values["tokens_per_s"], 1) for sample in taken] for name, taken in samples.items()
+        },
+        "samples": spread(samples),
+    }
+
+
+def build(directory: Path) -> None:
+    """Write the model."""
+    write_model(directory, 400, **SIZE)
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=5, quick_repeats=1)
-    add_arguments(made)
-    made.add_argument("--vllm-python", default=str(VLLM_PYTHON) if VLLM_PYTHON.exists() else None, metavar="PATH")
+    made = parser(__doc__ or "", repeats=7, quick_repeats=3)
+    made.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, metavar="PATH", help="a Python that has vLLM")
+    made.add_argument("--model", type=Path, help="a Hugging Face folder in the place of the model made in place")
     arguments = parse(made)
-    if arguments.vllm_python is None:
-        report({"ratio": None, "reason": "no Python with vLLM was given (--vllm-python PATH)"})
-        return
-    StoryEnv.turns = QUICK_TURNS if arguments.quick else TURNS
-    asyncio.run(run(base_model(arguments), arguments.repeats, arguments.vllm_python))
-
-
-async def run(model: Path, repeats: int, vllm_python: str) -> None:
-    """Measure both sides on one server and report."""
-    given = {"engine": "vllm", "dtype": "float32", "max_context": 1024, "threads": os.cpu_count() or 1}
-    config = InferenceConfig.model_validate({**given, "vllm": {"python": vllm_python}})
-    server = VLLMReplica(model, config, log_file=Path(tempfile.mkdtemp(prefix="turnwise-bench-")) / "vllm.log")
-    await server.launch()
-    try:
-        renderer = load_renderer(model)
-        samples: dict[str, list[Sample]] = {"ours": [], "raw": []}
-        # The first requests of a server are slower than all others.
-        await raw(server.url, await ours(server.url, renderer, "warm-up", samples["ours"]), samples["raw"])
-        for side in samples.values():
-            side.clear()
-        for number in range(repeats):
-            done = await ours(server.url, renderer, f"repeat{number}", samples["ours"])
-            await raw(server.url, done, samples["raw"])
-    finally:
-        await server.close()
-    rates = {side: median(taken, "tokens_per_s") for side, taken in samples.items()}
-    show(samples, rates)
-    report(
-        {
-            "ratio": round(rates["ours"] / rates["raw"], 3),
-            "tokens_per_s": {side: round(rate, 1) for side, rate in rates.items()},
-            "config": {
-                "server": config.model_dump(mode="json", include={"engine", "dtype", "max_context", "threads"}),
-                "episodes": EPISODES,
-                "turns": StoryEnv.turns,
-                "max_tokens_per_turn": TOKENS,
-                "raw": "aiohttp, one session, connections without limit",
-            },
-            "machine": machine("turnwise", "aiohttp", "numpy"),
-            "samples": spread(samples),
-        }
+    if not arguments.vllm_python.exists():
+        raise SystemExit(f"--vllm-python is {arguments.vllm_python}, which does not exist: name a Python that has vLLM")
+    model = arguments.model
+    if model is None:
+        inputs = {"size": SIZE, "files": contents(*SOURCES), **versions()}
+        model = cached("vllm-overhead", inputs, build)
+    config = InferenceConfig.model_validate(
+        {"engine": "vllm", "dtype": "float32", "kv_tokens": 65536, "vllm": {"python": arguments.vllm_python}}
     )
-
-
-async def ours(url: str, renderer: TemplateRenderer, name: str, samples: list[Sample]) -> list[Trajectory]:
-    """Play the episodes; return their trajectories."""
-    config = RolloutConfig.model_validate(
-        {
-            "env": {"name": "benchmark_story"},
-            "concurrency": EPISODES,
-            "group_size": 1,
-            "max_turns": StoryEnv.turns,
-            "max_tokens_per_turn": TOKENS,
-            "context_length": 1024,
-        }
-    )
-    client = HTTPClient([url])
-    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
-    asked = [Task(f"{name}-{index}", f"Tell me about {TOPICS[index % 8]}, part {index}.") for index in range(EPISODES)]
-    begun, spent = time.perf_counter(), cpu_seconds()
-    groups = await producer.gather([RolloutRequest(task) for task in asked])
-    wall, cpu = time.perf_counter() - begun, cpu_seconds() - spent
-    await producer.close()
-    await client.close()
-    trajectories = [each for group in groups for each in group.trajectories]
-    failed = [each.error for each in trajectories if each.error is not None]
-    if failed or len(trajectories) != EPISODES:
-        raise SystemExit(f"{len(trajectories)} trajectories, {len(failed)} of them failed: {failed[:1]}")
-    tokens = sum(len(ids) for each in trajectories for ids, sampled in parts(each) if sampled)
-    samples.append(Sample(cpu, wall, {"tokens": tokens, "tokens_per_s": tokens / wall}))
-    print(f"ours: {tokens} tokens, {wall:.2f} s, {cpu:.2f} CPU-s", file=sys.stderr, flush=True)
-    return trajectories
-
-
-def parts(trajectory: Trajectory) -> list[tuple[Sequence[int], bool]]:
-    """Return the ids of an episode in order, and whether the model sampled them."""
-    return [(segment.token_ids.tolist(), segment.kind == "sampled") for segment in trajectory.segments]
-
-
-async def raw(url: str, trajectories: list[Trajectory], samples: list[Sample]) -> None:
-    """Send the requests of these episodes again, each context after the ids that are sampled now."""
-    counts = [0] * len(trajectories)
-
-    async def play(index: int, session: aiohttp.ClientSession) -> None:
-        ids: list[int] = []
-        for number, (segment, sampled) in enumerate(parts(trajectories[index])):
-            if not sampled:
-                ids += segment
-                continue
-            params = {
-                "max_tokens": len(segment), "temperature": 1.0, "seed": 1000 * index + number, "ignore_eos": True,
-                "logprobs": 0, "detokenize": False,
-            }  # fmt: skip
-            body = orjson.dumps({"token_ids": ids, "sampling_params": params})
-            async with session.post(url + GENERATE, data=body, headers={"Content-Type": "application/json"}) as answer:
-                if answer.status != 200:
-                    raise SystemExit(f"status {answer.status}: {(await answer.text())[:300]}")
-                sampled_now = orjson.loads(await answer.read())["choices"][0]["token_ids"]
-            ids = ids + sampled_now
-            counts[index] += len(sampled_now)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        begun, spent = time.perf_counter(), cpu_seconds()
-        await asyncio.gather(*(play(index, session) for index in range(len(trajectories))))
-        wall, cpu = time.perf_counter() - begun, cpu_seconds() - spent
-    tokens = sum(counts)
-    expected = sum(len(ids) for each in trajectories for ids, sampled in parts(each) if sampled)
-    if tokens != expected:
-        raise SystemExit(f"raw requests sampled {tokens} tokens and the episodes {expected}: no equal work")
-    samples.append(Sample(cpu, wall, {"tokens": tokens, "tokens_per_s": tokens / wall}))
-    print(f"raw: {tokens} tokens, {wall:.2f} s, {cpu:.2f} CPU-s", file=sys.stderr, flush=True)
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds so far of this process and of all that run below it: the server's."""
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(sum(each.cpu_times()[:2]) for each in processes)
-
-
-def show(samples: dict[str, list[Sample]], rates: dict[str, float]) -> None:
-    """Print a table for people."""
-    table = Table("side", "tokens/s", "wall s", "CPU-s", "tokens", title="vllm_overhead")
-    for side, taken in samples.items():
-        figures = [rates[side], median(taken, "wall_s"), median(taken), median(taken, "tokens")]
-        table.add_row(side, *(f"{each:.1f}" for each in figures))
-    Console(file=sys.stderr).print(table)
+    turns, new = (3, 16) if arguments.quick else (4, 32)
+    report(uvloop.run(run(model.absolute(), config, turns, new, arguments.repeats)))
 
 
 if __name__ == "__main__":

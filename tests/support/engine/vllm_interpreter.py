@@ -18,7 +18,8 @@ def interpreter(tmp_path: Path, *packages: str) -> Path:
     # -I is what keeps this process's own packages out.
     code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]; "
     script.write_text(
-        f"#!{sys.executable} -S\n{code}\nsys.argv = sys.argv[2:]\nassert sys.argv[0] == '-c'\nexec(sys.argv[1])\n"
+        f"#!{sys.executable} -S\n{code}\nassert sys.argv[1:3] == ['-I', '-c']\nprogram = sys.argv[3]\n"
+        "sys.argv[:] = ['-c', *sys.argv[4:]]\nexec(program)\n"
     )
     script.chmod(0o755)
     return script
