@@ -165,7 +165,7 @@ class EngineEnvironment:
     async def find_package(self, given: Path | None) -> tuple[Path, str, str]:
         """Return interpreter, distribution and version. Raises ConfigError if the engine is not in it."""
         python, key = self.find_python(given), f"inference.{self.engine}.python"
-        command = (python, "-I", "-c", _PROBE, *self.packages)
+        command = (str(python), "-I", "-c", _PROBE, *self.packages)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
