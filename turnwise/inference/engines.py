@@ -26,6 +26,7 @@ R = TypeVar("R", bound=type[Replica])
 ENGINES: dict[str, type[Replica] | str] = {
     "builtin": "turnwise.inference.builtin:BuiltinReplica",
     "vllm": "turnwise.inference.vllm:VLLMReplica",
+    "sglang": "turnwise.inference.sglang:SGLangReplica",
 }
 """Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
 
@@ -164,7 +165,7 @@ class EngineEnvironment:
     async def find_package(self, given: Path | None) -> tuple[Path, str, str]:
         """Return interpreter, distribution and version. Raises ConfigError if the engine is not in it."""
         python, key = self.find_python(given), f"inference.{self.engine}.python"
-        command = (python, "-I", "-c", _PROBE, *self.packages)
+        command = (str(python), "-I", "-c", _PROBE, *self.packages)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
