@@ -55,6 +55,9 @@ class Server:
         """Yield ``meta_info`` after each id."""
         rid, ids, params = asked["rid"], list(asked["input_ids"]), asked["sampling_params"]
         self.seen.append(asked)
+        # What arrives during a pause waits, and no abort reaches it.
+        while not self.go.is_set():
+            await self.go.wait()
         self.running.add(rid)
         self.requests += 1
         entries: list[list[Any]] = []

@@ -152,16 +152,18 @@ async def test_requests_and_answers_are_translated(stack: Stack) -> None:
     assert (stats["requests"], stats["generated_tokens"]) == (4, 12)
 
 
+async def completed(stack: Stack, params: SamplingParams, *, stream: bool) -> Completion:
+    if not stream:
+        return await stack.client.generate(PROMPT, params, session_id="")
+    deltas = [each async for each in stack.client.stream(PROMPT, params, session_id="")]
+    ids, logprobs = (np.concatenate([getattr(d, part) for d in deltas]) for part in ("token_ids", "logprobs"))
+    return Completion(ids, logprobs, deltas[-1].finish_reason or "abort", deltas[-1].weight_versions)
+
+
 async def started(stack: Stack, params: SamplingParams, *, stream: bool) -> asyncio.Task[Completion]:
     """Begin a completion, and wait until some of it is sampled."""
-
-    async def streamed() -> Completion:
-        deltas = [each async for each in stack.client.stream(PROMPT, params, session_id="")]
-        ids, logprobs = (np.concatenate([getattr(d, part) for d in deltas]) for part in ("token_ids", "logprobs"))
-        return Completion(ids, logprobs, deltas[-1].finish_reason or "abort", deltas[-1].weight_versions)
-
-    task = asyncio.create_task(streamed() if stream else stack.client.generate(PROMPT, params, session_id=""))
     before = stack.native.sampled
+    task = asyncio.create_task(completed(stack, params, stream=stream))
     async with stack.native.progress:
         await stack.native.progress.wait_for(lambda: stack.native.sampled >= before + 3)
     return task
@@ -194,6 +196,21 @@ async def test_a_completion_across_an_update_names_who_sampled_what(
     Path(manifest.path).unlink()
     assert await stack.replica.update_weights(replace(manifest, version=5)) == 5
     assert (await stack.client.generate(PROMPT, SHORT, session_id="")).weight_versions == ((5, 0, 4),)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_request_that_reaches_sglang_during_a_pause_is_sampled_by_the_new_weights(
+    stack: Stack, side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(side, "RETURN_S", 0.05)
+    stack.native.go.clear()
+    task = asyncio.create_task(completed(stack, SHORT, stream=stream))
+    while not stack.native.seen:  # noqa: ASYNC110 - it is in the same loop, and says nothing
+        await asyncio.sleep(0.005)
+    await stack.replica.update_weights(write_weights(changed(stack.model, 0.25).items(), tmp_path / "weights", 4))
+    done = await task
+    assert done.weight_versions == ((4, 0, 4),)
+    check(done, [(64, stack.native.key)])
 
 
 async def test_an_abort_leaves_what_was_sampled(stack: Stack) -> None:

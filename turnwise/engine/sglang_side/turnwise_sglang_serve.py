@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _POLL = 0.1
 _NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
 _SAME_NAME = ("temperature", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos")
 _SEED_BITS = 2**31 - 1
+RETURN_S = 5.0
+"""Seconds that SGLang has to return what is in flight at a pause; what reaches it during one it would only keep."""
 
 
 class Refused(Exception):
@@ -161,6 +163,7 @@ class Bridge:
             self._open.set()
         self._flights: set[str] = set()
         self._cut: set[str] = set()
+        self._reading: dict[str, asyncio.Task[Any]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._updating = asyncio.Lock()
@@ -209,13 +212,28 @@ class Bridge:
 
     async def _answered(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
-            meta: dict[str, Any] = (await self._native.ask("POST", "/generate", asked))["meta_info"]
+            answer = await self._read(asked["rid"], self._native.ask("POST", "/generate", asked))
+            meta: dict[str, Any] = answer["meta_info"]
         except NativeError:
             if asked["rid"] in self._cut:
-                # It waited in SGLang's queue, and has nothing to return.
+                # It waited in SGLang, and has nothing to return.
                 return ABORTED
             raise
         return meta
+
+    async def _read(self, rid: str, answer: Coroutine[Any, Any, Any]) -> Any:
+        """Await SGLang's answer. Raises NativeError if it was given up meanwhile."""
+        task = self._reading[rid] = asyncio.create_task(answer)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if rid in self._reading:
+                # The client has gone: SGLang notices that nobody reads.
+                task.cancel()
+                raise
+            raise NativeError("SGLang kept a request during a pause") from None
+        finally:
+            self._reading.pop(rid, None)
 
     async def _stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -229,9 +247,12 @@ class Bridge:
             ended = choice["finish_reason"] is not None
             await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
 
-        try:
+        async def pass_on() -> None:
             async for event in self._native.events("/generate", asked):
                 await send(event["meta_info"])
+
+        try:
+            await self._read(asked["rid"], pass_on())
             if not ended:
                 raise NativeError("SGLang ended a stream without a finish reason")
         except NativeError as error:
@@ -286,10 +307,19 @@ class Bridge:
         return web.json_response({"is_paused": True})
 
     async def _return_all(self) -> None:
-        """Pause SGLang, with everything in flight returned with what it has, and wait until all of it is answered."""
+        """Pause SGLang, with everything in flight returned with what it has, and wait until all of it is answered.
+
+        A request that reached it after a pause had begun is kept by it until that ends: it is given up, and its client
+        sends it again.
+        """
         self._cut |= self._flights
         await self._native.ask("POST", "/pause_generation", {"mode": "abort"})
-        await self._idle.wait()
+        try:
+            await asyncio.wait_for(self._idle.wait(), RETURN_S)
+        except TimeoutError:
+            for rid in list(self._reading):
+                self._reading.pop(rid).cancel()
+            await self._idle.wait()
 
     async def _resume(self, request: web.Request) -> web.Response:
         del request
@@ -427,7 +457,9 @@ async def serve(options: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
         await ready(native, child)
-        runner = web.AppRunner(Bridge(native, options, paused=options.paused).app(), access_log=None)
+        runner = web.AppRunner(
+            Bridge(native, options, paused=options.paused).app(), access_log=None, handler_cancellation=True
+        )
         await runner.setup()
         await web.SockSite(runner, listener, backlog=2048).start()
         reported = {"port": listener.getsockname()[1], "pid": os.getpid()}
