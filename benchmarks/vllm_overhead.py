@@ -2,14 +2,15 @@
 
 64 episodes at once on one vLLM server for CPUs, of several turns each: the environment answers every message. *Ours* is
 the whole stack as training uses it: environments, an agent, sessions with their renderer and records, trajectories, and
-the HTTP client. *Raw* repeats the pass of ours before it with a loop over one pooled aiohttp session: it sends the ids
+the HTTP client. *Raw* repeats the last pass of ours with a loop over one pooled aiohttp session: it sends the ids
 of the same first prompts, appends what it was answered and the ids that stood between two turns, and reads nothing but
 the ids. Its completions have the lengths that ours had, and requests the same parameters, so the server does the same
 for both. The prefix cache is emptied before each pass.
 
-``ratio`` is ours over raw, in tokens by wall second, the median over the pairs of passes; the bar is 0.95. The model is
-SmolLM2-135M-Instruct in float32 (``harness/smollm2.py``). Starting vLLM is not measured. ``--quick`` takes one pair of
-passes of 2 turns of 8 tokens.
+``ratio`` is ours over raw, in tokens by wall second, the median over the pairs of passes; the bar is 0.95.
+``ratio_cpu`` is the same in tokens by CPU second of client and server, which other work on the machine moves less. The
+model is SmolLM2-135M-Instruct in float32 (``harness/smollm2.py``). Starting vLLM is not measured. ``--quick`` takes one
+pair of passes of 2 turns of 8 tokens.
 """
 
 from __future__ import annotations
@@ -228,8 +229,11 @@ async def run(model: Path, config: InferenceConfig, turns: int, new: int, repeat
             # Not counted: the first requests of a server are slow.
             await bench.ours()
             for repeat in range(1, repeats + 1):
-                for name, side in (("ours", bench.ours), ("raw", bench.raw)):
-                    sample = await side()
+                sides = {"ours": bench.ours, "raw": bench.raw}
+                for name in sides if repeat % 2 else reversed(sides):
+                    there = await replica.cpu_seconds()
+                    sample = await sides[name]()
+                    sample.values["server_cpu_s"] = await replica.cpu_seconds() - there
                     samples[name].append(sample)
                     rate = sample.values["tokens_per_s"]
                     line = f"{name} {repeat}/{repeats}: {rate:.1f} tokens/s, {sample.cpu_s:.2f} CPU-s of the client"
@@ -245,23 +249,35 @@ def result(
 ) -> dict[str, Any]:
     """Print a table for people; return what is reported."""
     rates = {name: median(taken, "tokens_per_s") for name, taken in samples.items()}
-    # Each pass by the one that repeats it: a machine whose speed drifts slows both.
+    # Each pass by the one beside it: a machine whose speed drifts slows both.
     pairs = [
         ours.values["tokens_per_s"] / raw.values["tokens_per_s"]
         for ours, raw in zip(samples["ours"], samples["raw"], strict=True)
     ]
-    # In the client's process alone: the server's are the same for both.
+    per_cpu = {
+        name: statistics.median(each.values["tokens"] / (each.cpu_s + each.values["server_cpu_s"]) for each in taken)
+        for name, taken in samples.items()
+    }
+    # In the client's process alone.
     per_turn = {name: median(taken) / (EPISODES * turns) * 1e3 for name, taken in samples.items()}
-    table = Table("side", "tokens/s", "ms of CPU a turn, client", title=f"vllm_overhead: {EPISODES} x {turns} x {new}")
+    table = Table(
+        "side",
+        "tokens/s",
+        "tokens/CPU-s",
+        "ms of CPU a turn, client",
+        title=f"vllm_overhead: {EPISODES} x {turns} x {new}",
+    )
     for name, rate in rates.items():
-        table.add_row(name, f"{rate:.1f}", f"{per_turn[name]:.2f}")
+        table.add_row(name, f"{rate:.1f}", f"{per_cpu[name]:.1f}", f"{per_turn[name]:.2f}")
     Console(stderr=True).print(table)
     ratio = statistics.median(pairs)
     return {
         "ratio": round(ratio, 3),
+        "ratio_cpu": round(per_cpu["ours"] / per_cpu["raw"], 3),
         "bar": BAR,
         "held": ratio >= BAR,
         "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
+        "tokens_per_cpu_s": {name: round(each, 1) for name, each in per_cpu.items()},
         "client_ms_per_turn": {name: round(each, 3) for name, each in per_turn.items()},
         "config": {
             "episodes": EPISODES,

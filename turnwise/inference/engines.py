@@ -26,6 +26,7 @@ R = TypeVar("R", bound=type[Replica])
 ENGINES: dict[str, type[Replica] | str] = {
     "builtin": "turnwise.inference.builtin:BuiltinReplica",
     "vllm": "turnwise.inference.vllm:VLLMReplica",
+    "sglang": "turnwise.inference.sglang:SGLangReplica",
 }
 """Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
 
