@@ -304,7 +304,7 @@ def build(directory: Path) -> None:
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=11, quick_repeats=4)
+    made = parser(__doc__ or "", repeats=8, quick_repeats=3)
     made.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, metavar="PATH", help="a Python that has vLLM")
     made.add_argument("--model", type=Path, help="a Hugging Face folder in the place of the model made in place")
     arguments = parse(made)
