@@ -9,6 +9,7 @@ operations sometimes writes it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from turnwise.envs.demonstrations import conversation
@@ -53,11 +54,12 @@ def plan(env: CalculatorEnv) -> list[ToolCall | str]:
     return [tool_call("calculate", expression=f"{env.problem.start} {sign} {number}"), str(env.problem.answer)]
 
 
-def bracketed_plan(env: CalculatorEnv) -> list[ToolCall | str]:
-    """Return the right moves of an episode of two operations: one call with the first in brackets, then its result."""
+def whole_plan(env: CalculatorEnv) -> list[ToolCall | str]:
+    """Return the right moves of an episode of two operations: one call, with brackets where they matter, its result."""
     (first, by), (second, to) = env.problem.steps
-    expression = f"({env.problem.start} {first} {by}) {second} {to}"
-    return [tool_call("calculate", expression=expression), str(env.problem.answer)]
+    start = f"{env.problem.start} {first} {by}"
+    inner = start if reads_left_to_right(env.problem) else f"({start})"
+    return [tool_call("calculate", expression=f"{inner} {second} {to}"), str(env.problem.answer)]
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
@@ -67,6 +69,8 @@ async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def bracketed_demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Play problems of two operations that need brackets; return the conversations in OpenAI's form."""
-    shown = tasks(count, split="train", seed=seed, operations=2, kind="brackets")
-    return [await conversation(CalculatorEnv(), task, number, bracketed_plan) for number, task in enumerate(shown)]
+    """Play problems of two operations, of which every other one needs brackets; return the conversations."""
+    with_brackets = tasks(count - count // 2, seed=seed, operations=2, kind="brackets")
+    without = tasks(count // 2, seed=seed, operations=2)
+    shown = [task for pair in zip_longest(with_brackets, without) for task in pair if task is not None]
+    return [await conversation(CalculatorEnv(), task, number, whole_plan) for number, task in enumerate(shown)]

@@ -5,10 +5,11 @@
 3. ``turnwise train`` trains it with GRPO on chains of three operations that it never saw (``train.yaml``,
    ``chains.py``), and evaluates it on held-out chains before and after.
 
-With ``--full`` a second act follows: half of all chains do not read from left to right, so the call needs brackets.
+With ``--full`` a second act follows: most chains then do not read from left to right, so the call needs brackets.
 Nothing of the kind is ever sampled by the trained model, and what is never sampled cannot be rewarded; so ``turnwise
-sft`` first shows it brackets around a single operation, on 24 problems of two (``brackets-sft.yaml``), and ``turnwise
-train`` makes chains of three out of that (``brackets.yaml``).
+sft`` first shows it 48 problems of two operations (``brackets-sft.yaml``), and ``turnwise train`` makes chains of three
+out of that (``brackets.yaml``). Half of the 48 need no brackets: shown brackets alone, the model writes them, and a
+product behind them, everywhere.
 
 ``make train-real`` installs what it needs. The same command resumes after an interrupt: a stage that was finished is
 not repeated, and the training continues after its last checkpoint.
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 DEMONSTRATIONS = 40
-BRACKETED = 24
+BRACKETED = 48
 SMOKE = ("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1")
 SMOKE_WARM = ("steps=1", "conversations=2")
 

@@ -91,11 +91,14 @@ def test_demonstrations_are_right_and_of_one_operation(chains: ModuleType) -> No
         assert str(evaluate(json.loads(call["function"]["arguments"])["expression"])) == row["messages"][-1]["content"]
 
 
-def test_demonstrations_of_brackets_are_right_and_shorter_than_what_is_trained(chains: ModuleType) -> None:
-    for row in asyncio.run(chains.bracketed_demonstrations(20, 0)):
+def test_every_other_demonstration_of_two_operations_has_brackets(chains: ModuleType) -> None:
+    rows = asyncio.run(chains.bracketed_demonstrations(21, 0))
+    assert len(rows) == 21
+    for number, row in enumerate(rows):
         (call,) = row["messages"][1]["tool_calls"]
         expression = json.loads(call["function"]["arguments"])["expression"]
-        assert re.fullmatch(r"\(\d+ [+-] \d+\) \* \d+", expression)
+        shape = r"\d+ [+*-] \d+ [+*-] \d+" if number % 2 else r"\(\d+ [+-] \d+\) \* \d+"
+        assert re.fullmatch(shape, expression)
         assert str(evaluate(expression)) == row["messages"][-1]["content"]
 
 
