@@ -88,7 +88,7 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     if config.policy.critic is not None:
         await checker.run("critic", _critic(config.policy))
     await checker.run("devices", checker.devices())
-    await checker.run("inference", checker.inference())
+    await checker.run("inference", check_inference(config))
     await checker.run("chat format", checker.chat_format())
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
@@ -123,6 +123,8 @@ async def check_inference(config: TrainConfig) -> str:
     Raises:
         ConfigError: An engine cannot be used as configured.
     """
+    if not model_under(config.policy.model.path).is_dir():
+        raise _Wanting("wants a model")
     start = config.policy.model.path
     served = [("", start, config.inference)]
     for name, frozen in config.rollout.frozen.items():
@@ -196,11 +198,6 @@ class _Checker:
         trainer, server = self._config.policy.model.device, self._config.inference.device
         trains = check_engine(self._config.policy) or pick_device(trainer)
         return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
-
-    async def inference(self) -> str:
-        if not self._has_model:
-            raise _Wanting("wants a model")
-        return await check_inference(self._config)
 
     async def chat_format(self) -> str:
         if not self._has_model:
