@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -14,12 +13,10 @@ import psutil
 import pytest
 
 from support.engine.vllm_server import LAUNCH_S, train_checkpoint, vllm_python
-from support.processes.warm import run_command
 from support.trainer.lookup_run import (
     EXAMPLE,
     MODEL,
     Turnwise,
-    environment,
     gone,
     lines,
     shared,
@@ -33,7 +30,6 @@ from turnwise.trainer.observe.audit import audit_run
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 STEPS = 20
-EXAMPLES = EXAMPLE.parent
 
 
 def vllm_servers(process: Turnwise) -> list[psutil.Process]:
@@ -65,21 +61,6 @@ def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]
     assert versions == set(range(steps + evaluated))
     assert audit_run(run, console=silent()).contradictions == []
     return found
-
-
-def test_an_example_runs_on_vllm_by_its_engine_alone(tmp_path: Path) -> None:
-    # The smallest model of all examples, in an environment of its own file.
-    command = [sys.executable, EXAMPLES / "credit" / "main.py", "--runs", tmp_path, "--name", "run"]
-    done = run_command(
-        [*map(str, command), "steps=2", "eval=null", *on_vllm()],
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    check_run(tmp_path / "run", 2, evaluated=False)
 
 
 def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
