@@ -86,7 +86,7 @@ def model_settings(model: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError):
         # The engine's own words about it are better.
         return {}
-    return dict(settings.get("text_config") or settings)
+    return dict(settings.get("text_config") or settings) if isinstance(settings, dict) else {}
 
 
 def served_dtype(model: Path, dtype: str) -> str:
