@@ -16,7 +16,7 @@ from turnwise.rollout.records import read_trajectories
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".cache" / "smollm2"
 # On two idle cores it takes a third of that; here other tests run beside it.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
