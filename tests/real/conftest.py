@@ -15,7 +15,6 @@ from support.trainer.lookup_run import MODEL, gone, shared, wait_until
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 
-
 # What would be waited for alone if it began last.
 LONGEST = ("test_smollm2_job",)
 
