@@ -15,15 +15,11 @@ from support.trainer.lookup_run import MODEL, gone, shared, wait_until
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 
-# What would be waited for alone if it began last.
-LONGEST = ("test_smollm2_job",)
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of a file on one worker, and all that ask the one vLLM server; before xdist reads the marks."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         if here in item.path.parents:
             vllm = isinstance(item, pytest.Function) and {"vllm", "client", "checkpoint"} & set(item.fixturenames)
