@@ -10,7 +10,7 @@ for both. The prefix cache is emptied before each pass.
 ``ratio`` is ours over raw, in tokens by wall second, the median over the pairs of passes; the bar is 0.95.
 ``ratio_cpu`` is the same in tokens by CPU second of client and server, which other work on the machine moves less. The
 model is SmolLM2-135M-Instruct in float32 (``harness/smollm2.py``). Starting vLLM is not measured. ``--quick`` takes one
-pair of passes of 2 turns of 8 tokens.
+pair of passes of 2 turns of 4 tokens.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def result(
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=5, quick_repeats=1)
+    made = parser(__doc__ or "", repeats=3, quick_repeats=1)
     add_arguments(made)
     made.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, metavar="PATH", help="a Python that has vLLM")
     arguments = parse(made)
@@ -315,7 +315,7 @@ def main() -> None:
             "vllm": {"python": arguments.vllm_python},
         }
     )
-    turns, new = (2, 8) if arguments.quick else (4, 32)
+    turns, new = (2, 4) if arguments.quick else (4, 16)
     report(uvloop.run(run(model.absolute(), config, turns, new, arguments.repeats)))
 
 
