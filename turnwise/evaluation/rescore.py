@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 import yaml
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -23,6 +24,7 @@ from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize
 from turnwise.evaluation.tables import run_file
 from turnwise.rollout.records import TrajectoryWriter, read_trajectories
+from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -149,8 +151,9 @@ def _tasks(settings: RescoreSettings, wanted: set[str]) -> Mapping[str, Task]:
     source = settings.tasks
     if source is None:
         config = settings.source / "config.yaml"
-        said = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        sources = [each for each in (said.get("tasks"), (said.get("eval") or {}).get("tasks")) if each]
+        said = (yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None) or {}
+        written = [each for each in (said.get("tasks"), (said.get("eval") or {}).get("tasks")) if each]
+        sources = [TypeAdapter(TasksConfig).validate_python(each) for each in written]
         return {task.id: task for each in sources for task in load_mix(each).tasks}
     tasks = {task.id: task for task in load_mix(source).tasks}
     if missing := sorted(wanted - tasks.keys()):

@@ -124,7 +124,7 @@ def test_a_rubric_of_a_file_with_the_tasks_data(run: Path, tmp_path: Path) -> No
     assert first.metrics["rubric/asked"] == 1.0
     assert "rubric/old" not in first.metrics
     # By default the tasks are those of the run's configuration.
-    (run / "config.yaml").write_text(f"tasks: {tmp_path / 'tasks.jsonl'}\n")
+    (run / "config.yaml").write_text(f"tasks:\n- source: {tmp_path / 'tasks.jsonl'}\n  name: counted\n")
     run_rescore(RescoreSettings(run, tmp_path / "again", f"{__file__}:exact"), console=QUIET)
     assert scored(tmp_path / "again")["a-1"] == 1.0
 

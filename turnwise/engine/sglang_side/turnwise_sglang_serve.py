@@ -228,7 +228,7 @@ class Bridge:
             return await task
         except asyncio.CancelledError:
             if rid in self._reading:
-                # The client has gone: SGLang notices that nobody reads.
+                # The client has gone: SGLang notices that its connection is closed.
                 task.cancel()
                 raise
             raise NativeError("SGLang kept a request during a pause") from None
