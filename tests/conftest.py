@@ -18,10 +18,10 @@ gc.disable()
 
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
-from turnwise.inference.process import ServerProcess  # noqa: E402
+from turnwise.placement.local import LocalPlacement  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
-ServerProcess.launcher = WarmPopen
+LocalPlacement.launcher = WarmPopen
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -128,6 +128,12 @@ class InferenceError(TurnwiseError):
     retryable = True
 
 
+class PlacementError(TurnwiseError):
+    """A process cannot be placed on a cluster: nothing has room for it, or its node was lost."""
+
+    retryable = True
+
+
 class RequestRefused(InferenceError):
     """An inference server rejected a request that it understood: retrying does not help."""
 

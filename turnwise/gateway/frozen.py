@@ -57,16 +57,31 @@ def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: 
 
 
 class FrozenPolicies:
-    """The open frozen policies of a run, by name."""
+    """The open frozen policies of a run, by name.
+
+    Attributes:
+        policies: What agents sample from.
+        clients: Clients of their servers, whose URLs may change.
+        fleets: Servers that were started here.
+    """
 
     def __init__(self) -> None:
         self.policies: dict[str, FrozenPolicy] = {}
-        self._fleets: list[ReplicaSet] = []
+        self.clients: list[HTTPClient] = []
+        self.fleets: dict[str, ReplicaSet] = {}
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers started here run, after a request failed. Raises InferenceError."""
-        for fleet in self._fleets:
+        for fleet in self.fleets.values():
             await fleet.recover(error)
+
+    def served(self, configs: Mapping[str, FrozenConfig]) -> dict[str, FrozenConfig]:
+        """Return the configurations with the URLs of the servers that were started here, for other processes."""
+        urls = {name: ",".join(replica.url for replica in fleet.replicas) for name, fleet in self.fleets.items()}
+        return {
+            name: config.model_copy(update={"url": urls[name]}) if name in urls else config
+            for name, config in configs.items()
+        }
 
     async def open(
         self,
@@ -90,8 +105,10 @@ class FrozenPolicies:
                 fleet = ReplicaSet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")
                 stack.push_async_callback(fleet.close)
                 await fleet.launch()
-                self._fleets.append(fleet)
+                self.fleets[name] = fleet
                 client = fleet.client
+            if isinstance(client, HTTPClient):
+                self.clients.append(client)
             kept = client if config.hosted is not None or book is None else LedgerClient(client, book)
             stack.push_async_callback(kept.close)
             try:

@@ -37,6 +37,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
+from turnwise.placement.core import Inherited
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.seeding import stable_hash
@@ -327,14 +328,17 @@ class GatewayProcess(LaunchedServer):
 
     async def launch(self) -> None:
         """Start it and wait until it is ready. Raises InferenceError with the end of its log."""
+        config = self._config
 
-        def command(report: int, lifeline: int) -> list[str]:
+        def command(inherited: Inherited) -> list[str]:
 
-            spec = GatewaySpec(config=self._config, report_fd=report, lifeline_fd=lifeline)
+            spec = GatewaySpec(config=config, report_fd=inherited.report, lifeline_fd=inherited.lifeline)
             module = "turnwise.gateway.server"
             return [sys.executable, "-m", module, "--config-json", spec.model_dump_json()]
 
-        reported: dict[str, Any] = await self._process.start(command, {**os.environ, "TOKENIZERS_PARALLELISM": "false"})
+        reported: dict[str, Any] = await self._process.start(
+            command, lambda given: {**given, "TOKENIZERS_PARALLELISM": "false"}
+        )
         self._port = int(reported["port"])
         self.admin_key = str(reported["admin_key"])
 

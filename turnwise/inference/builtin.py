@@ -27,9 +27,11 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
-from turnwise.inference.process import Launched, LaunchedServer, ServerProcess
+from turnwise.inference.process import LaunchedServer, ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import MemoryUse, WeightManifest
+from turnwise.placement.core import Environment, Inherited
+from turnwise.placement.local import Launched, LocalPlacement
 from turnwise.plugins import without_collections
 
 _SERVER = "turnwise.engine.server"
@@ -54,20 +56,20 @@ class BuiltinReplica(ServerReplica):
         return []
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
-        def command(report: int, lifeline: int) -> list[str]:
-            spec = {
-                "model": str(self._model),
-                "name": self._name,
-                "weight_version": self._weight_version,
-                "config": self._config.model_copy(update={"port": self._port}).model_dump(),
-                "paused": paused,
-                "report_fd": report,
-                "lifeline_fd": lifeline,
-            }
+        config = self._config.model_copy(update={"port": self._port})
+        given = {
+            "model": str(self._model.absolute()),
+            "name": self._name,
+            "weight_version": self._weight_version,
+            "paused": paused,
+        }
+
+        def command(inherited: Inherited) -> list[str]:
+            described = config.model_copy(update={"host": on_node(config.host, inherited)}).model_dump()
+            spec = given | {"config": described, "report_fd": inherited.report, "lifeline_fd": inherited.lifeline}
             return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
-        threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
-        reported = await process.start(command, {**os.environ, **threads})
+        reported = await process.start(command, _threads(config.threads))
         return int(reported["port"])
 
     async def prepare_updates(self) -> None:
@@ -100,6 +102,10 @@ class BuiltinReplica(ServerReplica):
                 running = float((await self.stats())["cpu_seconds"])
                 return running + (self._process.spent_cpu if isinstance(self._process, ServerProcess) else 0.0)
         return await super().cpu_seconds()
+
+
+def _threads(count: int) -> Environment:
+    return lambda given: {**given, "OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class RewardServerSpec(BaseModel):
@@ -147,15 +153,19 @@ class RewardReplica(LaunchedServer):
 
     async def launch(self) -> None:
         """Start the server and wait until it is ready. Raises InferenceError with the end of its log."""
+        model, name, config = self._model, self._name, self._config
 
-        def command(report: int, lifeline: int) -> list[str]:
+        def command(inherited: Inherited) -> list[str]:
             spec = RewardServerSpec(
-                model=self._model, name=self._name, config=self._config, report_fd=report, lifeline_fd=lifeline
+                model=model,
+                name=name,
+                config=config.model_copy(update={"host": on_node(config.host, inherited)}),
+                report_fd=inherited.report,
+                lifeline_fd=inherited.lifeline,
             )
             return [sys.executable, "-m", "turnwise.engine.reward_model", "--config-json", spec.model_dump_json()]
 
-        threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
-        reported = await self._process.start(command, {**os.environ, **threads})
+        reported = await self._process.start(command, _threads(config.threads))
         self._port = int(reported["port"])
 
 
@@ -181,17 +191,17 @@ class ForkedProcesses:
     @contextlib.contextmanager
     def forked(self, count: int) -> Iterator[None]:
         """Have ``count`` processes ready for servers that are started in the context."""
-        before = ServerProcess.launcher
+        before = LocalPlacement.launcher
         if sys.platform == "linux" and before is subprocess.Popen and threading.active_count() == 1:
             # Collections would copy the shared memory page by page.
             gc.freeze()
             for _ in range(count):
                 self._fork()
-            ServerProcess.launcher = self._launch
+            LocalPlacement.launcher = self._launch
         try:
             yield
         finally:
-            ServerProcess.launcher = before
+            LocalPlacement.launcher = before
             for pid, link in self._waiting:
                 link.close()
                 os.kill(pid, signal.SIGKILL)

@@ -11,84 +11,49 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
 from pydantic import BaseModel
 
-from turnwise.append_file import private_directory, private_opener
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, TurnwiseError, shown
+from turnwise.errors import EngineDied, InferenceError, MissingExtraError, PlacementError, TurnwiseError, shown
 from turnwise.inference import wire
 from turnwise.inference.wire import BadRequest
+from turnwise.placement.core import Command, Environment, Inherited, PlacedProcess, Program
+from turnwise.placement.local import current_placement
 
 S = TypeVar("S", bound=BaseModel)
 
 _LOG_END = 2000
-Command = Callable[[int, int], Sequence[str]]
-"""(report descriptor, lifeline descriptor) -> the command line of a server that uses them."""
 
 
-class Launched(Protocol):
-    """A started process, such as a ``subprocess.Popen``; ``returncode`` is set by the thread that waits for it."""
-
-    pid: int
-    returncode: int | Any
-
-
+@dataclass(slots=True, eq=False)
 class _Child:
-    """One process in its own session; a thread waits for it, for exact exit status and CPU time."""
+    """The process of a server, whether its end is expected, and why it was killed, if it was."""
 
-    def __init__(self, popen: Launched, lifeline: int) -> None:
-        self.pid = popen.pid
-        self.lifeline = lifeline
-        self.ended = asyncio.Event()
-        self.expected = False
-        self.why = ""
-        self.status = 0
-        self.cpu_seconds = 0.0
-        self._popen = popen
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True).start()
-
-    def _wait(self) -> None:
-        # Until it is reaped, its id cannot be reused: the signal below reaches its process group and no other.
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(self.pid, 0)
-        # Popen did not see the end and must not wait for it either.
-        self._popen.returncode = self.status = os.waitstatus_to_exitcode(status)
-        self.cpu_seconds = usage.ru_utime + usage.ru_stime
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.ended.set)
-
-    def signal(self, number: int) -> None:
-        if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+    process: PlacedProcess
+    expected: bool = False
+    why: str = ""
+    released: bool = False
 
 
 class ServerProcess:
     """A server's process, which may be restarted after it ended; it ends with its parent (lifeline pipe).
 
     Attributes:
-        launcher: Starts the process, with the signature of ``subprocess.Popen``; see
-            :class:`turnwise.inference.builtin.ForkedProcesses`.
         died: Set when the process ends unexpectedly; cleared by :meth:`start`.
         spent_cpu: CPU seconds of the processes that ended, with their reaped children.
     """
 
-    launcher: ClassVar[Callable[..., Launched]] = subprocess.Popen
-
     def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
-        """Configure a process; :meth:`start` starts it.
+        """Configure a process; :meth:`start` starts it, where the current placement places it.
 
         Args:
             what: What is served, for messages.
@@ -107,35 +72,51 @@ class ServerProcess:
         self._death = EngineDied("the server has not died")
 
     @property
+    def process(self) -> PlacedProcess | None:
+        """The process, from :meth:`start` to :meth:`end`."""
+        return self._child.process if self._child is not None else None
+
+    @property
     def pid(self) -> int | None:
         """Process id, from :meth:`start` to :meth:`end`."""
-        return self._child.pid if self._child is not None else None
+        return self._child.process.pid if self._child is not None else None
+
+    @property
+    def host(self) -> str | None:
+        """Address of its node; None on this machine."""
+        return self._child.process.host if self._child is not None else None
 
     @property
     def running(self) -> bool:
         """Whether the process is running."""
-        return self._child is not None and not self._child.ended.is_set()
+        return self._child is not None and not self._child.process.ended.is_set()
 
-    async def start(self, command: Command, environment: Mapping[str, str]) -> dict[str, Any]:
+    async def start(self, command: Command, environment: Environment) -> dict[str, Any]:
         """Start the process and return the JSON object that it reports when ready.
 
         Args:
             command: Returns its command line.
-            environment: Its complete environment.
+            environment: From the environment of its parent to its own.
 
         Raises:
             InferenceError: It runs already, ended or did not report in time (with the end of its log), or the system
-                refused to start it: too many open files or processes, no memory, no such program.
+                refused to start it: too many open files or processes, no memory, no such program, no node for it.
         """
         if self._child is not None:
-            raise InferenceError(f"the server of {self.what} is already running as process {self._child.pid}")
+            raise InferenceError(f"the server of {self.what} is already running as process {self.pid}")
         self.died.clear()
+        program = Program(f"the server of {self.what}", "replica", command, environment, self._log_file)
         try:
-            self._child, report = child, _ = self._spawn(command, environment)
-        except OSError as error:
+            # The end of the wait for a node, too: a start that is cut off has started nothing.
+            process = await asyncio.wait_for(current_placement().start(program), self._launch_timeout)
+        except TimeoutError:
+            limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
+            raise InferenceError(f"no node took the server of {self.what} {limit}") from None
+        except (OSError, PlacementError) as error:
             raise InferenceError(f"the server of {self.what} could not be started: {error}") from error
+        self._child = child = _Child(process)
         try:
-            line = await asyncio.wait_for(_read_line(report, child), self._launch_timeout)
+            line = await asyncio.wait_for(process.report(), self._launch_timeout)
         except TimeoutError:
             await self._stop(child)
             limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
@@ -158,13 +139,14 @@ class ServerProcess:
 
     def cpu_if_ended(self) -> float | None:
         """Return the CPU seconds of a process that ended unexpectedly, or None."""
-        return self._child.cpu_seconds if self._child is not None and self._child.ended.is_set() else None
+        process = self.process
+        return process.cpu_seconds if process is not None and process.ended.is_set() else None
 
     def kill(self, why: str) -> None:
         """Kill the running process, which then has died unexpectedly, with ``why`` in the error that describes it."""
         if self._child is not None:
             self._child.why = f"{why}: "
-            self._child.signal(signal.SIGKILL)
+            self._child.process.signal(signal.SIGKILL)
 
     async def end(self) -> None:
         """Stop the process and wait for it; idempotent."""
@@ -175,64 +157,38 @@ class ServerProcess:
             self._watch.cancel()
             self._watch = None
 
-    def _spawn(self, command: Command, environment: Mapping[str, str]) -> tuple[_Child, int]:
-        report_read, report_write = os.pipe()
-        try:
-            lifeline_read, lifeline_write = os.pipe()
-        except OSError:
-            os.close(report_read)
-            os.close(report_write)
-            raise
-        try:
-            private_directory(self._log_file.parent)
-            with open(self._log_file, "ab", opener=private_opener) as log:
-                popen = type(self).launcher(
-                    command(report_write, lifeline_read),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(report_write, lifeline_read),
-                    start_new_session=True,
-                    env=environment,
-                )
-        except BaseException:  # whatever stops the start: the pipes are closed
-            os.close(report_read)
-            os.close(lifeline_write)
-            raise
-        finally:
-            os.close(report_write)
-            os.close(lifeline_read)
-        return _Child(popen, lifeline_write), report_read
-
     async def _stop(self, child: _Child) -> None:
         child.expected = True
-        child.signal(signal.SIGTERM)
+        process = child.process
+        process.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(child.ended.wait(), self._close_timeout)
+            await asyncio.wait_for(process.ended.wait(), self._close_timeout)
         except TimeoutError:
-            child.signal(signal.SIGKILL)
-            await child.ended.wait()
+            process.signal(signal.SIGKILL)
+            await process.ended.wait()
         except BaseException:  # also a cancellation
             # The waiting task was cancelled, and nothing else will end this process.
-            child.signal(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             raise
         finally:
             if self._child is child:
                 self._child = None
-            if child.lifeline >= 0:
-                os.close(child.lifeline)
-                child.lifeline = -1
-                self.spent_cpu += child.cpu_seconds
+            if not child.released:
+                child.released = True
+                process.release()
+                self.spent_cpu += process.cpu_seconds
 
     async def _notice_death(self, child: _Child) -> None:
-        await child.ended.wait()
+        await child.process.ended.wait()
         if not child.expected:
             story = self._exit_report(child)
-            self._death = EngineDied(f"the server of {self.what} (process {child.pid}) died: {child.why}{story}")
+            whose = f"the server of {self.what} (process {child.process.pid})"
+            self._death = EngineDied(f"{whose} died: {child.why}{story}")
             self.died.set()
 
     def _exit_report(self, child: _Child) -> str:
-        how = f"signal {-child.status}" if child.status < 0 else f"exit code {child.status}"
+        status = child.process.status
+        how = child.process.lost or (f"signal {-status}" if status < 0 else f"exit code {status}")
         try:
             text = self._log_file.read_bytes()[-_LOG_END:].decode("utf-8", "replace")
         except OSError as error:
@@ -240,33 +196,18 @@ class ServerProcess:
         return f"{how}; the end of {self._log_file}:\n{text.strip() or '(empty)'}"
 
 
-def group_cpu_seconds(leader: int) -> float:
-    """Return the CPU seconds of the running processes of a process group; 0 where there is no ``/proc``."""
-    total = 0.0
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        # The file of a process that ended meanwhile cannot be read.
-        with contextlib.suppress(OSError):
-            # From the state on: the name before it may hold spaces and parentheses.
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == leader:
-                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+def on_node(host: str, inherited: Inherited) -> str:
+    """Return the address that a server binds: its own, or that of its node instead of a loopback address."""
+    if inherited.host is None or not is_loopback(host):
+        return host
+    return inherited.host
 
 
-async def _read_line(descriptor: int, child: _Child) -> bytes | None:
-    """Read one line from a pipe and close it; None if the process ended without one."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    file = os.fdopen(descriptor, "rb", buffering=0)
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-    try:
-        line = await reader.readline()
-        if line.endswith(b"\n"):
-            return line
-        await child.ended.wait()
-        return None
-    finally:
-        transport.close()
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class LaunchedServer:

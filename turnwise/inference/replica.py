@@ -14,8 +14,7 @@ import orjson
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.memory import process_memory
-from turnwise.inference.process import ServerProcess, group_cpu_seconds
+from turnwise.inference.process import ServerProcess, is_loopback
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
 _POLL = 2.0
@@ -213,7 +212,9 @@ class ServerReplica(Replica):
         """Base URL; valid after the launch."""
         if self._given_url is not None:
             return self._given_url
-        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        placed = self._process.host if isinstance(self._process, ServerProcess) else None
+        host = self._host if placed is None or not is_loopback(self._host) else placed
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
@@ -308,20 +309,22 @@ class ServerReplica(Replica):
         if isinstance(self._process, RunningServer):
             return 0.0
         ended = self._process.cpu_if_ended()
-        return self._process.spent_cpu + (self._running_cpu() if ended is None else ended)
+        return self._process.spent_cpu + (await self._running_cpu() if ended is None else ended)
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of the server's processes, GPUs not included; None while none runs here."""
-        return None if self.pid is None else process_memory(self.pid)
+        process = self._process.process if isinstance(self._process, ServerProcess) else None
+        return None if process is None else await process.memory()
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""
         await self._process.end()
         await self._control.close()
 
-    def _running_cpu(self) -> float:
+    async def _running_cpu(self) -> float:
         """Return the CPU seconds of the running server's processes."""
-        return 0.0 if self.pid is None else group_cpu_seconds(self.pid)
+        process = self._process.process if isinstance(self._process, ServerProcess) else None
+        return 0.0 if process is None else await process.running_cpu()
 
     def _reachable(self) -> str:
         if not self._process.running:

@@ -24,7 +24,12 @@ COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens",
 
 
 class ReplicaSet:
-    """Servers of one model, of the configured engine; ``restarts`` counts those so far."""
+    """Servers of one model, of the configured engine.
+
+    Attributes:
+        restarts: Restarts so far.
+        moved: Called with the old and the new URL of a server that was restarted elsewhere.
+    """
 
     def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
         """Configure the servers; :meth:`launch` starts them.
@@ -39,6 +44,7 @@ class ReplicaSet:
         """
         self.replicas = make_replicas(model, config, logs=logs)
         self.restarts = 0
+        self.moved: list[Callable[[str, str], Awaitable[None]]] = []
         self._config = config
         self._model = model
         self._client: HTTPClient | None = None
@@ -193,6 +199,8 @@ class ReplicaSet:
                 continue
             if replica.url != before:
                 self.client.replace_url(before, replica.url)
+                for tell in self.moved:
+                    await tell(before, replica.url)
             return
 
     def _note_death(self, replica: Replica) -> None:

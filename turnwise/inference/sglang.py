@@ -6,6 +6,7 @@ The bridge (``engine/sglang_side/``) has no password: bind it where only trusted
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.inference.vllm import sum_of
 from turnwise.model.core import WeightManifest
+from turnwise.placement.core import Inherited
 
 _ENGINE = Path(__file__).parents[1] / "engine"
 _SIDE = _ENGINE / "sglang_side"
@@ -64,10 +66,10 @@ def command_line(model: Path, name: str, config: InferenceConfig, version: int) 
     return [*said, *flags, *config.sglang.arguments]
 
 
-def environment(config: InferenceConfig, number: int) -> dict[str, str]:
-    """Return the environment of the server process of replica ``number``."""
+def environment(config: InferenceConfig, number: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent."""
     # Variables of this process's own Python would lead SGLang's to packages that are not its.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept = {key: value for key, value in given.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     each = config.sglang.tensor_parallel
     gpus = config.sglang.gpus[number * each : (number + 1) * each]
     return {
@@ -126,7 +128,6 @@ class SGLangReplica(ServerReplica):
         model, config = self._model.absolute(), self._config
         name = self._name or model.name
         own = {
-            "--host": config.host,
             "--port": self._port,
             "--model": model,
             "--name": name,
@@ -137,12 +138,13 @@ class SGLangReplica(ServerReplica):
         given += ["--paused"] if paused else []
         script = [str(python), "-P", str(_SIDE / "turnwise_sglang_serve.py"), *given]
         arguments = command_line(model, name, config, self._weight_version)
-        reported = await process.start(
-            lambda report, lifeline: [
-                *script, "--report", str(report), "--lifeline", str(lifeline), "--", *arguments,
-            ],
-            environment(config, self._number),
-        )  # fmt: skip
+        number = self._number
+
+        def command(inherited: Inherited) -> list[str]:
+            own = ["--report", str(inherited.report), "--lifeline", str(inherited.lifeline)]
+            return [*script, "--host", on_node(config.host, inherited), *own, "--", *arguments]
+
+        reported = await process.start(command, lambda given: environment(config, number, given))
         self._port = port = int(reported["port"])
         async with undo_on_error_async(self.close):
             await self._control.set_version(self.url, self._weight_version)
@@ -181,5 +183,5 @@ class SGLangReplica(ServerReplica):
         found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
         found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
         if self.pid is not None:
-            found["cpu_seconds"] = self._running_cpu()
+            found["cpu_seconds"] = await self._running_cpu()
         return found

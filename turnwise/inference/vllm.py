@@ -5,8 +5,8 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
 from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
+from turnwise.placement.core import Inherited
 
 _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 TESTED = "0.32"
@@ -101,12 +102,12 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
     return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.vllm.arguments]
 
 
-def environment(config: InferenceConfig, number: int, *, eager: bool) -> dict[str, str]:
-    """Return the environment of the server process of replica ``number``."""
+def environment(config: InferenceConfig, number: int, given: Mapping[str, str], *, eager: bool) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent."""
     # Variables of this process's own Python would lead vLLM's to packages that are not its. The last one would take the
     # place of the size that the command line says.
     other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(other)}
+    kept = {key: value for key, value in given.items() if not key.startswith(other)}
     each = config.vllm.tensor_parallel
     gpus = config.vllm.gpus[number * each : (number + 1) * each]
     return {
@@ -202,12 +203,15 @@ class VLLMReplica(ServerReplica):
         eager = install.cpu if self._config.vllm.eager is None else self._config.vllm.eager
         model = self._model.absolute()
         script = [str(install.python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
-        arguments = command_line(model, self._name or model.name, self._config, self._port, eager=eager)
+        config, name, port, number = self._config, self._name or model.name, self._port, self._number
         state = "paused" if paused else "running"
-        reported = await process.start(
-            lambda report, lifeline: [*script, str(report), str(lifeline), state, *arguments],
-            environment(self._config, self._number, eager=eager),
-        )
+
+        def command(inherited: Inherited) -> list[str]:
+            placed = config.model_copy(update={"host": on_node(config.host, inherited)})
+            arguments = command_line(model, name, placed, port, eager=eager)
+            return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
+
+        reported = await process.start(command, lambda given: environment(config, number, given, eager=eager))
         port = int(reported["port"])
         self._port = port
         async with undo_on_error_async(self.close):
@@ -267,7 +271,7 @@ class VLLMReplica(ServerReplica):
         found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
         found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
         if self.pid is not None:
-            found["cpu_seconds"] = self._running_cpu()
+            found["cpu_seconds"] = await self._running_cpu()
         return found
 
 

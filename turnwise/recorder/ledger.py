@@ -32,6 +32,9 @@ from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
 SCHEMA_VERSION = 1
+LEDGER = "ledger.jsonl"
+LEDGERS = "ledgers"
+"""Folder of the ledgers of a run's rollout workers."""
 _ID_BYTES = 4
 # Ids of earlier requests are kept to write the next one as a difference.
 _REMEMBERED_BYTES = 64 * 2**20
@@ -240,6 +243,19 @@ class LedgerMark:
 
     part: int
     kind: str
+
+
+def read_ledgers(run: Path) -> Ledger:
+    """Read the ledger of a run directory, and those of its rollout workers as further parts. Raises FormatError."""
+    found = read_ledger(run / LEDGER)
+    entries, closed, torn = list(found.entries), set(found.closed_parts), found.torn
+    for file in sorted((run / LEDGERS).glob("*.jsonl")):
+        other = read_ledger(file)
+        first = 1 + max([*(entry.part for entry in entries), *(each.part for each in found.resumptions), *closed, -1])
+        entries += [replace(entry, part=entry.part + first) for entry in other.entries]
+        closed |= {part + first for part in other.closed_parts}
+        torn |= other.torn
+    return replace(found, entries=entries, closed_parts=frozenset(closed), torn=torn)
 
 
 def read_calls(

@@ -20,7 +20,7 @@ import orjson
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
-from turnwise.recorder.ledger import Ledger, LedgerEntry, Resumption, read_ledger
+from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, read_trajectories, row_digest
@@ -148,7 +148,7 @@ def _places(file: Path) -> dict[str, int]:
     return places
 
 
-LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
+TRAJECTORIES, BATCHES = "trajectories.jsonl", "batches.jsonl"
 _TEXT = "text"
 _OF_TEXT = "trajectories of text: not audited"
 
@@ -176,7 +176,8 @@ def audit_files(run: Path) -> AuditReport:
     """Audit a run directory.
 
     Args:
-        run: Holds ``ledger.jsonl`` and ``trajectories.jsonl``, and ``batches.jsonl`` if something was trained.
+        run: Holds ``ledger.jsonl``, ``ledgers/`` of rollout workers and ``trajectories.jsonl``, and
+            ``batches.jsonl`` if something was trained.
 
     Raises:
         AuditError: A file is missing, or all sessions were recorded as text only.
@@ -190,7 +191,7 @@ def audit_files(run: Path) -> AuditReport:
             raise AuditError(f"{run} holds no {name}: this run cannot be audited")
     report = AuditReport()
     try:
-        ledger = read_ledger(run / LEDGER)
+        ledger = read_ledgers(run)
         batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
         pending = run / PENDING
         waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()

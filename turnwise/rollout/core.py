@@ -22,6 +22,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
+    from turnwise.rollout.workers.pool import WorkerPool
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -61,6 +62,19 @@ class RolloutRequest:
         return f"{name}~{tag}" if tag else name
 
 
+class Workers(Protocol):
+    """The rollout workers of a run, on other nodes.
+
+    Attributes:
+        reissues: Retries of an episode after the loss of its worker.
+    """
+
+    reissues: int
+
+    async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> WorkerPool:
+        """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
     """Further parts that a run gives its rollout manager.
@@ -77,6 +91,7 @@ class RolloutParts:
         custom: The raw ``custom`` section of the configuration.
         frozen: Further policies by name, never trained.
         notify: Called with messages for the user (runners that come and go).
+        workers: Starts the rollout workers that play the episodes; None plays them in this process.
         settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
     """
 
@@ -92,6 +107,7 @@ class RolloutParts:
     frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     settings: BaseModel | None = None
     notify: Callable[[str], None] | None = None
+    workers: Workers | None = None
 
 
 @dataclass(frozen=True, slots=True)

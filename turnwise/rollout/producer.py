@@ -43,6 +43,7 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.workers.pool import WorkerPool
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.execute import ToolThreads
@@ -243,7 +244,7 @@ class RolloutProducer(RolloutManager):
     def __init__(
         self,
         config: RolloutConfig,
-        runner: EpisodeRunner,
+        runner: EpisodeRunner | WorkerPool,
         buffer: ReplayBuffer | None,
         parts: RolloutParts,
         threads: ToolThreads,
@@ -262,6 +263,10 @@ class RolloutProducer(RolloutManager):
         self._given: set[str] = set()
         self._failures = FailureWatch(config.max_failed_groups)
         self._closing = False
+        # Runners and workers that are lost say nothing against the episode.
+        self._reissues = parts.workers.reissues if parts.workers is not None else 0
+        if config.remote is not None:
+            self._reissues = config.remote.reissues
 
     @classmethod
     async def create(
@@ -279,6 +284,9 @@ class RolloutProducer(RolloutManager):
             )
             # The group reward reads the messages before trajectories are written.
             runner_config, write = config.model_copy(update={"save_messages": True}), rewarder.take
+        if parts.workers is not None:
+            pool = await parts.workers.open(runner_config, write)
+            return cls(config, pool, buffer, parts, threads, rewarder)
         runner = EpisodeRunner(
             runner_config,
             client,
@@ -450,7 +458,7 @@ class RolloutProducer(RolloutManager):
             episodes=asked.name,
         )
         # A lost runner says nothing against the episode: it is counted apart from what fails.
-        left, lost = self._config.retries, 0 if self._config.remote is None else self._config.remote.reissues
+        left, lost = self._config.retries, self._reissues
         for attempt in itertools.count():
             async with self._slots:
                 outcome = await self._attempt(replace(spec, attempt=attempt))
@@ -484,16 +492,17 @@ class RolloutProducer(RolloutManager):
                 self._rewarder.keep(asked.name, trajectories)
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
-        if self._remote is None:
+        if self._remote is None or isinstance(self._runner, WorkerPool):
             return await self._runner.run(spec)
         # The episode begins when a runner is connected: waiting for one does not count towards its timeout.
         async with self._remote.acquire_runner() as agent:
             return await self._runner.run(spec, agent)
 
     def _count_lost(self, error: Exception | None) -> None:
-        if self._threads.lost > self._config.max_lost_threads:
+        lost = self._threads.lost + (self._runner.lost_threads if isinstance(self._runner, WorkerPool) else 0)
+        if lost > self._config.max_lost_threads:
             raise EnvError(
-                f"{self._threads.lost} abandoned threads still run code of tools or environments and cannot be "
+                f"{lost} abandoned threads still run code of tools or environments and cannot be "
                 f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Add time-outs to that code, or "
                 f"make it async. The last error: {error or 'none'}"
             ) from error

@@ -83,7 +83,7 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
     """
     from warm import WarmPopen, inherit
 
-    from turnwise.inference.process import ServerProcess
+    from turnwise.placement.local import LocalPlacement
     from turnwise.trainer.learn.rank_processes import RankProcesses
 
     link, theirs = socket.socketpair()
@@ -98,7 +98,7 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
         return theirs
     theirs.close()
     inherit(ours, request["env"])
-    ServerProcess.launcher = WarmPopen
+    LocalPlacement.launcher = WarmPopen
     RankProcesses.launcher = WarmPopen
     return None
 

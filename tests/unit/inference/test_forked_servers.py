@@ -45,10 +45,11 @@ counts = json.loads(sys.argv[1])
 
 async def started(status=0):
     process = ServerProcess("a model", log_file=Path("server.log"), launch_timeout=60, close_timeout=10)
-    def command(report, lifeline):
-        return [sys.executable, "-m", "small_server", str(report), str(lifeline), str(status)]
+    def command(inherited):
+        given = [str(inherited.report), str(inherited.lifeline)]
+        return [sys.executable, "-m", "small_server", *given, str(status)]
     try:
-        return process, await process.start(command, {**os.environ, "MARK": "set later"})
+        return process, await process.start(command, lambda given: {**given, "MARK": "set later"})
     except InferenceError as error:
         return process, {"error": str(error)}
 

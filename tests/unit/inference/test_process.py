@@ -46,7 +46,7 @@ def server(tmp_path: Path, **limits: float) -> ServerProcess:
 async def start(process: ServerProcess, how: str = "") -> psutil.Process:
     """Start it; return the process that it started."""
     reported = await process.start(
-        lambda report, lifeline: [sys.executable, "-c", SERVER, str(report), str(lifeline), how], os.environ
+        lambda inherited: [sys.executable, "-c", SERVER, str(inherited.report), str(inherited.lifeline), how], dict
     )
     assert reported["port"] == 7
     return psutil.Process(reported["child"])
@@ -104,10 +104,10 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
         await start(process, "broken")
     hasty = server(tmp_path, launch_timeout=0.5, close_timeout=5)
     with pytest.raises(InferenceError, match=r"did not answer within 0.5 s .*: signal 15;"):
-        await hasty.start(lambda report, lifeline: [sys.executable, "-c", "import time; time.sleep(100)"], os.environ)
+        await hasty.start(lambda _: [sys.executable, "-c", "import time; time.sleep(100)"], dict)
     assert (process.pid, hasty.pid) == (None, None)
     with pytest.raises(InferenceError, match=r"of a model could not be started: .*No such file .*/nothing'"):
-        await process.start(lambda report, lifeline: [str(tmp_path / "nothing")], os.environ)
+        await process.start(lambda _: [str(tmp_path / "nothing")], dict)
     await start(process)
     with pytest.raises(InferenceError, match="is already running as process"):
         await start(process)

@@ -323,7 +323,7 @@ async def test_bad_settings_name_key_value_and_remedy(
 def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:
     def said(**changes: Any) -> tuple[list[str], dict[str, str]]:
         config = InferenceConfig.model_validate(changes)
-        return command_line(model, "m", config, 0), environment(config, 1)
+        return command_line(model, "m", config, 0), environment(config, 1, os.environ)
 
     plain = said()
     changed = {

@@ -52,7 +52,9 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     def said(**changes: Any) -> tuple[list[str], dict[str, str]]:
         config = InferenceConfig.model_validate(changes)
         eager = bool(config.vllm.eager)
-        return command_line(model, "m", config, config.port, eager=eager), environment(config, 1, eager=eager)
+        return command_line(model, "m", config, config.port, eager=eager), environment(
+            config, 1, os.environ, eager=eager
+        )
 
     plain = said()
     changed = {
@@ -79,7 +81,7 @@ def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.Mon
     assert line[line.index("--generation-config") + 1] == "vllm"
     # Its own "auto" serves a float32 checkpoint in half precision.
     assert line[line.index("--dtype") + 1] == "bfloat16"
-    variables = environment(InferenceConfig(), 0, eager=False)
+    variables = environment(InferenceConfig(), 0, os.environ, eager=False)
     assert not {"PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"} & variables.keys()
     # vLLM's Python sees three files of this package, and not the packages beside it.
     [side] = variables["PYTHONPATH"].split(os.pathsep)
@@ -230,7 +232,7 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
         assert said.get("--max-model-len") == (str(inference.max_context) if inference.max_context else None)
         assert int(said["--max-num-batched-tokens"]) >= inference.max_seqs
         assert int(said["--kv-cache-memory-bytes"]) > 0
-        assert environment(inference, 0, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
+        assert environment(inference, 0, os.environ, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
         resolved.add(f"{file.parent.name}/{file.stem}")
     assert {"lookup/lora", "lookup/separate", "smollm2/train", "swe/shipped", "algorithms/gae"} <= resolved
     assert {f"{file.parent.name}/train" for file in EXAMPLES.glob("*/train.yaml")} <= resolved

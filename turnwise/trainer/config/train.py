@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.replay.config import MemberRule, ReplayConfig, RunFacts, allowed_staleness
 from turnwise.rollout.replay.strategies import StragglerDeadline
@@ -302,6 +303,32 @@ def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) 
         )
 
 
+def check_placement(
+    placement: PlacementName, ray: RayConfig, rollout: RolloutConfig, inference: InferenceConfig
+) -> None:
+    """Reject keys that do not go with the placement.
+
+    Raises:
+        ValueError: A key does not apply to it.
+    """
+    if placement == "local":
+        if ray != RayConfig():
+            raise ValueError(
+                "ray is given, but placement is local, where all runs on this machine: set placement to ray"
+            )
+        return
+    for key, given in (("remote", rollout.remote), ("agent_loop_manager_class", rollout.agent_loop_manager_class)):
+        if given is not None:
+            raise ValueError(
+                f"rollout.{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
+                "set placement to local"
+            )
+    if inference.port:
+        raise ValueError(
+            f"inference.port is {inference.port}, but placement is ray, where several servers may share a node: remove it"
+        )
+
+
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """A name that is also a directory's."""
 
@@ -335,6 +362,8 @@ class TrainConfig(Section):
         replay: The replay buffer: which finished groups a step trains.
         renderer: The renderer of messages.
         inference: The inference servers.
+        placement: Where processes run: ``local``, all on this machine; ``ray``, on the nodes of a cluster (docs/scaling.md).
+        ray: The cluster and the resources of ``placement: ray``.
         algorithm: From rewards to a loss.
         batch: The batch of a step.
         mode: Training mode (docs/training.md): ``sync`` alternates rollouts and updates; ``colocate_async`` overlaps
@@ -363,6 +392,8 @@ class TrainConfig(Section):
     replay: ReplayConfig = ReplayConfig()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
+    placement: PlacementName = "local"
+    ray: RayConfig = RayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
     mode: Mode = "sync"
@@ -386,6 +417,11 @@ class TrainConfig(Section):
         passes = self.algorithm.epochs * self.algorithm.minibatches
         check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
         check_leftover(self.batch, self.replay, sync=self.mode == "sync")
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> Self:
+        check_placement(self.placement, self.ray, self.rollout, self.inference)
         return self
 
     @model_validator(mode="after")

@@ -25,9 +25,10 @@ from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
-from turnwise.inference.memory import process_memory
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
+from turnwise.placement.ray_cluster import RayCluster
+from turnwise.placement.usage import process_memory
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
@@ -48,6 +49,7 @@ from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Tim
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng
+from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
 from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
@@ -333,6 +335,7 @@ async def open_run(
     home = RunDirectory(directory)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.lock())
+        cluster = await open_cluster(config, directory, console, stack)
         start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
         if start.learner.processes is not None:
             stack.callback(start.learner.processes.close)
@@ -340,7 +343,7 @@ async def open_run(
         start.store.tidy(after=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
         at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
-        run = await _assemble(config, directory, start, part, console, stack)
+        run = await _assemble(config, directory, start, part, console, stack, cluster)
         if not run.state.step:
             await _check_room(run, console)
         run.hooks = HookCalls.open(start.hooks, run)
@@ -368,7 +371,13 @@ async def _check_room(run: TrainRun, console: Console) -> None:
 
 
 async def _assemble(
-    config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
+    config: TrainConfig,
+    directory: Path,
+    start: Start,
+    part: int,
+    console: Console,
+    stack: contextlib.AsyncExitStack,
+    cluster: RayCluster | None,
 ) -> TrainRun:
     """Open the files, start the servers and the producer; ``stack`` closes them in reverse order."""
     state = start.state
@@ -393,6 +402,7 @@ async def _assemble(
         frozen=servers.frozen.policies,
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
+        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, servers.fleet, servers.frozen),
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)

@@ -1,4 +1,4 @@
-"""Memory of processes: resident set and its peak, of one process or with all its descendants.
+"""Memory and CPU time of processes: resident set and its peak, of one process or with all its descendants.
 
 The figures are those of ``/proc`` (``VmRSS``, ``VmHWM``; Linux). ``getrusage`` is not read there: after ``fork`` and
 ``exec`` its peak is at least the resident set of the parent.
@@ -6,6 +6,7 @@ The figures are those of ``/proc`` (``VmRSS``, ``VmHWM``; Linux). ``getrusage`` 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -53,3 +54,16 @@ def _family(pid: int) -> Iterator[int]:
         return
     for child in " ".join(lists).split():
         yield from _family(int(child))
+
+
+def group_cpu_seconds(leader: int) -> float:
+    """Return the CPU seconds of the running processes of a process group; 0 where there is no ``/proc``."""
+    total = 0.0
+    for status in _PROC.glob("[0-9]*/stat"):
+        # The file of a process that ended meanwhile cannot be read.
+        with contextlib.suppress(OSError):
+            # From the state on: the name before it may hold spaces and parentheses.
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == leader:
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total

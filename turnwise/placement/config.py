@@ -1,0 +1,93 @@
+"""The ``ray:`` section: cluster, resources and bounds of a run whose processes Ray places."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from turnwise.config import ConfigPath
+
+PlacementName: TypeAlias = Literal["local", "ray"]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ResourcesConfig(BaseModel):
+    """Resources that one process reserves on its node.
+
+    Attributes:
+        cpus: CPUs; a share for processes that wait most of the time.
+        gpus: GPUs; a share where a rank and a replica use one in turn.
+        custom: Further resources by the names that nodes have given them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    cpus: Amount = 1.0
+    gpus: Amount = 0.0
+    custom: dict[str, Amount] = {}
+
+    def bundle(self) -> dict[str, float]:
+        """Return them by Ray's names, without zeros."""
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in named.items() if amount}
+
+
+class WorkersConfig(ResourcesConfig):
+    """Rollout workers: processes that play episodes, with environments, agents and sandboxes.
+
+    Attributes:
+        min: Workers that are always kept.
+        max: Workers at most, which are started while episodes wait; None for ``min``.
+        episodes: Episodes of one worker at the same time.
+        idle: Seconds without an episode after which a worker beyond ``min`` is closed.
+        reissues: Retries of an episode after the loss of its worker, before that counts as a failure.
+    """
+
+    min: Annotated[int, Field(ge=1)] = 1
+    max: Annotated[int, Field(ge=1)] | None = None
+    episodes: Annotated[int, Field(ge=1)] = 32
+    idle: Annotated[float, Field(gt=0)] = 60.0
+    reissues: Annotated[int, Field(ge=0)] = 16
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max is {self.max}, below min, which is {self.min}: raise it, or remove it")
+        return self
+
+
+class RayConfig(BaseModel):
+    """A Ray cluster, and what the processes of a run reserve on it.
+
+    Run directory, model and the files that a configuration names are on a file system that all nodes share.
+
+    Attributes:
+        address: Address of a running cluster (``auto``, ``HOST:PORT``); None connects to that of ``RAY_ADDRESS``, or
+            starts one on this machine for the run.
+        layout: ``separate`` gives ranks and replicas resources of their own; ``colocated`` puts rank and replica of
+            the same number into one bundle, which needs as many of either.
+        workers: Rollout workers.
+        replica: Resources of one inference server.
+        rank: Resources of one rank of the engine ``fsdp``.
+        working_dir: Folder with the user's code, copied to every node; None where all nodes share it.
+        runtime_env: Further parts of Ray's runtime environment (``pip``, ``env_vars`` ...).
+        timeout: Seconds to wait for resources that others use.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    address: str | None = None
+    layout: Literal["separate", "colocated"] = "separate"
+    workers: WorkersConfig = WorkersConfig()
+    replica: ResourcesConfig = ResourcesConfig()
+    rank: ResourcesConfig = ResourcesConfig()
+    working_dir: ConfigPath | None = None
+    runtime_env: dict[str, Any] = {}
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+
+    @model_validator(mode="after")
+    def _one_working_dir(self) -> Self:
+        if "working_dir" in self.runtime_env:
+            raise ValueError("runtime_env without working_dir, which is a key of its own: ray.working_dir")
+        return self

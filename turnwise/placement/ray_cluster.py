@@ -1,0 +1,329 @@
+"""A run's part of a Ray cluster: connection, checks of the nodes, and placement groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import platform
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias
+
+from turnwise.errors import ConfigError, MissingExtraError, PlacementError
+from turnwise.placement.config import RayConfig
+
+Kind: TypeAlias = Literal["replica", "rank", "worker"]
+Bundle: TypeAlias = dict[str, float]
+_KEYS: dict[Kind, str] = {"replica": "ray.replica", "rank": "ray.rank", "worker": "ray.workers"}
+_PACKAGES = ("turnwise", "torch", "ray")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """How many processes of each kind a run has from its start on."""
+
+    replicas: int
+    workers: int
+    ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Resources of one process: a part of a bundle, or resources outside of the group."""
+
+    kind: Kind
+    resources: Bundle
+    group: Any = None
+    bundle: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Bundles of a run.
+
+    Attributes:
+        bundles: Resources of each.
+        users: The kinds of processes that share each.
+    """
+
+    bundles: list[Bundle] = field(default_factory=list)
+    users: list[list[Kind]] = field(default_factory=list)
+
+
+def lay_out(config: RayConfig, needs: Needs) -> Layout:
+    """Return the bundles of a run.
+
+    Raises:
+        ConfigError: ``colocated`` without as many ranks as replicas.
+    """
+    replica, rank, worker = config.replica.bundle(), config.rank.bundle(), config.workers.bundle()
+    users: list[list[Kind]] = []
+    if config.layout == "colocated":
+        if needs.ranks != needs.replicas:
+            raise ConfigError(
+                f"ray.layout is colocated, with {needs.ranks} ranks (policies.main.engine fsdp and its ranks) and "
+                f"{needs.replicas} replicas (inference.replicas): make them equal, or say separate"
+            )
+        users.extend(["rank", "replica"] for _ in range(needs.ranks))
+    else:
+        users.extend(["rank"] for _ in range(needs.ranks))
+        users.extend(["replica"] for _ in range(needs.replicas))
+    users.extend(["worker"] for _ in range(needs.workers))
+    of: dict[Kind, Bundle] = {"replica": replica, "rank": rank, "worker": worker}
+    return Layout([_sum([of[kind] for kind in kinds]) for kinds in users], users)
+
+
+def _sum(bundles: Sequence[Bundle]) -> Bundle:
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    # Ray wants a bundle to hold something; so little fits everywhere.
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names} or {"CPU": 0.001}
+
+
+def check_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Check that the nodes, when nothing else uses them, hold all bundles.
+
+    The largest bundle goes first, to the node with the most left of what it needs most.
+
+    Args:
+        layout: The bundles.
+        nodes: Resources of each node.
+
+    Raises:
+        ConfigError: They never can; it names what is missing, and the key.
+    """
+    left = [dict(node) for node in nodes]
+    order = sorted(range(len(layout.bundles)), key=lambda each: -sum(layout.bundles[each].values()))
+    for place in order:
+        bundle, kinds = layout.bundles[place], layout.users[place]
+        fitting = [node for node in left if all(node.get(name, 0.0) + 1e-9 >= least for name, least in bundle.items())]
+        if not fitting:
+            keys = " and ".join(_KEYS[kind] for kind in kinds)
+            total = _sum(layout.bundles)
+            have = {name: sum(node.get(name, 0.0) for node in nodes) for name in total}
+            raise ConfigError(
+                f"{keys} asks for {_words(bundle)} on one node, and no node of the cluster has them left for the last "
+                f"of {len(layout.bundles)} bundles: all of them need {_words(total)}, and {len(nodes)} nodes have "
+                f"{_words(have)} ({'; '.join(_words({name: node.get(name, 0.0) for name in total}) for node in nodes)})"
+                ": add nodes, or lower inference.replicas, ray.workers.min or the resources of either"
+            )
+        scarcest = max(bundle, key=bundle.__getitem__)
+        best = max(fitting, key=lambda node: node.get(scarcest, 0.0))
+        for name, amount in bundle.items():
+            best[name] -= amount
+
+
+def _words(bundle: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "nothing"
+
+
+class RayCluster:
+    """The connection of a run to its cluster. Use :meth:`open`."""
+
+    def __init__(self, config: RayConfig, group: Any, layout: Layout, *, owns: bool) -> None:
+        self._config = config
+        self._group = group
+        self._owns = owns
+        self._free: defaultdict[Kind, list[Slot]] = defaultdict(list)
+        of: dict[Kind, Bundle] = {
+            "replica": config.replica.bundle(),
+            "rank": config.rank.bundle(),
+            "worker": config.workers.bundle(),
+        }
+        self._of = of
+        for bundle, kinds in enumerate(layout.users):
+            for kind in kinds:
+                self._free[kind].append(Slot(kind, of[kind], group, bundle))
+
+    @classmethod
+    async def open(cls, config: RayConfig, needs: Needs, paths: Mapping[str, Path], say: Callable[[str], None]) -> Self:
+        """Connect to the cluster, or start one here, and reserve what the run needs.
+
+        Args:
+            config: Address and resources.
+            needs: Number of processes.
+            paths: Files and folders that every node must have, by what names them.
+            say: Called with messages for the user.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            ConfigError: No cluster is at the address, its nodes differ, lack a path, or cannot hold the run.
+            PlacementError: Others use what it needs, for longer than ``ray.timeout``.
+        """
+        layout = lay_out(config, needs)
+        owns = _connect(config)
+        try:
+            import ray
+
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            check_room(layout, [node["Resources"] for node in nodes])
+            await _check_nodes(nodes, paths)
+            say(f"ray: {len(nodes)} nodes, {_words(_cpus(nodes))}")
+            group = await _reserve(config, layout, say)
+        except BaseException:  # raised again: only the connection is closed
+            if owns:
+                _disconnect()
+            raise
+        return cls(config, group, layout, owns=owns)
+
+    def claim(self, kind: Kind) -> Slot:
+        """Take a slot of the group for a process of a kind; resources outside of it where all are taken."""
+        free = self._free[kind]
+        return free.pop(0) if free else Slot(kind, self._of[kind])
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back."""
+        if slot.group is not None and slot not in self._free[slot.kind]:
+            self._free[slot.kind].append(slot)
+            self._free[slot.kind].sort(key=lambda each: each.bundle)
+
+    def actor(self, cls: type[Any], slot: Slot, name: str, *arguments: Any) -> Any:
+        """Start an actor with the resources of a slot; return its handle. It ends with this process."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = dict(slot.resources)
+        options: dict[str, Any] = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            # Calls wait for the ends of processes and episodes.
+            "max_concurrency": 10_000,
+            "max_restarts": 0,
+            "name": f"{name} ({secrets.token_hex(4)})",
+            "scheduling_strategy": "SPREAD",
+        }
+        if slot.group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(slot.group, slot.bundle)
+        return ray.remote(cls).options(**options).remote(*arguments)
+
+    async def close(self) -> None:
+        """Free the resources, and end a cluster that was started here. Idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)
+        if self._owns:
+            _disconnect()
+
+
+def _connect(config: RayConfig) -> bool:
+    """Connect this process, unless it is connected; return whether it was connected here."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray", "placement: ray") from error
+    if ray.is_initialized():
+        return False
+    environment = dict(config.runtime_env)
+    if config.working_dir is not None:
+        environment["working_dir"] = str(config.working_dir)
+    try:
+        ray.init(
+            address=config.address,
+            namespace=f"turnwise-{secrets.token_hex(4)}",
+            runtime_env=environment or None,
+            configure_logging=False,
+            log_to_driver=False,
+            include_dashboard=None if config.address else False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "no cluster could be started here" if config.address is None else f"ray.address is {config.address}"
+        raise ConfigError(
+            f"{where}: {error}; name the address of a running cluster (ray start --head), or remove it to start one"
+        ) from error
+    return True
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _cpus(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {name: sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+
+
+async def _reserve(config: RayConfig, layout: Layout, say: Callable[[str], None]) -> Any:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group(layout.bundles, strategy="SPREAD")
+    ready = group.ready()
+    try:
+        await asyncio.wait_for(asyncio.shield(_awaited(ready)), min(10.0, config.timeout))
+    except TimeoutError:
+        say(f"ray: waiting for {_words(_sum(layout.bundles))}, which others use")
+        try:
+            await asyncio.wait_for(_awaited(ready), config.timeout)
+        except TimeoutError:
+            remove_placement_group(group)
+            raise PlacementError(
+                f"{_words(_sum(layout.bundles))} were not free within {config.timeout:g} s (ray.timeout): stop what "
+                "uses them, or add nodes"
+            ) from None
+    return group
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def node_facts(paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of a node's packages, and which paths it lacks; runs on the node."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found | {f"lacks {name}": path for name, path in paths.items() if not Path(path).exists()}
+
+
+async def _check_nodes(nodes: Sequence[Mapping[str, Any]], paths: Mapping[str, Path]) -> None:
+    """Check that all nodes have this process's versions, and the paths. Raises ConfigError."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    given = {name: str(path) for name, path in paths.items()}
+    ours, remote = node_facts({}), ray.remote(node_facts)
+    asked = [
+        remote.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(given)
+        for node in nodes
+    ]
+    try:
+        answers = await asyncio.gather(*map(_awaited, asked))
+    except RayError as error:
+        raise ConfigError(
+            f"a node of the cluster cannot run turnwise ({' '.join(str(error).split())[-300:]}): install the same "
+            "version on all nodes"
+        ) from error
+    for node, theirs in zip(nodes, answers, strict=True):
+        where = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        for name, version in ours.items():
+            if theirs[name] != version:
+                raise ConfigError(
+                    f"{where} has {name} {theirs[name]}, and this process {version}: install the same version on both"
+                )
+        for name, path in theirs.items():
+            if name.startswith("lacks "):
+                raise ConfigError(
+                    f"{where} has no {path} ({name.removeprefix('lacks ')}): put it on a file system that all nodes "
+                    "share, under the same path"
+                )
+
+
+def lost_actor(name: str, error: Exception) -> PlacementError:
+    """Return the error of a call to an actor that is lost."""
+    return PlacementError(f"{name} was lost: {' '.join(str(error).split())[:300]}")

@@ -1,0 +1,212 @@
+"""Processes on the nodes of a Ray cluster: an actor on the node starts one, and tells how it ends.
+
+The process ends with its actor (lifeline pipe), and the actor with its node or with the program that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util import get_node_ip_address
+
+from turnwise.model.core import MemoryUse
+from turnwise.placement.core import PlacedProcess, Placement, Program
+from turnwise.placement.local import LocalPlacement, LocalProcess
+from turnwise.placement.ray_cluster import RayCluster, Slot, lost_actor
+
+_AGAIN = 0.5
+"""Seconds before an actor is tried again whose node has just been lost."""
+
+
+class ProcessHost:
+    """The actor of one process."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+
+    async def start(self, program: Program) -> tuple[int, str]:
+        """Start the process; return its id and the address of the node. Raises OSError."""
+        host = get_node_ip_address()
+        self._process = await LocalPlacement(host).start(program)
+        return self._process.pid, host
+
+    async def report(self) -> bytes | None:
+        """Return the line that the process reports."""
+        return await self._started.report()
+
+    async def wait(self) -> tuple[int, float]:
+        """Wait for the end of the process; return its status and its CPU seconds."""
+        await self._started.ended.wait()
+        return self._started.status, self._started.cpu_seconds
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._started.signal(number)
+
+    async def running_cpu(self) -> float:
+        """Return the CPU seconds of its process group."""
+        return await self._started.running_cpu()
+
+    async def memory(self) -> MemoryUse | None:
+        """Return the memory of it and its descendants."""
+        return await self._started.memory()
+
+    @property
+    def _started(self) -> LocalProcess:
+        assert self._process is not None, "start() was not called"
+        return self._process
+
+
+class RayProcess(PlacedProcess):
+    """A process on a node, behind its actor."""
+
+    def __init__(self, actor: Any, started: tuple[int, str], release: Callable[[], None]) -> None:
+        self.pid, self.host = started
+        self.ended = asyncio.Event()
+        self._actor = actor
+        self._release = release
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        try:
+            self.status, self.cpu_seconds = await patiently(self._actor.wait.remote)
+        except RayError as error:
+            self.status, self.lost = -signal.SIGKILL, f"its node or its actor was lost ({_short(error)})"
+        finally:
+            self.ended.set()
+
+    async def report(self) -> bytes | None:
+        """Return the line that it reports; None if it ended without one, or its node was lost."""
+        try:
+            line: bytes | None = await patiently(self._actor.report.remote)
+        except RayError:
+            await self.ended.wait()
+            return None
+        if line is None:
+            await self.ended.wait()
+        return line
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if not self.ended.is_set():
+            self._actor.signal.remote(int(number))
+
+    async def running_cpu(self) -> float:
+        """Return the CPU seconds of its process group; 0 if its node was lost."""
+        try:
+            return float(await self._actor.running_cpu.remote())
+        except RayError:
+            return 0.0
+
+    async def memory(self) -> MemoryUse | None:
+        """Return its memory and that of its descendants; None if its node was lost."""
+        try:
+            found: MemoryUse | None = await self._actor.memory.remote()
+        except RayError:
+            return None
+        return found
+
+    def release(self) -> None:
+        """End the actor, and give back its resources. Idempotent."""
+        self._watching.cancel()
+        self.ended.set()
+        self._release()
+
+
+class RayPlacement(Placement):
+    """Places processes in the placement group of a run."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+
+    async def start(self, program: Program) -> RayProcess:
+        """Start a process on its node; wait for another one while a lost node is replaced.
+
+        Raises:
+            OSError: The node's system refused to start it.
+        """
+        slot = self._cluster.claim(program.role)
+        while True:
+            actor = self._cluster.actor(ProcessHost, slot, program.what)
+            try:
+                started = await actor.start.remote(program)
+            except RayActorError:
+                # Ray may place it on a node that has died, until it has noticed.
+                kill(actor)
+                await asyncio.sleep(_AGAIN)
+            except BaseException:  # a refusal of the system, or a cancellation: the slot is free again
+                self._give_back(actor, slot)
+                raise
+            else:
+                return RayProcess(actor, started, partial(self._give_back, actor, slot))
+
+    def _give_back(self, actor: Any, slot: Slot) -> None:
+        kill(actor)
+        self._cluster.release(slot)
+
+
+class RayObject:
+    """An object in an actor of its own, such as a rollout worker.
+
+    Attributes:
+        name: For messages.
+    """
+
+    def __init__(self, cluster: RayCluster, slot: Slot, actor: Any, name: str, patience: float) -> None:
+        self.name = name
+        self._cluster = cluster
+        self._slot: Slot | None = slot
+        self._actor = actor
+        self._patience = patience
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method.
+
+        Raises:
+            PlacementError: The actor or its node was lost.
+            Exception: What the method raises.
+        """
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except RayTaskError as error:
+            raise error.cause from None if isinstance(error.cause, Exception) else error
+        except RayError as error:
+            raise lost_actor(self.name, error) from error
+
+    async def close(self) -> None:
+        """Close the object within its patience, and end its actor. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        try:
+            with contextlib.suppress(TimeoutError, Exception):
+                await asyncio.wait_for(self.call("close"), self._patience)
+        finally:
+            kill(self._actor)
+            self._cluster.release(slot)
+
+
+async def patiently(call: Callable[[], Any]) -> Any:
+    """Await a call that may be repeated, also while Ray cannot say whether its actor is lost. Raises RayError."""
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            await asyncio.sleep(_AGAIN)
+
+
+def kill(actor: Any) -> None:
+    """End an actor and, with it, its process."""
+    with contextlib.suppress(RayError, RuntimeError):
+        ray.kill(actor, no_restart=True)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

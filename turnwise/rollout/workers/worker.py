@@ -1,0 +1,177 @@
+"""The rollout worker: plays episodes in a process of its own, with environments, agents, sandboxes and recorder.
+
+Its model calls go to the inference servers directly. Each is in the worker's own part of the ledger,
+``ledgers/NAME.jsonl`` in the run directory, before it can be committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.append_file import private_directory, private_opener
+from turnwise.gateway.config import FrozenConfig
+from turnwise.gateway.frozen import load_renderers, open_frozen
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import RendererConfig
+from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.remote.protocol import error_record
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tools.execute import ToolThreads
+from turnwise.trajectory import Trajectory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker needs to know of its run.
+
+    Attributes:
+        config: How episodes are rolled out.
+        model: The model that the run begins with, for tokenizer and chat template.
+        renderer: Its renderer.
+        urls: The inference servers.
+        retries: Retries of its client after a connection error.
+        retry_wait: Seconds before the first of them.
+        frozen: Further policies, with the URLs of their servers.
+        run: The run directory, which all nodes share.
+        name: Name of its log.
+    """
+
+    config: RolloutConfig
+    model: Path
+    renderer: RendererConfig
+    urls: tuple[str, ...]
+    retries: int
+    retry_wait: float
+    run: Path
+    name: str
+    frozen: Mapping[str, FrozenConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """What a worker returns of an episode.
+
+    Attributes:
+        trajectories: All that the episode wrote, failed and cancelled ones included.
+        error: The error that ended it, as a record; None without one.
+        cancelled: Whether it was cancelled.
+        lost_threads: Threads of the worker that tools have blocked for good, so far.
+    """
+
+    trajectories: list[Trajectory]
+    error: dict[str, Any] | None
+    cancelled: bool
+    lost_threads: int
+
+
+class RolloutWorker:
+    """Plays episodes until it is closed."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._clients: list[HTTPClient] = []
+        self._written: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._threads = ToolThreads(spec.config.concurrency, max_lost=spec.config.max_lost_threads + 1)
+        self._stack = contextlib.AsyncExitStack()
+        self._runner: EpisodeRunner | None = None
+
+    def log_to(self, file: Path) -> None:
+        """Append the output of this process to a file."""
+        private_directory(file.parent)
+        with open(file, "ab", opener=private_opener) as log:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+    async def prepare(self) -> None:
+        """Load tools, environment and renderer, and connect to the servers.
+
+        Raises:
+            TurnwiseError: A part of the configuration cannot be used on this node.
+        """
+        spec = self._spec
+        # The same worker is never started twice: a name of its own for each process, also of a resumed run.
+        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl")
+        self._stack.push(book.leave)
+        renderer = spec.renderer.load(spec.model)
+        renderers = load_renderers(spec.frozen, spec.model, spec.renderer)
+        logs = spec.run / "logs"
+        frozen = await open_frozen(spec.frozen, renderers, self._stack, start=spec.model, logs=logs, book=book)
+        served = HTTPClient(spec.urls, retries=spec.retries, retry_wait=spec.retry_wait)
+        self._clients = [served, *frozen.clients]
+        client = LedgerClient(served, book)
+        self._stack.push_async_callback(client.close)
+        info = await client.model_info()
+        runner = EpisodeRunner(
+            spec.config,
+            client,
+            renderer,
+            context_length=info.context_length,
+            guides=info.guides,
+            executor=self._threads,
+            write=self._write,
+            frozen=frozen.policies,
+        )
+        await runner.prepare()
+        self._stack.push_async_callback(runner.close)
+        self._runner = runner
+        _log.info("ready for episodes")
+
+    async def run(self, spec: EpisodeSpec) -> WorkerAnswer:
+        """Run one episode."""
+        assert self._runner is not None, "prepare() was not called"
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[spec.episode_id] = task
+        error, cancelled = None, False
+        try:
+            outcome = await self._runner.run(spec)
+            error = None if outcome.error is None else error_record(outcome.error)
+        except asyncio.CancelledError:
+            cancelled = True
+        except Exception as raised:  # noqa: BLE001 - the boundary of the process: raised again by the pool
+            error = error_record(raised)
+        finally:
+            del self._running[spec.episode_id]
+        written = self._written.pop(spec.episode_id, [])
+        return WorkerAnswer(written, error, cancelled, self._threads.lost)
+
+    def cancel(self, episode_id: str) -> None:
+        """Cancel an episode, which then returns its trajectories; one that has ended is ignored."""
+        if episode_id in self._running:
+            self._running[episode_id].cancel()
+
+    def move(self, before: str, after: str) -> None:
+        """Send requests for one server to another, which has taken its place."""
+        for client in self._clients:
+            # Each policy has servers of its own.
+            with contextlib.suppress(ValueError):
+                client.replace_url(before, after)
+
+    async def close(self) -> None:
+        """Cancel what runs, and close environments, ledger and connections."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._stack.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, trajectory: Trajectory) -> None:
+        self._written[trajectory.episode_id].append(trajectory)

@@ -1,0 +1,128 @@
+"""A run on a Ray cluster: its connection, and its rollout workers there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from turnwise.errors import PlacementError
+from turnwise.gateway.frozen import FrozenPolicies
+from turnwise.inference.replica_set import ReplicaSet
+from turnwise.placement.local import placed_by
+from turnwise.placement.ray_cluster import Needs, RayCluster
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.workers.pool import PoolSize, WorkerPool
+from turnwise.rollout.workers.worker import RolloutWorker, WorkerSpec
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.learner import chosen_engine
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.placement.ray_hosts import RayObject
+
+_LOST_STARTS = 20
+
+
+def cluster_needs(config: TrainConfig) -> Needs:
+    """Return how many processes a run has from its start on."""
+    served = [config.inference, *(each.inference for each in config.rollout.frozen.values() if not each.urls)]
+    replicas = sum(each.replicas for each in served if not each.urls)
+    options = chosen_engine(config.policy).options if config.policy.engine == "fsdp" else {}
+    return Needs(
+        replicas, config.ray.workers.min, int(options.get("ranks", 2)) if config.policy.engine == "fsdp" else 0
+    )
+
+
+async def open_cluster(
+    config: TrainConfig, directory: Path, console: Console, stack: contextlib.AsyncExitStack
+) -> RayCluster | None:
+    """Connect to the cluster of ``placement: ray`` and have it place the processes of the run; None for ``local``.
+
+    Raises:
+        ConfigError: It cannot be reached, or can never hold the run.
+        MissingExtraError: Ray is not installed.
+        PlacementError: What the run needs is in use.
+    """
+    if config.placement == "local":
+        return None
+    paths = {"policies.main.model.path": Path(config.policy.model.path).absolute()}
+    if directory.parent.is_dir():
+        paths["runs"] = directory.parent.absolute()
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    cluster = await RayCluster.open(config.ray, cluster_needs(config), paths, say)
+    stack.push_async_callback(cluster.close)
+    from turnwise.placement.ray_hosts import RayPlacement
+
+    stack.enter_context(placed_by(RayPlacement(cluster)))
+    return cluster
+
+
+class ClusterWorkers:
+    """The rollout workers of a run, as actors of its cluster.
+
+    Attributes:
+        reissues: Retries of an episode after the loss of its worker.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, config: TrainConfig, directory: Path, fleet: ReplicaSet, frozen: FrozenPolicies
+    ) -> None:
+        self.reissues = config.ray.workers.reissues
+        self._cluster = cluster
+        self._config = config
+        self._directory = directory.absolute()
+        self._fleet = fleet
+        self._frozen = frozen
+        self._numbers = itertools.count()
+
+    async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> WorkerPool:
+        """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""
+        bounds = self._config.ray.workers
+        size = PoolSize(bounds.min, bounds.max or bounds.min, bounds.episodes, bounds.idle)
+        pool = await WorkerPool.open(partial(self._start, config), size, write=write)
+        for fleet in (self._fleet, *self._frozen.fleets.values()):
+            fleet.moved.append(pool.move)
+        return pool
+
+    def _spec(self, config: RolloutConfig, name: str) -> WorkerSpec:
+        inference = self._config.inference
+        return WorkerSpec(
+            config,
+            Path(self._config.policy.model.path).absolute(),
+            self._config.renderer,
+            tuple(replica.url for replica in self._fleet.replicas),
+            inference.retries,
+            inference.retry_wait,
+            self._directory,
+            name,
+            self._frozen.served(config.frozen),
+        )
+
+    async def _start(self, config: RolloutConfig) -> RayObject:
+        """Start one worker, ready for episodes, on a node that takes it."""
+        from turnwise.placement.ray_hosts import RayObject
+
+        for left in reversed(range(_LOST_STARTS)):
+            name = f"worker-{next(self._numbers)}"
+            slot = self._cluster.claim("worker")
+            actor = self._cluster.actor(RolloutWorker, slot, name, self._spec(config, name))
+            worker = RayObject(self._cluster, slot, actor, name, config.close_timeout)
+            try:
+                await worker.call("log_to", self._directory / "logs" / f"{name}.log")
+                await worker.call("prepare")
+            except PlacementError:
+                await worker.close()
+                if not left:
+                    raise
+            except BaseException:  # raised again: only its actor is ended
+                await worker.close()
+                raise
+            else:
+                return worker
+        raise AssertionError("unreachable")
