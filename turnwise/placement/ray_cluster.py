@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import platform
 import secrets
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,17 +225,24 @@ def _connect(config: RayConfig) -> bool:
         raise MissingExtraError("ray", "ray", "placement: ray") from error
     if ray.is_initialized():
         return False
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if address not in (None, "auto", "local"):
+        _check_answers(address)
+    if address in (None, "local"):
+        # By default what Ray starts gives way to the process that trains, which waits for it.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     environment = dict(config.runtime_env)
     if config.working_dir is not None:
         environment["working_dir"] = str(config.working_dir)
     try:
         ray.init(
-            address=config.address,
+            # Without an address it would join what another program has started here.
+            address=address or "local",
             namespace=f"turnwise-{secrets.token_hex(4)}",
             runtime_env=environment or None,
             configure_logging=False,
             log_to_driver=False,
-            include_dashboard=None if config.address else False,
+            include_dashboard=False if address in (None, "local") else None,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "no cluster could be started here" if config.address is None else f"ray.address is {config.address}"
@@ -241,6 +250,18 @@ def _connect(config: RayConfig) -> bool:
             f"{where}: {error}; name the address of a running cluster (ray start --head), or remove it to start one"
         ) from error
     return True
+
+
+def _check_answers(address: str) -> None:
+    """Check that something listens at the address of a cluster, which Ray itself would wait for. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ray.address is {address}, where no cluster answers ({error}): name HOST:PORT of a running one, as ray "
+            "start --head prints it, or remove it to start one here"
+        ) from error
 
 
 def _disconnect() -> None:

@@ -120,8 +120,8 @@ class WorkerPool:
                 if not isinstance(done, BaseException):
                     await done.close()
             raise
-        for handle in handles:
-            pool._add(handle)
+        now = asyncio.get_running_loop().time()
+        pool._places = [_Place(handle, idle_since=now) for handle in handles]
         pool._tidying = asyncio.create_task(pool._tidy())
         return pool
 

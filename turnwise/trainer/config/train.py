@@ -325,7 +325,7 @@ def check_placement(
             )
     if inference.port:
         raise ValueError(
-            f"inference.port is {inference.port}, but placement is ray, where several servers may share a node: remove it"
+            f"inference.port is {inference.port}, but by placement ray servers may share a node: remove it"
         )
 
 
@@ -362,7 +362,7 @@ class TrainConfig(Section):
         replay: The replay buffer: which finished groups a step trains.
         renderer: The renderer of messages.
         inference: The inference servers.
-        placement: Where processes run: ``local``, all on this machine; ``ray``, on the nodes of a cluster (docs/scaling.md).
+        placement: Where processes run: ``local``, on this machine; ``ray``, on the nodes of a cluster.
         ray: The cluster and the resources of ``placement: ray``.
         algorithm: From rewards to a loss.
         batch: The batch of a step.

@@ -33,10 +33,9 @@ def cluster_needs(config: TrainConfig) -> Needs:
     """Return how many processes a run has from its start on."""
     served = [config.inference, *(each.inference for each in config.rollout.frozen.values() if not each.urls)]
     replicas = sum(each.replicas for each in served if not each.urls)
-    options = chosen_engine(config.policy).options if config.policy.engine == "fsdp" else {}
-    return Needs(
-        replicas, config.ray.workers.min, int(options.get("ranks", 2)) if config.policy.engine == "fsdp" else 0
-    )
+    # A learner that has ranks says how many; that of torch computes in this process.
+    ranks = int(chosen_engine(config.policy).options.get("ranks", 0))
+    return Needs(replicas, config.ray.workers.min, ranks)
 
 
 async def open_cluster(

@@ -50,7 +50,10 @@ from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 CHECKPOINTS = "checkpoints"
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
-_FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "inference", "loggers", "custom")
+_FREE_SECTIONS = (
+    *("runs", "name", "steps", "budget", "eval", "checkpoint"),
+    *("inference", "placement", "ray", "loggers", "custom"),
+)
 
 
 def config_digest(config: TrainConfig) -> str:
