@@ -73,6 +73,7 @@ class RayConfig(BaseModel):
         working_dir: Folder with the user's code, copied to every node; None where all nodes share it.
         runtime_env: Further parts of Ray's runtime environment (``pip``, ``env_vars`` ...).
         timeout: Seconds to wait for resources that others use.
+        restarts: Times that a run goes on from its last checkpoint by itself after the death of a rank.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,6 +86,7 @@ class RayConfig(BaseModel):
     working_dir: ConfigPath | None = None
     runtime_env: dict[str, Any] = {}
     timeout: Annotated[float, Field(gt=0)] = 300.0
+    restarts: Annotated[int, Field(ge=0)] = 3
 
     @model_validator(mode="after")
     def _one_working_dir(self) -> Self:

@@ -6,8 +6,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from turnwise.model.core import MemoryUse
 
@@ -95,8 +96,69 @@ class PlacedProcess(ABC):
         """End what is left of it, and free what it held. Idempotent."""
 
 
+RANK_TOKEN = "TURNWISE_RANK_TOKEN"
+"""Environment variable with what a rank sends first on its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """What a rank process on a node gets.
+
+    Attributes:
+        link: Where this process waits for its connection, as HOST:PORT.
+        lifeline: Descriptor whose end of file ends it.
+        host: Address of its node.
+    """
+
+    link: str
+    lifeline: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRank:
+    """A started rank.
+
+    Attributes:
+        process: As a ``subprocess.Popen``.
+        accept: Waits for its connection. Raises PlacementError.
+        log: Where its output goes.
+    """
+
+    process: Any
+    accept: Callable[[], Connection]
+    log: Path
+
+
+class RankHosts(ABC):
+    """Starts the ranks of a sharded learner on other nodes.
+
+    Attributes:
+        host: Address of this process's node, where they meet.
+    """
+
+    host: str
+
+    @abstractmethod
+    def launch(
+        self, rank: int, command: Callable[[RankAddress], Sequence[str]], threads: int, timeout: float
+    ) -> StartedRank:
+        """Start a rank, which has ``timeout`` seconds to start and to connect.
+
+        Raises:
+            OSError: Its node refused to start it.
+            PlacementError: No node took it in time.
+        """
+
+
 class Placement(ABC):
-    """Starts the processes of a run."""
+    """Starts the processes of a run.
+
+    Attributes:
+        ranks: Starts ranks on other nodes; None where they run on this machine.
+    """
+
+    ranks: RankHosts | None = None
 
     @abstractmethod
     async def start(self, program: Program) -> PlacedProcess:

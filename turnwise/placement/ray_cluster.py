@@ -8,7 +8,9 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,6 +236,7 @@ def _connect(config: RayConfig) -> bool:
     environment = dict(config.runtime_env)
     if config.working_dir is not None:
         environment["working_dir"] = str(config.working_dir)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             # Without an address it would join what another program has started here.
@@ -249,6 +252,10 @@ def _connect(config: RayConfig) -> bool:
         raise ConfigError(
             f"{where}: {error}; name the address of a running cluster (ray start --head), or remove it to start one"
         ) from error
+    finally:
+        # Ray's own would end the process without a checkpoint.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
     return True
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util import get_node_ip_address
 
 from turnwise.model.core import MemoryUse
-from turnwise.placement.core import PlacedProcess, Placement, Program
+from turnwise.placement.core import PlacedProcess, Placement, Program, RankHosts
 from turnwise.placement.local import LocalPlacement, LocalProcess
 from turnwise.placement.ray_cluster import RayCluster, Slot, lost_actor
 
@@ -121,9 +121,15 @@ class RayProcess(PlacedProcess):
 
 
 class RayPlacement(Placement):
-    """Places processes in the placement group of a run."""
+    """Places processes in the placement group of a run.
 
-    def __init__(self, cluster: RayCluster) -> None:
+    Args:
+        cluster: Where they start.
+        ranks: Starts ranks there.
+    """
+
+    def __init__(self, cluster: RayCluster, ranks: RankHosts) -> None:
+        self.ranks = ranks
         self._cluster = cluster
 
     async def start(self, program: Program) -> RayProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -31,7 +32,16 @@ from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import Stats, StepResult
-from turnwise.trainer.learn.rank_processes import Call, ModelFacts, Sharding, end_with_parent, serve
+from turnwise.trainer.learn.rank_processes import (
+    Call,
+    ModelFacts,
+    Sharding,
+    connect,
+    end_with_parent,
+    interface_of,
+    serve,
+    store_at,
+)
 from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.observe.gap import GapWatch
@@ -356,9 +366,12 @@ def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Cal
             (sys.path[:],) = call.arguments
             backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
             with in_step():
-                dist.init_process_group(
-                    backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=_WAIT
-                )
+                if rendezvous.startswith("/"):
+                    where: dict[str, Any] = {"init_method": f"file://{rendezvous}"}
+                else:
+                    host, _, port = rendezvous.rpartition(":")
+                    where = {"store": store_at(host, int(port), ranks)}
+                dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=_WAIT, **where)
             return None
         if call.method == "open":
             models[call.model], facts = RankModel.open(device, *call.arguments)
@@ -375,14 +388,33 @@ def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Cal
     return run
 
 
-def main(descriptor: str, rank: str, ranks: str, device: str, threads: str, rendezvous: str) -> None:
-    """Answer the calls of the process that trains, until it ends."""
+def main(
+    link: str, rank: str, ranks: str, device: str, threads: str, rendezvous: str, host: str = "", lifeline: str = ""
+) -> None:
+    """Answer the calls of the process that trains, until it ends.
+
+    Args:
+        link: Descriptor of the connection to it, or HOST:PORT where it waits for one.
+        rank: This one's number.
+        ranks: Number of ranks.
+        device: ``cpu`` or ``cuda``.
+        threads: CPU threads.
+        rendezvous: File, or HOST:PORT of a store, where the ranks meet.
+        host: Address of this node, whose interface the ranks use.
+        lifeline: Descriptor whose end of file ends this process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(int(descriptor))
+    descriptor = int(link) if link.isdecimal() else connect(link)
+    end_with_parent(descriptor)
+    if lifeline:
+        end_with_parent(int(lifeline))
+    if (interface := interface_of(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     torch.set_num_threads(int(threads))
     if device == "cuda":
-        torch.cuda.set_device(int(rank))
-    serve(Connection(int(descriptor)), _calls(int(rank), int(ranks), device, rendezvous), OutOfStep)
+        # On a cluster a rank may see one GPU alone.
+        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
+    serve(Connection(descriptor), _calls(int(rank), int(ranks), device, rendezvous), OutOfStep)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,19 +21,24 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from turnwise.errors import ConfigError, RankDied, TrainError
+from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.core import RANK_TOKEN, RankAddress, RankHosts, StartedRank
+from turnwise.placement.local import current_placement
 from turnwise.plugins import load_object, place_of, reference_to
 
 PROGRAM = "turnwise.trainer.learn.fsdp_rank"
 _LOG_END = 2000
+_SIOCGIFADDR = 0x8915
 _START_SECONDS = 300.0
 _CLOSE_SECONDS = 5.0
 # How long the rank that began a failure may take to end, once another one has noticed.
@@ -99,7 +106,7 @@ class Answer:
 
 
 class RankProcesses:
-    """The rank processes of one learner on this machine, one process group among them.
+    """The rank processes of one learner, where the current placement starts them, one process group among them.
 
     Each has one socket to this process. All get a call at the same time and answer it before the next one. They end
     with this process, and with each other: a group that lacks a rank cannot go on.
@@ -127,11 +134,19 @@ class RankProcesses:
         self._home = Path(tempfile.mkdtemp(prefix="turnwise-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
+        self._logs: list[Path] = []
         self._finalizer = weakref.finalize(self, _end, self._processes, self._links, self._home, 0.0)
+        elsewhere = current_placement().ranks
+        meeting = None if elsewhere is None else store_at(elsewhere.host, 0, ranks, serves=True)
+        # Served as long as the ranks may look each other up in it.
+        self._meeting = meeting
         try:
-            for rank in range(ranks):
-                self._launch(rank, ranks, device, threads)
-        except OSError as error:
+            if elsewhere is None or meeting is None:
+                for rank in range(ranks):
+                    self._launch(rank, ranks, device, threads)
+            else:
+                self._place(elsewhere, ranks, (device, str(threads), f"{elsewhere.host}:{meeting.port}"))
+        except (OSError, PlacementError) as error:
             self._finalizer()
             raise TrainError(f"rank {len(self._processes)} of {ranks} could not be started: {error}") from error
         self.pids = [process.pid for process in self._processes]
@@ -145,12 +160,13 @@ class RankProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             self._links.append(Connection(ours.detach()))
+            self._logs.append(self._home / f"rank-{rank}.log")
             words = (theirs.fileno(), rank, ranks, device, threads, self._home / "rendezvous")
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             if "lo" in (name for _, name in socket.if_nameindex()):
                 # All ranks are on this machine: no other one can connect.
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            with open(self._log(rank), "ab") as log:
+            with open(self._logs[rank], "ab") as log:
                 process = type(self).launcher(
                     [sys.executable, "-m", PROGRAM, *map(str, words)],
                     stdin=subprocess.DEVNULL,
@@ -162,6 +178,15 @@ class RankProcesses:
                     env=environment,
                 )
         self._processes.append(process)
+
+    def _place(self, hosts: RankHosts, ranks: int, words: tuple[str, str, str]) -> None:
+        started: list[StartedRank] = []
+        for rank in range(ranks):
+            command = partial(_command, (str(rank), str(ranks), *words))
+            started.append(hosts.launch(rank, command, int(words[1]), _START_SECONDS))
+            self._processes.append(started[-1].process)
+            self._logs.append(started[-1].log)
+        self._links += [each.accept() for each in started]
 
     def call(self, calls: Sequence[Call], *, timeout: float | None = None) -> list[Any]:
         """Have every rank run its call; return their results, by rank.
@@ -231,7 +256,7 @@ class RankProcesses:
         if how is None:
             status = process.returncode
             how = f"died ({f'signal {-status}' if status < 0 else f'exit code {status}'})"
-        text = self._log(rank).read_bytes()[-_LOG_END:].decode("utf-8", "replace").strip()
+        text = self._logs[rank].read_bytes()[-_LOG_END:].decode("utf-8", "replace").strip()
         return RankDied(
             f"rank {rank} of {len(self._processes)} of the engine fsdp (process {process.pid}) {how} in {call.method}: "
             f"the same command resumes from the last checkpoint; the end of its log:\n{text or '(empty)'}"
@@ -242,8 +267,16 @@ class RankProcesses:
             self.lost = True
             _end(self._processes, self._links, None, 0.0)
 
-    def _log(self, rank: int) -> Path:
-        return self._home / f"rank-{rank}.log"
+
+def store_at(host: str, port: int, ranks: int, *, serves: bool = False) -> Any:
+    """Return the store at an address, by which ranks find each other; with ``serves`` it is in this process."""
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return make(host, port, ranks, serves, wait_for_workers=False)
+
+
+def _command(words: Sequence[str], address: RankAddress) -> list[str]:
+    given = (address.link, *words, address.host or "", address.lifeline)
+    return [sys.executable, "-m", PROGRAM, *map(str, given)]
 
 
 def _end(
@@ -268,12 +301,32 @@ def end_with_parent(descriptor: int) -> None:
 
     def watch() -> None:
         poll = select.poll()
-        # Nothing but a hang-up, which is always reported.
-        poll.register(descriptor, 0)
+        # Nothing but a hang-up: that of a pipe is always reported, that of a connection where it is asked for.
+        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
         poll.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def connect(link: str) -> int:
+    """Connect to the process that trains, at HOST:PORT; return the descriptor."""
+    host, _, port = link.rpartition(":")
+    made = socket.create_connection((host, int(port)), timeout=60)
+    made.settimeout(None)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.sendall(os.environ.pop(RANK_TOKEN).encode())
+    return made.detach()
+
+
+def interface_of(host: str) -> str | None:
+    """Return the network interface that has an address; None if none has it."""
+    for _, name in socket.if_nameindex() if host else ():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None
 
 
 class _Pickler(pickle.Pickler):

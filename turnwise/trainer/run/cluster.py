@@ -57,8 +57,10 @@ async def open_cluster(
     cluster = await RayCluster.open(config.ray, cluster_needs(config), paths, say)
     stack.push_async_callback(cluster.close)
     from turnwise.placement.ray_hosts import RayPlacement
+    from turnwise.placement.ray_ranks import RayRanks
 
-    stack.enter_context(placed_by(RayPlacement(cluster)))
+    ranks = RayRanks(cluster, directory.absolute() / "logs")
+    stack.enter_context(placed_by(RayPlacement(cluster, ranks)))
     return cluster
 
 

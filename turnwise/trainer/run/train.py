@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from turnwise.append_file import write_private, writing
 from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
-from turnwise.errors import CheckpointError, ConfigError, TrainError
+from turnwise.errors import CheckpointError, ConfigError, RankDied, TrainError
 from turnwise.evaluation.metrics import result_table
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
@@ -121,6 +121,22 @@ async def train(
 ) -> TrainSummary:
     """Train as :func:`run_train` does, in the running event loop; cancelling the task ends the run in order."""
     console = console or Console(stderr=True)
+    left = config.ray.restarts if config.placement == "ray" else 0
+    while True:
+        try:
+            return await _train_once(config, fresh, resume_step, console, loop)
+        except RankDied as error:
+            if not left:
+                raise
+            # Its ranks cannot go on without it; what the run has finished is in its journal.
+            left, fresh, resume_step = left - 1, False, None
+            console.print(f"{config.name}: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{config.name}: starting again from the last checkpoint", highlight=False)
+
+
+async def _train_once(
+    config: TrainConfig, fresh: bool, resume_step: int | None, console: Console, loop: Loop
+) -> TrainSummary:
     directory = config.runs / config.name
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
