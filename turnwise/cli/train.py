@@ -75,7 +75,8 @@ def train(
         from turnwise.trainer.run.train import run_train
 
     frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-    with forked_servers([checked.inference, *(each.inference for each in frozen)]):
+    here = [checked.inference, *(each.inference for each in frozen)] if checked.placement == "local" else []
+    with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
 

@@ -6,6 +6,7 @@ import hmac
 import secrets
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,7 @@ from turnwise.placement.ray_cluster import RayCluster, Slot
 from turnwise.placement.ray_hosts import ProcessHost, kill
 
 _TOKEN_BYTES = 32
+_POLL = 0.5
 
 
 class RayRanks(RankHosts):
@@ -51,7 +53,6 @@ class RayRanks(RankHosts):
         token = secrets.token_hex(_TOKEN_BYTES)
         log = self._logs / f"rank-{rank}.log"
         server = socket.create_server((self.host, 0))
-        server.settimeout(timeout)
         link = f"{self.host}:{server.getsockname()[1]}"
         own = {"OMP_NUM_THREADS": str(threads), RANK_TOKEN: token}
 
@@ -69,7 +70,7 @@ def _accept(server: socket.socket, process: RayRank, token: str, log: Path, time
     with server:
         try:
             process.started(timeout)
-            return _accepted(server, token)
+            return _accepted(server, process, token, time.monotonic() + timeout)
         except (GetTimeoutError, TimeoutError) as error:
             raise PlacementError(f"it did not connect within {timeout:g} s; its log is {log}") from error
         except RayError as error:
@@ -122,10 +123,18 @@ class RayRank:
         kill(self._actor)
 
 
-def _accepted(server: socket.socket, token: str) -> Connection:
-    """Accept the connection that begins with the token. Raises TimeoutError."""
+def _accepted(server: socket.socket, process: RayRank, token: str, deadline: float) -> Connection:
+    """Accept the connection that begins with the token. Raises TimeoutError, or PlacementError if the rank ended."""
+    server.settimeout(_POLL)
     while True:
-        taken, _ = server.accept()
+        try:
+            taken, _ = server.accept()
+        except TimeoutError:
+            if process.poll() is not None:
+                raise PlacementError(f"its process ended ({process.returncode}) before it connected") from None
+            if time.monotonic() > deadline:
+                raise
+            continue
         taken.settimeout(10)
         with suppress(OSError):
             given = taken.recv(len(token), socket.MSG_WAITALL)

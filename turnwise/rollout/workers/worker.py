@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
 import secrets
 import sys
 from collections import defaultdict
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.append_file import private_directory, private_opener
+from turnwise.envs.registration import env_class
+from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
@@ -26,7 +29,7 @@ from turnwise.inference.config import RendererConfig
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import AgentTable, EpisodeRunner, EpisodeSpec
 from turnwise.tools.execute import ToolThreads
 from turnwise.trajectory import Trajectory
 
@@ -47,6 +50,7 @@ class WorkerSpec:
         frozen: Further policies, with the URLs of their servers.
         run: The run directory, which all nodes share.
         name: Name of its log.
+        path: Where the run finds modules; a node need not have all of it.
     """
 
     config: RolloutConfig
@@ -57,6 +61,7 @@ class WorkerSpec:
     retry_wait: float
     run: Path
     name: str
+    path: tuple[str, ...] = ()
     frozen: Mapping[str, FrozenConfig] = field(default_factory=dict)
 
 
@@ -103,9 +108,12 @@ class RolloutWorker:
         """Load tools, environment and renderer, and connect to the servers.
 
         Raises:
-            TurnwiseError: A part of the configuration cannot be used on this node.
+            ConfigError: The code of environment or agent is not on this node.
+            TurnwiseError: Another part of the configuration cannot be used here.
         """
         spec = self._spec
+        sys.path.extend(each for each in spec.path if each not in sys.path)
+        _check_code(spec)
         # The same worker is never started twice: a name of its own for each process, also of a resumed run.
         book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl")
         self._stack.push(book.leave)
@@ -175,3 +183,17 @@ class RolloutWorker:
 
     def _write(self, trajectory: Trajectory) -> None:
         self._written[trajectory.episode_id].append(trajectory)
+
+
+def _check_code(spec: WorkerSpec) -> None:
+    """Check that this node has the code that the run names. Raises ConfigError."""
+    try:
+        env_class(spec.config.env.name)
+        agents = AgentTable(spec.config)
+        agents.check()
+        agents.own()
+    except (AgentError, ConfigError, RegistryError) as error:
+        raise ConfigError(
+            f"the node of rollout {spec.name} ({platform.node()}) cannot load what the run names: {error}; set "
+            "ray.working_dir to the folder with the code, or install it on all nodes"
+        ) from error

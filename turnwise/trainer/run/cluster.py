@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,7 @@ class ClusterWorkers:
             inference.retry_wait,
             self._directory,
             name,
+            tuple(sys.path),
             self._frozen.served(config.frozen),
         )
 

@@ -1,0 +1,174 @@
+"""Runs on a Ray cluster of three nodes on this machine: training, deaths of all that may die, vLLM as an actor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.crash.checks import Left, left_on_disk, prove
+from support.crash.moments import listening
+from support.crash.runs import killed_config
+from support.trainer.lookup_run import MODEL, Turnwise, build_model, gone, shared, train_config, training, wait_until
+from turnwise.trainer.run.checkpoint import CheckpointStore
+
+ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "12"))
+SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2}
+LONGEST_S = 1.5
+# A lost node is noticed within three seconds instead of half a minute.
+HASTY = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+
+
+class ThreeNodes:
+    """A cluster: a head without resources, which cannot be lost, and two nodes that can."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        # By default what Ray starts gives way to everything else on the machine.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HASTY}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address: str = self._cluster.address
+        self.nodes = [self._cluster.add_node(num_cpus=8) for _ in range(2)]
+        self._cluster.wait_for_nodes()
+
+    def lose(self, number: int) -> None:
+        """Kill a node with all its processes, and add another one."""
+        self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
+        self.nodes.append(self._cluster.add_node(num_cpus=8))
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ThreeNodes]:
+    """One cluster for all tests of this file."""
+    made = ThreeNodes()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that writes calls and answers."""
+    return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
+
+
+def on_cluster(cluster: ThreeNodes, **changes: Any) -> dict[str, Any]:
+    """Return the keys of a run with two replicas, two workers and two ranks on the cluster."""
+    return {
+        "placement": "ray",
+        "ray": {"address": cluster.address, "workers": {"min": 2, "reissues": 1000}, "restarts": 1000},
+        "inference": {"replicas": 2, "retries": 1, "max_restarts": 1000},
+        "policies": {"main": {"engine": "fsdp", "engine_options": {"ranks": 2}, "model": {"threads": 2}}},
+        **changes,
+    }
+
+
+def test_a_run_is_spread_over_the_nodes_and_audited(cluster: ThreeNodes, model: Path, tmp_path: Path) -> None:
+    config = train_config(model, tmp_path, **on_cluster(cluster))
+    with training(config) as process:
+        wait_until(lambda: len(parts(tmp_path, "replica")) == 2, "two servers", process)
+        wait_until(lambda: len(parts(tmp_path, "worker")) == 2, "two workers", process)
+        raylets = {parent_raylet(each) for each in (*parts(tmp_path, "replica"), *parts(tmp_path, "worker"))}
+        assert len(raylets - {None}) == 2
+        assert process.wait() == 0, process.output()
+    run = tmp_path / "run"
+    proof = prove(run, [])
+    assert proof.steps == 2
+    assert proof.trained > 0
+    assert len(list((run / "ledgers").glob("*.jsonl"))) == 2
+    assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= {
+        each.name for each in (run / "logs").iterdir()
+    }
+    ended(tmp_path)
+
+
+def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
+    cluster: ThreeNodes, model: Path, tmp_path: Path
+) -> None:
+    config = killed_config(model, tmp_path, "server", "sync", **on_cluster(cluster))
+    killed: Counter[str] = Counter()
+    lives: list[Left] = []
+    draw = random.Random(7)
+    while killed.total() < KILLS:
+        with training(config) as process:
+            kill_parts(cluster, process, config.runs, draw, killed)
+        lives.append(left_on_disk(tmp_path / "run"))
+        ended(tmp_path)
+    steps = max([0, *CheckpointStore(tmp_path / "run" / "checkpoints").steps()]) + 2
+    with training(config.model_copy(update={"steps": steps})) as process:
+        assert process.wait() == 0, process.output()
+    proof = prove(tmp_path / "run", lives)
+    assert proof.steps == steps
+    assert proof.trained > 0
+    print(f"killed {dict(killed)}, {len(lives)} drivers; {proof}")
+    ended(tmp_path)
+
+
+def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.Random, killed: Counter[str]) -> None:
+    """Kill parts of a run, one at a time and each when it is up, until the driver is hit or enough was killed."""
+    while killed.total() < KILLS:
+        victim = draw.choices(list(SHARES), list(SHARES.values()))[0]
+        wait_until(lambda: len(parts(runs, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180)
+        wait_until(lambda: len(parts(runs, "replica")) == 2, "both servers", driver, within=180)
+        # No synchronisation: which moment it is, is what is drawn.
+        time.sleep(draw.uniform(0, LONGEST_S))
+        killed[victim] += 1
+        if victim == "driver":
+            break
+        if victim == "node":
+            cluster.lose(draw.randrange(2))
+            continue
+        found = parts(runs, victim)
+        if found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                chosen = draw.choice(found)
+                chosen.kill()
+            wait_until(lambda one=chosen: gone([one]), f"the end of the killed {victim}")
+    assert driver.poll() is None, driver.output()
+    driver.kill()
+    assert driver.wait() == -signal.SIGKILL
+
+
+def parts(runs: Path, kind: str) -> list[psutil.Process]:
+    """Return the processes of a kind that belong to a run, once they do what they are there for."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            words = each.cmdline() or [""]
+            up = {
+                "replica": "turnwise.engine.server" in words and listening(each),
+                "worker": words[0].startswith("ray::RolloutWorker"),
+                "rank": "turnwise.trainer.learn.fsdp_rank" in words,
+            }
+            if up[kind]:
+                found.append(each)
+    return found
+
+
+def parent_raylet(process: psutil.Process) -> int | None:
+    """Return the id of the raylet above a process: its node."""
+    return next((each.pid for each in process.parents() if "raylet" in Path(each.exe()).name), None)
+
+
+def ended(runs: Path) -> None:
+    """See that nothing of a run is left on the nodes."""
+    wait_until(lambda: not [each for kind in ("replica", "worker", "rank") for each in parts(runs, kind)], "their end")
