@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -18,7 +19,24 @@ import pytest
 from support.crash.checks import Left, left_on_disk, prove
 from support.crash.moments import listening
 from support.crash.runs import killed_config
-from support.trainer.lookup_run import MODEL, Turnwise, build_model, gone, shared, train_config, training, wait_until
+from support.engine.vllm_server import vllm_python
+from support.trainer.lookup_run import (
+    EXAMPLE,
+    MODEL,
+    Turnwise,
+    build_model,
+    gone,
+    lines,
+    shared,
+    silent,
+    train_config,
+    training,
+    wait_until,
+    warm_start,
+)  # fmt: skip
+from turnwise.config import dump_config, load_config
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -27,6 +45,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "12"))
 SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2}
 LONGEST_S = 1.5
+KINDS = ("sampled", "greedy")
 # A lost node is noticed within three seconds instead of half a minute.
 HASTY = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 
@@ -39,9 +58,10 @@ class ThreeNodes:
 
         # By default what Ray starts gives way to everything else on the machine.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HASTY}
+        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, "_system_config": HASTY}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
+        self.dashboard = f"http://{self._cluster.webui_url}"
         self.nodes = [self._cluster.add_node(num_cpus=8) for _ in range(2)]
         self._cluster.wait_for_nodes()
 
@@ -172,3 +192,71 @@ def parent_raylet(process: psutil.Process) -> int | None:
 def ended(runs: Path) -> None:
     """See that nothing of a run is left on the nodes."""
     wait_until(lambda: not [each for kind in ("replica", "worker", "rank") for each in parts(runs, kind)], "their end")
+
+
+def test_the_main_job_learns_on_the_cluster_as_it_does_here(
+    cluster: ThreeNodes, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    warm = shared(tmp_path_factory, "warm-lookup", warm_start) / MODEL
+    example = load_config(TrainConfig, EXAMPLE / "train.yaml", overrides=[f"policies.main.model.path={warm}"])
+    keys = example.model_dump(exclude_unset=True)
+    keys |= {"name": "main", "runs": tmp_path, "placement": "ray", "ray": {"address": cluster.address}}
+    keys["ray"]["workers"] = {"min": 2}
+    keys["inference"] = {"replicas": 2}
+    config = TrainConfig.model_validate(keys)
+    with training(config) as process:
+        assert process.wait() == 0, process.output()
+    found = json.loads((tmp_path / "main" / "summary.json").read_text())
+    figures = {f"{part} {kind}": found[part][kind]["success"]["mean"] for part in ("before", "after") for kind in KINDS}
+    print(f"{figures}, {found['wall_s']:.0f} s wall")
+    # The bars of tests/e2e/test_main_job.py.
+    assert max(figures["before sampled"], figures["before greedy"]) <= 0.35
+    assert figures["after sampled"] >= 0.88
+    assert figures["after greedy"] >= 0.97
+    assert audit_run(tmp_path / "main", at_most=4, console=silent()).contradictions == []
+
+
+def test_vllm_servers_are_actors_too(cluster: ThreeNodes, checkpoint: Path, tmp_path: Path) -> None:
+    keys = on_cluster(cluster, inference={"engine": "vllm", "replicas": 2, "vllm": {"python": vllm_python()}})
+    config = train_config(checkpoint, tmp_path, steps=1, **keys)
+    with training(config) as process:
+        assert process.wait() == 0, process.output()
+    proof = prove(tmp_path / "run", [])
+    assert proof.steps == 1
+    [step] = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    # What vLLM said of its tokens is what the trainer computes for them.
+    assert step["gap/max"] < 1e-3
+    assert len(list((tmp_path / "run" / "logs").glob("server-*.log"))) == 2
+
+
+def test_a_submitted_job_trains_on_a_node(cluster: ThreeNodes, model: Path, tmp_path: Path) -> None:
+    keys = on_cluster(cluster, rollout={"env": {"name": "mine.py:Mine"}})
+    file = tmp_path / "code" / "train.yaml"
+    file.parent.mkdir()
+    (file.parent / "mine.py").write_text(
+        "from turnwise.envs.library.lookup import Lookup\n\n\nclass Mine(Lookup):\n    pass\n"
+    )
+    file.write_text(dump_config(train_config(model, tmp_path, steps=1, **keys)))
+    with Turnwise(tmp_path / "log", "submit", file, "--address", cluster.dashboard, "--wait") as process:
+        assert process.wait() == 0, process.output()
+    assert "job raysubmit_" in process.output()
+    assert prove(tmp_path / "run", []).steps == 1
+
+
+async def test_weights_reach_a_node_of_another_machine(cluster: ThreeNodes, tmp_path: Path) -> None:
+    from turnwise.placement.ray_hosts import ProcessHost, RayProcess
+
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    try:
+        actor = ray.remote(ProcessHost).options(num_cpus=0, max_concurrency=8).remote()
+        process = RayProcess(actor, (1, "192.0.2.1"), lambda: None)
+        file = tmp_path / "version-3.safetensors"
+        file.write_bytes(random.Random(0).randbytes(1_000_003))
+        assert await process.deliver(file) == file
+        process.there = "another machine"
+        there = await process.deliver(file)
+        assert there != file
+        assert there.read_bytes() == file.read_bytes()
+        process.release()
+    finally:
+        ray.shutdown()

@@ -1,4 +1,4 @@
-"""The commands that train: ``turnwise train``, ``sft``, ``dpo``, ``reward-model``, ``export`` and ``convert-gguf``."""
+"""The commands that train: ``turnwise train``, ``submit``, ``sft``, ``dpo``, ``reward-model``, ``export`` and others."""
 
 from __future__ import annotations
 
@@ -215,3 +215,45 @@ def convert_gguf(
 
     done = convert_gguf(source, target, packages=packages)
     typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(help="YAML configuration file of a run, inside the folder that is copied.")],
+    overrides: Overrides = None,
+    address: Annotated[
+        str, typer.Option("--address", help="Dashboard of the cluster.", envvar="RAY_DASHBOARD_ADDRESS")
+    ] = "http://127.0.0.1:8265",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--working-dir", help="Folder that is copied to the nodes; default: that of the file."),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the job's output to its end, and fail with it.")] = False,
+) -> None:
+    """Train as a job of a Ray cluster: the run's driver is on one of its nodes, and outlives this command."""
+    import asyncio
+    import sys
+
+    from turnwise.config import load_config
+    from turnwise.errors import ConfigError
+    from turnwise.placement.ray_jobs import JobSpec, RayJob
+    from turnwise.trainer.config.train import TrainConfig
+
+    given = ["placement=ray", "ray.address=auto", *(overrides or ())]
+    files = [config, *(Path(each) for each in given if _is_file(each))]
+    keys = [each for each in given if not _is_file(each)]
+    checked = load_config(TrainConfig, files, keys)
+    home = (folder or config.parent).absolute()
+    outside = [file for file in files if not file.absolute().is_relative_to(home)]
+    if outside:
+        raise ConfigError(
+            f"{outside[0]} is outside of {home}, which is copied to the nodes: give --working-dir above it"
+        )
+    inside = [str(file.absolute().relative_to(home)) for file in files]
+    # Relative paths of keys would be taken from the copy on the node.
+    runs = [] if any(each.startswith("runs=") for each in keys) else [f"runs={checked.runs.absolute()}"]
+    command = ["python", "-m", "turnwise", "train", *inside, *keys, *runs]
+    job = RayJob.submit(JobSpec(address, command, home, checked.ray.runtime_env))
+    typer.echo(f"job {job.id}; its run directory is {checked.runs.absolute() / checked.name}")
+    typer.echo(f"ray job logs --address {address} --follow {job.id}")
+    if wait:
+        asyncio.run(job.follow(sys.stdout.write))

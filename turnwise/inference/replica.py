@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
-from turnwise.errors import EngineDied, InferenceError, RequestRefused
+from turnwise.errors import EngineDied, InferenceError, PlacementError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.process import ServerProcess, is_loopback
@@ -261,11 +262,21 @@ class ServerReplica(Replica):
     async def _load(self, manifest: WeightManifest) -> int:
         if not manifest.same_weights(self._loaded):
             self._loaded = None
-            await self._load_weights(manifest)
+            await self._load_weights(await self._delivered(manifest))
             self._loaded = manifest
         version = await self._control.set_version(self._reachable(), manifest.version)
         self._manifest = manifest
         return version
+
+    async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
+        """Return the manifest with the path of its file on the server's machine."""
+        process = self._process.process if isinstance(self._process, ServerProcess) else None
+        if process is None:
+            return manifest
+        try:
+            return replace(manifest, path=str(await process.deliver(Path(manifest.path))))
+        except PlacementError as error:
+            raise InferenceError(f"weights version {manifest.version} did not reach {self.url}: {error}") from error
 
     async def restart(self) -> None:
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""

@@ -83,6 +83,13 @@ class PlacedProcess(ABC):
     def signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
 
+    async def deliver(self, file: Path) -> Path:
+        """Make a file of this machine readable by the process; return its path there. Raises PlacementError.
+
+        What was delivered before the last call may be removed.
+        """
+        return file
+
     @abstractmethod
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its running process group."""

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import platform
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +28,9 @@ from turnwise.placement.ray_cluster import RayCluster, Slot, lost_actor
 
 _AGAIN = 0.5
 """Seconds before an actor is tried again whose node has just been lost."""
+_PART = 64 * 2**20
+_SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+_PREFIX = "turnwise-weights-"
 
 
 class ProcessHost:
@@ -30,6 +38,7 @@ class ProcessHost:
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
+        self._files: Path | None = None
 
     async def start(self, program: Program) -> tuple[int, str]:
         """Start the process; return its id and the address of the node. Raises OSError."""
@@ -50,6 +59,27 @@ class ProcessHost:
         """Send a signal to the process."""
         self._started.signal(number)
 
+    async def machine(self) -> str:
+        """Return what tells this machine from others, for as long as it runs."""
+        return machine_id()
+
+    async def receive(self, name: str, at: int, part: bytes) -> str:
+        """Write a part of a file into shared memory of this machine; return the file's path.
+
+        With the first part of a file all others but the last one are removed.
+        """
+        if self._files is None:
+            remove_orphans(_SHARED)
+            self._files = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED))
+        path = self._files / name
+        if at == 0:
+            for older in sorted(self._files.iterdir(), key=lambda each: each.stat().st_mtime_ns)[:-1]:
+                older.unlink()
+        with path.open("r+b" if at else "wb") as file:
+            file.seek(at)
+            file.write(part)
+        return str(path)
+
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its process group."""
         return await self._started.running_cpu()
@@ -65,13 +95,18 @@ class ProcessHost:
 
 
 class RayProcess(PlacedProcess):
-    """A process on a node, behind its actor."""
+    """A process on a node, behind its actor.
+
+    Attributes:
+        there: What tells its machine from others; None until it was asked.
+    """
 
     def __init__(self, actor: Any, started: tuple[int, str], release: Callable[[], None]) -> None:
         self.pid, self.host = started
         self.ended = asyncio.Event()
         self._actor = actor
         self._release = release
+        self.there: str | None = None
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -97,6 +132,22 @@ class RayProcess(PlacedProcess):
         """Send a signal, unless it has ended."""
         if not self.ended.is_set():
             self._actor.signal.remote(int(number))
+
+    async def deliver(self, file: Path) -> Path:
+        """Send a file to the process's machine, part by part, unless that is this one. Raises PlacementError."""
+        try:
+            if self.there is None:
+                self.there = str(await self._actor.machine.remote())
+            if self.there == machine_id():
+                return file
+            path, at = "", 0
+            with file.open("rb") as source:
+                while part := await asyncio.to_thread(source.read, _PART):
+                    path = await self._actor.receive.remote(file.name, at, part)
+                    at += len(part)
+        except RayError as error:
+            raise lost_actor(f"the host of process {self.pid}", error) from error
+        return Path(path)
 
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its process group; 0 if its node was lost."""
@@ -206,6 +257,21 @@ async def patiently(call: Callable[[], Any]) -> Any:
             return await call()
         except ActorUnavailableError:
             await asyncio.sleep(_AGAIN)
+
+
+def machine_id() -> str:
+    """Return what tells this machine from others, for as long as it runs."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
+
+
+def remove_orphans(root: Path) -> None:
+    """Remove weights of processes that have ended."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill(actor: Any) -> None:

@@ -1,0 +1,99 @@
+"""Bundles of a run on a cluster, what never fits, and keys that do not go together. No cluster is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.property_tests import examples
+from turnwise.errors import ConfigError
+from turnwise.placement.config import RayConfig
+from turnwise.placement.ray_cluster import Layout, Needs, check_room, lay_out, node_facts
+from turnwise.trainer.config.train import TrainConfig
+
+
+def ray(**keys: Any) -> RayConfig:
+    return RayConfig.model_validate(keys)
+
+
+def test_separate_parts_have_bundles_of_their_own() -> None:
+    config = ray(rank={"cpus": 2, "gpus": 1}, replica={"gpus": 1}, workers={"cpus": 0.5, "custom": {"sandbox": 1}})
+    layout = lay_out(config, Needs(replicas=1, workers=2, ranks=2))
+    assert layout.users == [["rank"], ["rank"], ["replica"], ["worker"], ["worker"]]
+    assert layout.bundles == [
+        {"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 0.5, "sandbox": 1},
+        {"CPU": 0.5, "sandbox": 1},
+    ]  # fmt: skip
+
+
+def test_colocated_parts_share_a_bundle_and_are_as_many() -> None:
+    config = ray(layout="colocated", rank={"gpus": 0.5}, replica={"gpus": 0.5})
+    layout = lay_out(config, Needs(replicas=2, workers=1, ranks=2))
+    assert layout.users == [["rank", "replica"], ["rank", "replica"], ["worker"]]
+    assert layout.bundles[0] == {"CPU": 2, "GPU": 1}
+    with pytest.raises(ConfigError, match=r"ray.layout is colocated, with 0 ranks .* and 2 replicas .*: make them"):
+        lay_out(config, Needs(replicas=2, workers=1))
+
+
+def test_what_never_fits_names_key_lack_and_remedy() -> None:
+    layout = lay_out(ray(replica={"gpus": 1}, workers={"cpus": 4}), Needs(replicas=2, workers=1))
+    check_room(layout, [{"CPU": 8, "GPU": 1}, {"CPU": 2, "GPU": 1}])
+    with pytest.raises(ConfigError, match=r"ray.replica asks for 1 CPU, 1 GPU .* need 6 CPU, 2 GPU, and 1"):
+        check_room(layout, [{"CPU": 64, "GPU": 1}])
+    with pytest.raises(ConfigError, match=r"ray.workers asks for 4 CPU .*: add nodes, or lower inference.rep"):
+        check_room(layout, [{"CPU": 3, "GPU": 1}] * 9)
+
+
+amounts = st.integers(1, 4)
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(amounts, min_size=1, max_size=6), st.lists(amounts, min_size=1, max_size=4))
+def test_what_is_accepted_fits(bundles: list[int], nodes: list[int]) -> None:
+    layout = Layout([{"CPU": float(each)} for each in bundles], [["worker"] for _ in bundles])
+    try:
+        check_room(layout, [{"CPU": float(each)} for each in nodes])
+    except ConfigError:
+        # Without a bundle as large as a node's rest, that is right; one bundle alone that fits is never refused.
+        assert len(bundles) > 1 or max(bundles) > max(nodes)
+        return
+    assert sum(bundles) <= sum(nodes)
+    assert max(bundles) <= max(nodes)
+
+
+def test_a_node_says_what_it_lacks(tmp_path: Path) -> None:
+    facts = node_facts({"runs": str(tmp_path), "policies.main.model.path": str(tmp_path / "nothing")})
+    assert facts["lacks policies.main.model.path"] == str(tmp_path / "nothing")
+    assert "lacks runs" not in facts
+    assert facts["turnwise"] != "none"
+
+
+PLAIN: dict[str, Any] = {
+    "name": "run",
+    "steps": 1,
+    "tasks": "turnwise.envs.library.lookup:tasks?n=7",
+    "policies": {"main": {"model": {"path": "model"}}},
+    "rollout": {"env": {"name": "lookup"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"ray": {"address": "auto"}}, "ray is given, but placement is local"),
+        ({"placement": "ray", "inference": {"port": 8000}}, "inference.port is 8000, but by placement ray"),
+        ({"placement": "ray", "ray": {"workers": {"min": 3, "max": 2}}}, "max is 2, below min, which is 3"),
+        ({"placement": "ray", "ray": {"runtime_env": {"working_dir": "."}}}, "a key of its own: ray.working_dir"),
+        (
+            {"placement": "ray", "rollout": {"env": {"name": "lookup"}, "remote": {"key_file": "key"}}},
+            "rollout.remote is given, but by placement ray",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TrainConfig.model_validate({**PLAIN, **keys})

@@ -1,0 +1,92 @@
+"""Ray jobs: a training run that a cluster starts on one of its nodes, with the user's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError, MissingExtraError, PlacementError
+
+_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+_POLL = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job.
+
+    Attributes:
+        address: URL of the cluster's dashboard, which takes jobs.
+        command: What runs on a node, in a copy of ``folder``.
+        folder: The folder that is copied to the nodes.
+        runtime_env: Further parts of Ray's runtime environment.
+        name: Id of the job; None lets Ray choose one.
+    """
+
+    address: str
+    command: Sequence[str]
+    folder: Path
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+
+
+class RayJob:
+    """A submitted job.
+
+    Attributes:
+        id: Its id on the cluster.
+    """
+
+    def __init__(self, client: Any, job_id: str) -> None:
+        self.id = job_id
+        self._client = client
+
+    @classmethod
+    def submit(cls, spec: JobSpec) -> RayJob:
+        """Submit a job.
+
+        Raises:
+            MissingExtraError: Ray is not installed, or without its job client.
+            ConfigError: No cluster takes jobs at the address, or it refuses this one.
+        """
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ImportError as error:
+            raise MissingExtraError("ray", "ray", "turnwise submit") from error
+        try:
+            client = JobSubmissionClient(spec.address)
+            job_id = client.submit_job(
+                entrypoint=shlex.join(spec.command),
+                submission_id=spec.name,
+                runtime_env={**spec.runtime_env, "working_dir": str(spec.folder)},
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--address {spec.address} took no job: {error}; give the URL of the cluster's dashboard, as ray start "
+                "--head prints it (http://HOST:8265)"
+            ) from error
+        return cls(client, str(job_id))
+
+    async def follow(self, write: Callable[[str], object]) -> None:
+        """Pass on the job's output until it ends.
+
+        Raises:
+            PlacementError: It failed, or was stopped.
+        """
+        seen = 0
+        while True:
+            status = await asyncio.to_thread(self._client.get_job_status, self.id)
+            text = await asyncio.to_thread(self._client.get_job_logs, self.id)
+            if len(text) > seen:
+                write(text[seen:])
+                seen = len(text)
+            if str(status) in _ENDED:
+                break
+            await asyncio.sleep(_POLL)
+        if str(status) != "SUCCEEDED":
+            info = await asyncio.to_thread(self._client.get_job_info, self.id)
+            raise PlacementError(f"job {self.id} {str(status).lower()}: {info.message}")
