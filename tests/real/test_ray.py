@@ -234,7 +234,7 @@ def test_a_submitted_job_trains_on_a_node(cluster: ThreeNodes, model: Path, tmp_
     file = tmp_path / "code" / "train.yaml"
     file.parent.mkdir()
     (file.parent / "mine.py").write_text(
-        "from turnwise.envs.library.lookup import Lookup\n\n\nclass Mine(Lookup):\n    pass\n"
+        "from turnwise.envs.library.lookup import LookupEnv\n\n\nclass Mine(LookupEnv):\n    pass\n"
     )
     file.write_text(dump_config(train_config(model, tmp_path, steps=1, **keys)))
     with Turnwise(tmp_path / "log", "submit", file, "--address", cluster.dashboard, "--wait") as process:

@@ -1,4 +1,4 @@
-"""The commands that train: ``turnwise train``, ``submit``, ``sft``, ``dpo``, ``reward-model``, ``export`` and others."""
+"""The commands that train: ``turnwise train``, ``submit``, ``sft``, ``dpo``, ``reward-model``, ``export`` ..."""
 
 from __future__ import annotations
 
