@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("init")(start.init)
 app.command("make-model")(start.make_model)
 app.command("train")(train.train)
+app.command("plan")(train.plan)
 app.command("sft")(train.sft)
 app.command("dpo")(train.dpo)
 app.command("reward-model")(train.reward_model)
