@@ -82,8 +82,13 @@ def _gguf_only(path: Path) -> str | None:
     )
 
 
-def model_settings(path: Path, key: str) -> dict[str, Any]:
-    """Return ``config.json`` of a model directory with weights; ``key`` is the configuration key, for messages.
+def model_settings(path: Path, key: str, *, weights: bool = True) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory; ``key`` is the configuration key, for messages.
+
+    Args:
+        path: The directory.
+        key: Where it is configured.
+        weights: Whether its weights have to be there too.
 
     Raises:
         ConfigError: It is no directory of a model in Hugging Face's format, or has no weights.
@@ -101,7 +106,7 @@ def model_settings(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(f"{said}: its config.json is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{said}: its config.json holds no JSON object")
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         raise ConfigError(f"{said}: no *.safetensors is in it: its weights are missing")
     return settings
 

@@ -1,4 +1,4 @@
-"""The commands that train: ``turnwise train``, ``submit``, ``sft``, ``dpo``, ``reward-model``, ``export`` ..."""
+"""The commands that train: ``turnwise train``, ``submit``, ``plan``, ``sft``, ``dpo``, ``reward-model`` and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from turnwise.plugins import without_collections
 
 if TYPE_CHECKING:
     from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.scale.layout import PlanConfig
 
+
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="File with the sections cluster and workload.", show_default=False)
+]
 
 STEPS: Final = 100
 """Train steps of a run without a configuration file, unless ``steps`` is given."""
@@ -46,6 +51,7 @@ def train(
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Check everything the run needs, print its plan and exit; writes nothing.")
     ] = False,
+    cluster: ClusterFile = None,
 ) -> None:
     """Train a policy with reinforcement learning; resumes from the last checkpoint if there is one."""
     from turnwise.config import load_config
@@ -61,6 +67,11 @@ def train(
     options: dict[str, Any] = {"rollout.env.name": env, "policies.main.model.path": model, "tasks": tasks, "name": name}
     if config is None and not any(each.startswith(("policies", "rollout")) for each in given):
         _check_options(env, model)
+    aims, given = _split_plan(given)
+    if (cluster is not None or aims) and not dry:
+        raise ConfigError(
+            "a cluster is given, but only --dry-run and turnwise plan read it: add --dry-run, or remove it"
+        )
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
@@ -68,7 +79,7 @@ def train(
     if fresh and resume_step is not None:
         raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
     if dry:
-        _dry_run(checked, fresh)
+        _dry_run(checked, fresh, _plan_config(cluster, aims) if cluster is not None or aims else None)
         return
     with without_collections():
         from turnwise.inference.builtin import forked_servers
@@ -96,7 +107,48 @@ def _check_options(env: str | None, model: Path | None) -> None:
         )
 
 
-def _dry_run(config: TrainConfig, fresh: bool) -> None:
+def _split_plan(given: list[str]) -> tuple[list[str], list[str]]:
+    """Split overrides into those of the sections cluster and workload, and those of a run."""
+    own = [each for each in given if each.startswith(("cluster.", "workload."))]
+    return own, [each for each in given if each not in own]
+
+
+def _plan_config(cluster: Path | None, given: list[str]) -> PlanConfig:
+    from turnwise.config import load_config
+    from turnwise.trainer.scale.layout import PlanConfig
+
+    return load_config(PlanConfig, [] if cluster is None else [str(cluster)], given)
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML configuration file of a run.", show_default=False)],
+    overrides: Overrides = None,
+    cluster: ClusterFile = None,
+) -> None:
+    """Estimate memory, speed and layout of a run on a cluster, such as cluster.device=h100 cluster.count=8."""
+    from turnwise.config import load_config
+    from turnwise.errors import ConfigError
+    from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.scale.layout import Plan
+
+    aims, given = _split_plan(list(overrides or ()))
+    if cluster is None and not aims:
+        raise ConfigError(
+            "no cluster to plan for: give cluster.device=h100 cluster.count=8 (and workload.turns=... where the limits "
+            "of the configuration are far off), or --cluster FILE with the sections cluster and workload"
+        )
+    files = [str(config), *(each for each in given if _is_file(each))]
+    checked = load_config(TrainConfig, files, [each for each in given if not _is_file(each)])
+    made = Plan(checked, _plan_config(cluster, aims))
+    for line in made.lines():
+        typer.echo(line)
+    if problems := made.problems():
+        for problem in problems:
+            typer.echo(f"problem: {problem}")
+        raise typer.Exit(1)
+
+
+def _dry_run(config: TrainConfig, fresh: bool, cluster: PlanConfig | None) -> None:
     import asyncio
 
     from rich.console import Console
@@ -104,7 +156,7 @@ def _dry_run(config: TrainConfig, fresh: bool) -> None:
 
     from turnwise.trainer.run.plan import dry_run
 
-    found = asyncio.run(dry_run(config, fresh=fresh))
+    found = asyncio.run(dry_run(config, fresh=fresh, cluster=cluster))
     console = Console(soft_wrap=True, highlight=False)
     for check in found.checks:
         mark, style = {"ok": ("✓", ""), "failed": ("✗", "red"), "not run": ("-", "dim")}[check.outcome]

@@ -16,6 +16,7 @@ from turnwise.cli import main
 
 COMMANDS = (
     "train",
+    "plan",
     "sft",
     "eval",
     "rescore",

@@ -15,7 +15,7 @@ from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, EnvError, TurnwiseError
 from turnwise.gateway.frozen import load_renderers
-from turnwise.inference.engines import engine_warnings
+from turnwise.inference.engines import engine_warnings, find_engine
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.rollout.managers import check_manager
@@ -43,6 +43,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
+from turnwise.trainer.scale.layout import Placement, PlanConfig, check_plan
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -78,17 +79,27 @@ class DryRun:
         return all(check.outcome == "ok" for check in self.checks)
 
 
-async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
-    """Check the inputs of a run, and begin an episode of each of its first tasks; errors become failed checks."""
-    checker = _Checker(config)
+async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConfig | None = None) -> DryRun:
+    """Check the inputs of a run, and begin an episode of each of its first tasks; errors become failed checks.
+
+    Args:
+        config: The run's configuration.
+        fresh: Whether an earlier run of its name would be removed.
+        cluster: Devices of another place where it is to run; by default this machine's. Their number and memory are
+            then estimated by formula, and neither weights nor engines need to be here.
+    """
+    checker = _Checker(config, cluster)
     await checker.run("run directory", checker.directory(fresh))
     await checker.run("model", checker.model())
     if (lora := config.policy.model.lora) is not None:
         await checker.run("adapters", _adapters(config.policy.model.path, lora))
     if config.policy.critic is not None:
-        await checker.run("critic", _critic(config.policy))
+        await checker.run("critic", _critic(config.policy, weights=cluster is None))
     await checker.run("devices", checker.devices())
-    await checker.run("inference", check_inference(config))
+    if cluster is None:
+        await checker.run("inference", check_inference(config))
+    else:
+        await checker.run("memory", _memory(config, cluster))
     await checker.run("chat format", checker.chat_format())
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
@@ -142,13 +153,23 @@ async def _hooks(config: TrainConfig) -> str:
     return ", ".join(each.__qualname__ for each in load_hooks(config.hooks))
 
 
+async def _memory(config: TrainConfig, cluster: PlanConfig) -> str:
+    if not (model_under(config.policy.model.path) / "config.json").is_file():
+        raise _Wanting("wants a model")
+    held = check_plan(config, cluster).memory()
+    usable = cluster.cluster.usable_bytes / 1e9
+    most = "; ".join(f"devices {devices} {memory.total / 1e9:,.1f} GB" for devices, memory in held)
+    return f"{most}; {usable:,.1f} GB of each are usable"
+
+
 class _Wanting(TurnwiseError):
     """A check depends on one that failed."""
 
 
 class _Checker:
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, cluster: PlanConfig | None = None) -> None:
         self._config = config
+        self._cluster = cluster
         self.checks: list[Check] = []
         self._context: int | None = config.rollout.context_length
         self._has_model = False
@@ -183,8 +204,10 @@ class _Checker:
 
     async def model(self) -> str:
         path = self._config.policy.model.path
-        settings = model_settings(model_under(path), "policies.main.model.path")
-        self._warnings = check_machine(self._config.policy, self._config.inference, key="policies.main.model")
+        here = self._cluster is None
+        settings = model_settings(model_under(path), "policies.main.model.path", weights=here)
+        if here:
+            self._warnings = check_machine(self._config.policy, self._config.inference, key="policies.main.model")
         limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
         known = [limit for limit in limits if type(limit) is int]
         self._context = min(known, default=None)
@@ -195,6 +218,13 @@ class _Checker:
         return f"{path}: {names}, context {self._context or 'unknown'}{held}"
 
     async def devices(self) -> str:
+        if self._cluster is not None:
+            cluster, placement = self._cluster.cluster, Placement.of(self._config)
+            engine = find_engine(self._config.inference.engine).__name__
+            return (
+                f"{placement.devices} of {cluster.count} x {cluster.device}: trains on {len(placement.trainer)}, "
+                f"samples with {len(placement.servers)} servers of {len(placement.servers[0])} ({engine})"
+            )
         trainer, server = self._config.policy.model.device, self._config.inference.device
         trains = check_engine(self._config.policy) or pick_device(trainer)
         return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
@@ -337,11 +367,11 @@ async def _loggers(config: TrainConfig) -> str:
     return ", ".join(each.name for each in config.loggers)
 
 
-async def _critic(policy: PolicyConfig) -> str:
+async def _critic(policy: PolicyConfig, *, weights: bool) -> str:
     if policy.critic is None or policy.critic.kind == "shared":
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
-    model_settings(path, "policies.main.critic.path")
+    model_settings(path, "policies.main.critic.path", weights=weights)
     check_same_vocabulary(path, policy.model.path, "policies.main.critic.path")
     return f"{path}: a separate model"
 

@@ -1,0 +1,367 @@
+"""Plans: parameters, memory and speed by formula, held against real models and what torch allocates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from turnwise.cli import main
+from turnwise.errors import ConfigError
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.optim import OptimizerSet
+from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trainer.scale.layout import Placement, Plan, PlanConfig, check_plan
+from turnwise.trainer.scale.memory import Sharded, activation_bytes, layer_activations, optimizer_bytes, trainer_memory
+from turnwise.trainer.scale.shape import FAMILIES, ModelShape
+from turnwise.trainer.scale.throughput import ClusterConfig, decode_step
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
+}
+# As config.json of huggingface.co/Qwen/Qwen3-8B and Qwen3-30B-A3B says; their model cards: 8.2 B parameters, 6.95 B
+# without embeddings; 30.5 B, 29.9 B without embeddings, 3.3 B of them active.
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    **QWEN3_8B, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_a_real_model(family: str) -> None:
+    settings = AutoConfig.for_model(family, **{**SIZES, **OF_FAMILY.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    shape = ModelShape.of(settings.to_dict())
+    assert shape.parameters == sum(each.numel() for each in model.parameters())
+    heads = {type(each).__name__: each for each in model.modules() if hasattr(each, "k_proj")}
+    for attention in heads.values():
+        assert attention.k_proj.out_features == shape.keys
+
+
+def test_published_models_have_their_published_sizes() -> None:
+    dense, experts = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B)
+    assert dense.parameters == 8_190_735_360
+    assert round((dense.parameters - dense.embeddings) / 1e9, 2) == 6.95
+    assert experts.parameters == 30_532_122_624
+    assert round((experts.parameters - experts.embeddings) / 1e9, 1) == 29.9
+    # Of the embeddings only the output matrix is multiplied with.
+    assert round((experts.active_matrices + experts.hidden * experts.vocabulary) / 1e9, 1) == 3.4
+    # 2 x 36 layers x 8 heads x 128 numbers.
+    assert dense.kv_elements(1) == 73_728
+
+
+def test_a_family_that_is_not_counted_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model_type is 'mamba'.*known: llama, mistral"):
+        ModelShape.of({"model_type": "mamba"})
+    with pytest.raises(ConfigError, match=r"lacks a size.*hidden_size"):
+        ModelShape.of({"model_type": "qwen3", "num_hidden_layers": 2})
+
+
+# Memory, against torch.
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scale") / "model"
+    sizes = {**SIZES, **OF_FAMILY["qwen3"], "num_hidden_layers": 6, "vocab_size": 2048, "hidden_size": 128}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes)).save_pretrained(path)
+    return path
+
+
+def batch(tokens: int) -> MicroBatch:
+    count = tokens - 1
+    return MicroBatch(
+        input_ids=torch.arange(tokens)[None],
+        position_ids=torch.arange(tokens)[None],
+        segments=((0, tokens, -1),),
+        rows=(0,),
+        predictors=torch.arange(count),
+        target_ids=torch.arange(count),
+        rollout_logprobs=torch.zeros(count),
+        advantages=torch.zeros(count),
+        weights=torch.ones(count),
+        temperatures=torch.ones(count),
+        sequences=torch.zeros(count, dtype=torch.int64),
+        turns=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+def step(policy: Policy, optimizers: OptimizerSet, tokens: int) -> None:
+    policy.forward(batch(tokens)).logprobs.sum().backward()
+    for optimizer in optimizers.optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_weights_gradients_and_optimizer_take_what_torch_reports(directory: Path, optim: str) -> None:
+    policy = load_model(directory)
+    config = OptimConfig.model_validate({"name": optim})
+    optimizers = OptimizerSet(policy.model, config)
+    step(policy, optimizers, 32)
+    parameters = list(policy.model.parameters())
+    shape = ModelShape.load(directory, "model")
+    assert sum(each.nbytes for each in parameters) == 4 * shape.parameters
+    assert sum(each.grad.nbytes for each in parameters if each.grad is not None) == 4 * shape.parameters
+    held = (value for each in optimizers.optimizers for state in each.state.values() for value in state.values())
+    # AdamW's counters of steps are one number a parameter.
+    states = sum(value.nbytes for value in held if isinstance(value, torch.Tensor) and value.ndim)
+    assert states == optimizer_bytes(shape, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_saves(directory: Path, dtype: Any) -> None:
+    tokens = 256
+    policy = load_model(directory, compute_dtype=dtype)
+    weights = {each.untyped_storage().data_ptr() for each in policy.model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in weights:
+            saved[pointer] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = policy.forward(batch(tokens))
+    shape = ModelShape.load(directory, "model")
+    copies = sum(each.numel() * 2 for each in policy.model.parameters() if each.ndim == 2) if dtype != "float32" else 0
+    # The last norm, the states and the logits: what a layer keeps has a token's width in it more than these.
+    per_layer = sum(each.untyped_storage().nbytes() for each in saved.values()) - copies
+    logits = 4 * (tokens - 1) * shape.vocabulary
+    measured = (per_layer - logits) / tokens / shape.layers
+    assert layer_activations(shape, dtype) == pytest.approx(measured, rel=0.05)
+    assert scores.logprobs.shape == (tokens - 1,)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all storages that operations made and that are still there, at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.live = {each: size for each, size in self.live.items() if not each.expired()}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self.live[StorageWeakRef(storage)] = storage.nbytes()
+        self.most = max(self.most, sum(self.live.values()))
+        return result
+
+
+@contextmanager
+def measured(policy: Policy) -> Iterator[Peak]:
+    """Measure a block; weights that views are made of are not counted."""
+    peak = Peak()
+    with peak:
+        yield peak
+    held = {StorageWeakRef(each.untyped_storage()) for each in policy.model.parameters()}
+    peak.most -= sum(size for each, size in peak.live.items() if each in held)
+
+
+@pytest.mark.parametrize("checkpointing", [False, "matmuls", True])
+def test_the_peak_of_a_pass_is_near_the_formula(directory: Path, checkpointing: Any) -> None:
+    tokens = 512
+    policy = load_model(directory, gradient_checkpointing=checkpointing)
+    optimizers = OptimizerSet(policy.model, OptimConfig())
+    # Gradients are there: they are added to, not made.
+    step(policy, optimizers, 32)
+    shape = ModelShape.load(directory, "model")
+    with measured(policy) as peak:
+        policy.states(batch(tokens)).sum().backward()
+    expected = activation_bytes(shape, ModelConfig(path=directory), tokens, checkpointing)
+    # Measured: 1.03, 0.89 and 0.99.
+    assert 0.85 < peak.most / expected < 1.1, (peak.most, expected)
+
+
+# Placement and plans.
+
+
+def config(model: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({
+        "name": "run",
+        "steps": 3,
+        "policies": {"main": {"model": {"path": model}}},
+        "rollout": {"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 256},
+        **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """The directory of a model of which nothing but the settings is there."""
+    path = tmp_path / "Qwen3-8B"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return path
+
+
+def sharded(model: Path, ranks: int, **changes: Any) -> dict[str, Any]:
+    options = {"ranks": ranks, "mixed_precision": True}
+    settings = {"path": model, "compute_dtype": "bfloat16", "gradient_checkpointing": True}
+    return {"policies": {"main": {"model": settings, "engine": "fsdp", "engine_options": options, **changes}}}
+
+
+def h100(count: int, **workload: Any) -> PlanConfig:
+    return PlanConfig.model_validate({"cluster": {"device": "h100", "count": count}, "workload": workload})
+
+
+def test_shards_divide_what_is_trained(large: Path) -> None:
+    shape = ModelShape.load(large, "model")
+    whole, parts = (trainer_memory(config(large, **sharded(large, ranks)), shape)[0].parts for ranks in (1, 8))
+    for part in ("weights", "gradients", "optimizer states"):
+        assert parts[part] == whole[part] / 8
+    assert whole["weights"] == 4 * shape.parameters
+    assert parts["activations"] == whole["activations"]
+
+
+def test_a_critic_is_on_the_first_device_and_a_reference_on_all(large: Path) -> None:
+    given = sharded(large, 8, critic={"kind": "own"})
+    first, other = trainer_memory(
+        config(large, **given, algorithm={"advantage": "gae", "kl": {"coef": 0.01}}), ModelShape.load(large, "model")
+    )
+    shape = ModelShape.load(large, "model")
+    output = shape.hidden * shape.vocabulary
+    assert first.parts["critic"] == 16 * shape.parameters - 12 * output
+    assert "critic" not in other.parts
+    assert first.parts["reference"] == other.parts["reference"] == 4 * shape.parameters / 8
+
+
+@pytest.mark.parametrize(
+    ("inference", "mode", "servers"),
+    [
+        ({"engine": "vllm", "replicas": 2, "vllm": {"gpus": [2, 3]}}, "sync", ((2,), (3,))),
+        ({"engine": "vllm", "replicas": 2, "vllm": {"tensor_parallel": 2}}, "separate_async", ((2, 3), (4, 5))),
+        ({"engine": "vllm", "replicas": 2}, "sync", ((0,), (1,))),
+        ({"device": "cuda:3", "replicas": 2}, "sync", ((3,), (3,))),
+    ],
+)
+def test_devices_are_those_named_or_those_of_the_mode(
+    large: Path, inference: dict[str, Any], mode: str, servers: tuple[tuple[int, ...], ...]
+) -> None:
+    placement = Placement.of(config(large, **sharded(large, 2), inference=inference, mode=mode))
+    assert placement.trainer == (0, 1)
+    assert placement.servers == servers
+    assert Sharded.of(PolicyConfig.model_validate(sharded(large, 2)["policies"]["main"])).ranks == 2
+
+
+def test_what_does_not_fit_is_told_with_its_largest_parts_and_remedies(large: Path) -> None:
+    whole = config(large, inference={"engine": "vllm"})
+    with pytest.raises(ConfigError) as error:
+        check_plan(whole, h100(1))
+    said = str(error.value)
+    # 16 bytes for each of 8.19 B parameters are 131 GB; activations in float32, and the server on the same device.
+    assert "devices 0 need 224.2 GB of the 72.0 GB that are usable of a h100" in said
+    assert "optimizer states 65.5 GB" in said
+    assert "policies.main.engine_options.ranks" in said
+    few = config(large, **sharded(large, 8), inference={"engine": "vllm", "replicas": 4}, mode="separate_async")
+    with pytest.raises(ConfigError, match=r"cluster.count is 8, but .* 8 ranks and 4 servers on 12 devices"):
+        check_plan(few, h100(8))
+
+
+def test_a_decoding_step_is_bound_by_reading(large: Path) -> None:
+    shape = ModelShape.load(large, "model")
+    cluster = ClusterConfig(device="h100", count=1, bandwidth_use=1.0, step_overhead_ms=0.0)
+    # 7.57 B elements of matrices in two bytes over 3.35 TB/s.
+    assert decode_step(shape, cluster, "bfloat16", 1, 1, 0) == pytest.approx(2 * 7.5683e9 / 3.35e12, rel=1e-3)
+    # Keys and values of 64 sequences of 4,096 tokens: 147,456 bytes a token.
+    more = decode_step(shape, cluster, "bfloat16", 1, 64, 4096) - decode_step(shape, cluster, "bfloat16", 1, 64, 0)
+    assert more == pytest.approx(64 * 4096 * 147_456 / 3.35e12, rel=1e-3)
+    # With thousands of sequences arithmetic is slower: 2 operations an element.
+    fast = ClusterConfig(device="h100", count=1, bandwidth_use=1.0, step_overhead_ms=0.0, mfu=0.5)
+    many = decode_step(shape, fast, "bfloat16", 1, 4096, 0)
+    assert many == pytest.approx(4096 * 2 * 7.5683e9 / (0.5 * 989e12), rel=1e-3)
+
+
+def test_the_suggested_layout_has_its_reason(large: Path) -> None:
+    inference = {"engine": "vllm", "replicas": 8, "kv_tokens": 65536, "max_context": 8192}
+    shared = config(large, **sharded(large, 8), inference=inference, mode="colocate_async")
+    long_tail = Plan(shared, h100(8, prompt_tokens=400, turns=4, completion_tokens=300, tail=8)).suggested()
+    assert long_tail is not None
+    assert long_tail[0].separate
+    assert "wait for the longest episodes (mode: separate_async)" in long_tail[1]
+    one = config(large, policies={"main": {"model": {"path": large, "lora": {"rank": 16}}}}, inference=inference)
+    assert Plan(one, h100(1)).suggested() is None
+
+
+# The command.
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    return int(exit_.value.code or 0)
+
+
+def test_the_command_prints_memory_speed_and_layout(
+    large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.yaml"
+    given = config(large, **sharded(large, 4), mode="separate_async").model_dump(mode="json", exclude_defaults=True)
+    file.write_text(json.dumps(given))
+    cluster = ("cluster.device=h100", "cluster.count=8")
+    servers = ("inference.engine=vllm", "inference.replicas=4")
+    assert run("plan", str(file), *cluster, *servers, "workload.turns=3") == 0
+    said = capsys.readouterr().out
+    assert "model: qwen3, 8.19 B parameters; keys and values take 147,456 bytes a token in bfloat16" in said
+    assert "cluster: 8 x h100, 80 GB" in said
+    assert "GB per device                      0-3           4-7" in said
+    assert "configured: separate, 4 ranks and 4 servers" in said
+    assert "suggested: separate" in said
+    assert "give workload.prompt_tokens, workload.completion_tokens for expected ones" in said
+    assert "name them (inference.vllm.gpus" in said
+    assert run("plan", str(file), "cluster.device=h100", "cluster.count=4", *servers) == 1
+    assert "problem: cluster.count is 4" in capsys.readouterr().out
+
+
+def test_a_cluster_has_to_be_given_and_known(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(json.dumps(config(large).model_dump(mode="json", exclude_defaults=True)))
+    assert run("plan", str(file)) == 1
+    assert "no cluster to plan for: give cluster.device=h100" in capsys.readouterr().err
+    assert run("plan", str(file), "cluster.device=v100", "cluster.count=8") == 1
+    said = capsys.readouterr().err
+    assert "which is none of a100-40" in said
+    assert "give memory_gb, tflops, tflops_float32" in said
+    assert run("train", str(file), "cluster.device=h100", "cluster.count=8") == 1
+    assert "only --dry-run and turnwise plan read it" in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""Memory of a run by part: what each device of trainer and servers holds, and main memory, by formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.engines import served_dtype
+from turnwise.inference.vllm import kv_bytes
+from turnwise.trainer.config.policy import CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.scale.shape import ModelShape
+
+BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number by its type."""
+
+CHECKPOINTING: Final = (False, "matmuls", True)
+"""The values of ``model.gradient_checkpointing``, from the most memory to the least."""
+
+_KEPT_LOGITS: Final = 1 << 26
+_LOGITS_TILE: Final = 1 << 28
+_TILES: Final = 3
+_KV_TOKENS: Final = 131_072
+_ADAPTER_RANK: Final = 16
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes by part, of one device.
+
+    Attributes:
+        parts: The parts, in the order in which they are shown.
+    """
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: str, size: float) -> None:
+        """Add bytes to a part."""
+        if size:
+            self.parts[part] = self.parts.get(part, 0.0) + size
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """How the trainer's engine spreads a model.
+
+    Attributes:
+        ranks: Processes that hold a share each; 1 where nothing is sharded.
+        half: Whether weights are gathered in bfloat16.
+        away: Whether shares are in main memory while a device computes.
+    """
+
+    ranks: int = 1
+    half: bool = False
+    away: bool = False
+
+    @classmethod
+    def of(cls, policy: PolicyConfig) -> Sharded:
+        """Return what ``policies.main.engine`` and its options say; every engine but ``fsdp`` shards nothing."""
+        if policy.engine != "fsdp":
+            return cls()
+        options: Mapping[str, Any] = policy.engine_options
+        half, away = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
+        return cls(int(options.get("ranks", 2)), half, away)
+
+
+def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
+    """Return the bytes of an optimizer's state, in float32.
+
+    AdamW: two moments of each parameter, ``8 N`` (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2). Muon: one
+    momentum of each element of the layers' matrices (Jordan 2024, https://kellerjordan.github.io/posts/muon), and
+    AdamW's two of all else.
+    """
+    if optim.name == "muon":
+        return 4 * shape.layer_matrices + 8 * (shape.parameters - shape.layer_matrices)
+    return 8 * shape.parameters
+
+
+def layer_activations(shape: ModelShape, dtype: str) -> float:
+    """Return the bytes that one layer keeps of a token for the backward pass, without checkpointing.
+
+    Counted over the tensors that autograd saves in a transformers layer of hidden size h, with queries q, keys k and
+    inner size f: the inputs of norms and of matrices (``6 h``, ``4 f`` with the activation and the product), queries,
+    keys and values as attention reads them and its result (``2 q + 2 k``); with normalised queries and keys those
+    before and after the norm (``2 q + 2 k``). In float32 that is ``4 (6 h + 2 q + 2 k + 4 f)`` bytes; in bfloat16 norms
+    stay in float32 and each matrix has its own copy of its input: ``26 h + 4 q + 4 k + 8 f``, and ``6 q + 6 k`` for
+    normalised ones. The counting is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for this layer and
+    without stored attention scores.
+    """
+    h, q, k, f = shape.hidden, shape.queries, shape.keys, shape.active_intermediate
+    extra = 2 * shape.hidden * (shape.norms - 2)
+    normed = shape.normed_heads
+    statistics = 4 * (shape.norms + shape.heads + (shape.heads + shape.kv_heads) * normed)
+    if dtype == "float32":
+        return 4 * (6 * h + 2 * q + 2 * k + 4 * f + extra + (2 * q + 2 * k) * normed) + statistics
+    return 26 * h + 4 * q + 4 * k + 8 * f + 4 * extra + (6 * q + 6 * k) * normed + statistics
+
+
+def activation_bytes(shape: ModelShape, model: ModelConfig, tokens: int, checkpointing: bool | str) -> float:
+    """Return the bytes of activations of a micro-batch, at their peak.
+
+    Without checkpointing every layer keeps :func:`layer_activations`. With it a layer keeps its input (``4 h`` bytes;
+    Chen et al. 2016, arXiv:1604.06174), with ``matmuls`` the results of its matrix products too (``2 h + q + 2 k + 2
+    f`` numbers), and one layer at a time has all of its own again. On top: the last norm and the states that are
+    scored.
+    """
+    number = BYTES[model.compute_dtype]
+    whole = layer_activations(shape, model.compute_dtype)
+    products = number * (2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate)
+    kept = {False: whole, "matmuls": 4 * shape.hidden + products, True: 4 * shape.hidden}[checkpointing]
+    again = whole if checkpointing else 0
+    return tokens * (shape.layers * kept + again + 4 * 4 * shape.hidden)
+
+
+def loss_bytes(shape: ModelShape, tokens: int) -> float:
+    """Return the bytes of logits while a micro-batch is scored: all of them up to 64 MiB, else tiles of 256 MiB.
+
+    Source: ``turnwise/trainer/model/chunked_logprobs.py``, which never holds the logits of the whole vocabulary (an
+    online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867). Two to three tiles are in memory at a time.
+    """
+    return _TILES * min(4.0 * tokens * shape.vocabulary, _LOGITS_TILE)
+
+
+def add_trained(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded) -> None:
+    """Add what a device of the trainer holds of the policy between micro-batches: weights, gradients, optimizer state.
+
+    In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
+    al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state.
+    """
+    lora, ranks = policy.model.lora, sharded.ranks
+    trained = float(shape.parameters)
+    state = float(optimizer_bytes(shape, policy.optim))
+    if lora is not None:
+        trained = float(shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
+        state = 8 * trained
+        if not sharded.away:
+            memory.add("adapters", 4 * trained / ranks)
+    if not sharded.away:
+        memory.add("weights", 4 * shape.parameters / ranks)
+        memory.add("gradients", 4 * trained / ranks)
+        memory.add("optimizer states", state / ranks)
+
+
+def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded, tokens: int) -> None:
+    """Add what a device of the trainer holds while it computes a micro-batch of so many tokens.
+
+    Weights to compute with: under autocast bfloat16 copies of the layers' matrices (``2 N``), which it keeps until the
+    pass ends; ranks gather two units at a time, of which the next one is on its way, keep the embeddings between
+    forward and backward pass, and have one unit's gradients whole (Zhao et al. 2023, "FSDP", arXiv:2304.11277, section
+    3.4).
+    """
+    model = policy.model
+    half = model.compute_dtype == "bfloat16"
+    if sharded.ranks > 1:
+        number = 2 if sharded.half else 4
+        memory.add("gathered weights", number * (shape.embeddings + 2 * shape.layer))
+        memory.add("gathered gradients", (4 + 2 * sharded.half) * max(shape.layer, shape.embeddings))
+    if half and not (sharded.ranks > 1 and sharded.half):
+        memory.add("bfloat16 weights", 2 * shape.layer_matrices)
+    memory.add("activations", activation_bytes(shape, model, tokens, model.gradient_checkpointing))
+    memory.add("logits", loss_bytes(shape, tokens))
+
+
+def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig) -> None:
+    """Add a critic of its own: weights, gradients and optimizer state, whole in the process that trains.
+
+    A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
+    """
+    if critic.kind == "shared":
+        memory.add("critic", (8 + 8) * (shape.hidden + 1))
+        return
+    # The output matrix is loaded and not trained.
+    frozen = 0 if shape.tied else shape.hidden * shape.vocabulary
+    trained = shape.parameters - frozen
+    state = optimizer_bytes(shape, critic.optim) - 8 * frozen
+    memory.add("critic", 4 * shape.parameters + 4 * trained + state)
+
+
+def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: Sharded) -> tuple[float, bool]:
+    """Return the bytes of the KL reference on a device of the trainer, and whether each rank has as many.
+
+    ``4 N`` of weights without gradients. The initial model is in the ranks, over which it is spread like the policy; of
+    adapters that started at zero it is the policy without them, and takes nothing. Another reference is whole on the
+    first device, or in main memory between its uses (``algorithm.kl.offload``).
+    """
+    kl, lora = config.algorithm.kl, config.policy.model.lora
+    if kl is None:
+        return 0.0, False
+    initial = kl.reference == "initial"
+    if initial and lora is not None and lora.path is None:
+        return 0.0, False
+    if initial and sharded.ranks > 1:
+        return 0.0 if sharded.away else 4 * shape.parameters / sharded.ranks, True
+    return 4.0 * shape.parameters, False
+
+
+def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> tuple[Memory, Memory]:
+    """Return the memory of the trainer's first device, and of each further one.
+
+    Args:
+        config: The run's configuration.
+        shape: The policy's shape.
+        critic: The critic's, if it is another model.
+    """
+    policy, tokens = config.policy, config.batch.max_tokens_per_micro_batch
+    sharded = Sharded.of(policy)
+    first, other = Memory(), Memory()
+    size, everywhere = reference_bytes(shape, config, sharded)
+    for memory in (first, other):
+        add_trained(memory, shape, policy, sharded)
+        add_step(memory, shape, policy, sharded, tokens)
+        if everywhere or memory is first:
+            memory.add("reference", size)
+    if policy.critic is not None:
+        add_critic(first, critic or shape, policy.critic)
+    return first, other
+
+
+def server_memory(config: InferenceConfig, model: Path, shape: ModelShape) -> Memory:
+    """Return the memory of each device of one inference server.
+
+    Weights over the devices that share the matrices (Shoeybi et al. 2019, arXiv:1909.08053, section 3); keys and values
+    of ``kv_tokens`` tokens, ``2 layers kv_heads head_dim`` numbers each (Kwon et al. 2023, arXiv:2309.06180); and one
+    forward pass of ``max_batch_tokens`` tokens with the logits of ``max_seqs`` sequences, twice in float32.
+    """
+    dtype = served_dtype(model, config.dtype)
+    number, devices = BYTES[dtype], tensor_parallel(config)
+    tokens = kv_tokens(config, shape)
+    memory = Memory()
+    memory.add("served weights", number * shape.parameters / devices)
+    # A key or value head is on as many devices as it takes, where there are fewer heads than devices.
+    copies = max(1.0, devices / shape.kv_heads)
+    keys = copies * number * shape.kv_elements(tokens) / devices
+    if config.engine == "vllm" and (given := kv_bytes(model, config)) is not None:
+        # What the command line gives to each device, whatever share of the heads it has.
+        keys = given
+    memory.add("keys and values", keys)
+    inner = 2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate
+    sequences = min(config.max_seqs, config.max_batch_tokens)
+    memory.add("a forward pass", number * config.max_batch_tokens * inner + 2 * 4 * sequences * shape.vocabulary)
+    return memory
+
+
+def kv_tokens(config: InferenceConfig, shape: ModelShape) -> int:
+    """Return the ``kv_tokens`` of a server: as configured, 131072, or one sequence if that is more."""
+    return config.kv_tokens or max(_KV_TOKENS, config.max_context or shape.context)
+
+
+def kv_room(config: InferenceConfig, shape: ModelShape) -> int:
+    """Return the tokens that a server has room for: each device of a vLLM server gets the bytes of ``kv_tokens``."""
+    spread = min(tensor_parallel(config), shape.kv_heads) if config.engine == "vllm" else 1
+    return kv_tokens(config, shape) * spread
+
+
+def tensor_parallel(config: InferenceConfig) -> int:
+    """Return the devices of one server."""
+    return {"vllm": config.vllm.tensor_parallel, "sglang": config.sglang.tensor_parallel}.get(config.engine, 1)
+
+
+def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, float]]:
+    """Yield what main memory holds of the weights, by part.
+
+    New weights travel to servers through a file in shared memory, in float32, and the next version is written before
+    the last one is removed: ``8 N``, or of adapters as much of them. Every rank of the engine ``fsdp`` loads the whole
+    model in float32 before it keeps its share: ``4 N`` for each.
+    """
+    lora, sharded = config.policy.model.lora, Sharded.of(config.policy)
+    sent = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
+    yield "two versions of the weights on their way to servers", 8.0 * sent
+    if sharded.ranks > 1:
+        yield f"the whole model in {sharded.ranks} ranks while they load", 4.0 * shape.parameters * sharded.ranks
+    if sharded.away:
+        yield (
+            "shares and optimizer states of all ranks",
+            8.0 * shape.parameters + optimizer_bytes(shape, config.policy.optim),
+        )
+    kl = config.algorithm.kl
+    if kl is not None and kl.offload:
+        yield "the reference between its uses", 4.0 * shape.parameters
