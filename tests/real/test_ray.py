@@ -26,7 +26,6 @@ from support.trainer.lookup_run import (
     Turnwise,
     build_model,
     gone,
-    lines,
     shared,
     silent,
     train_config,
@@ -221,11 +220,8 @@ def test_vllm_servers_are_actors_too(cluster: ThreeNodes, checkpoint: Path, tmp_
     config = train_config(checkpoint, tmp_path, steps=1, **keys)
     with training(config) as process:
         assert process.wait() == 0, process.output()
-    proof = prove(tmp_path / "run", [])
-    assert proof.steps == 1
-    [step] = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
-    # What vLLM said of its tokens is what the trainer computes for them.
-    assert step["gap/max"] < 1e-3
+    # What vLLM said of its tokens is computed again by the audit.
+    assert prove(tmp_path / "run", []).steps == 1
     assert len(list((tmp_path / "run" / "logs").glob("server-*.log"))) == 2
 
 

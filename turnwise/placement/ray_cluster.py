@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import platform
@@ -80,10 +81,11 @@ def lay_out(config: RayConfig, needs: Needs) -> Layout:
         users.extend(["replica"] for _ in range(needs.replicas))
     users.extend(["worker"] for _ in range(needs.workers))
     of: dict[Kind, Bundle] = {"replica": replica, "rank": rank, "worker": worker}
-    return Layout([_sum([of[kind] for kind in kinds]) for kinds in users], users)
+    return Layout([total([of[kind] for kind in kinds]) for kinds in users], users)
 
 
-def _sum(bundles: Sequence[Bundle]) -> Bundle:
+def total(bundles: Sequence[Bundle]) -> Bundle:
+    """Return the resources of several bundles together."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     # Ray wants a bundle to hold something; so little fits everywhere.
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names} or {"CPU": 0.001}
@@ -108,12 +110,13 @@ def check_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> None:
         fitting = [node for node in left if all(node.get(name, 0.0) + 1e-9 >= least for name, least in bundle.items())]
         if not fitting:
             keys = " and ".join(_KEYS[kind] for kind in kinds)
-            total = _sum(layout.bundles)
-            have = {name: sum(node.get(name, 0.0) for node in nodes) for name in total}
+            needed = total(layout.bundles)
+            have = {name: sum(node.get(name, 0.0) for node in nodes) for name in needed}
+            each = "; ".join(amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes)
             raise ConfigError(
-                f"{keys} asks for {_words(bundle)} on one node, and no node of the cluster has them left for the last "
-                f"of {len(layout.bundles)} bundles: all of them need {_words(total)}, and {len(nodes)} nodes have "
-                f"{_words(have)} ({'; '.join(_words({name: node.get(name, 0.0) for name in total}) for node in nodes)})"
+                f"{keys} asks for {amounts(bundle)} on one node, and no node of the cluster has them left for the last "
+                f"of {len(layout.bundles)} bundles: all of them need {amounts(needed)}, and {len(nodes)} nodes have "
+                f"{amounts(have)} ({each})"
                 ": add nodes, or lower inference.replicas, ray.workers.min or the resources of either"
             )
         scarcest = max(bundle, key=bundle.__getitem__)
@@ -122,7 +125,8 @@ def check_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> None:
             best[name] -= amount
 
 
-def _words(bundle: Mapping[str, float]) -> str:
+def amounts(bundle: Mapping[str, float]) -> str:
+    """Return resources in words."""
     return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "nothing"
 
 
@@ -167,7 +171,7 @@ class RayCluster:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             check_room(layout, [node["Resources"] for node in nodes])
             await _check_nodes(nodes, paths)
-            say(f"ray: {len(nodes)} nodes, {_words(_cpus(nodes))}")
+            say(f"ray: {len(nodes)} nodes, {amounts(_cpus(nodes))}")
             group = await _reserve(config, layout, say)
         except BaseException:  # raised again: only the connection is closed
             if owns:
@@ -219,12 +223,17 @@ class RayCluster:
             _disconnect()
 
 
+def check_ray() -> None:
+    """Check that Ray is installed. Raises MissingExtraError."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray", "placement: ray")
+
+
 def _connect(config: RayConfig) -> bool:
     """Connect this process, unless it is connected; return whether it was connected here."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray", "placement: ray") from error
+    check_ray()
+    import ray
+
     if ray.is_initialized():
         return False
     address = config.address or os.environ.get("RAY_ADDRESS")
@@ -289,13 +298,13 @@ async def _reserve(config: RayConfig, layout: Layout, say: Callable[[str], None]
     try:
         await asyncio.wait_for(asyncio.shield(_awaited(ready)), min(10.0, config.timeout))
     except TimeoutError:
-        say(f"ray: waiting for {_words(_sum(layout.bundles))}, which others use")
+        say(f"ray: waiting for {amounts(total(layout.bundles))}, which others use")
         try:
             await asyncio.wait_for(_awaited(ready), config.timeout)
         except TimeoutError:
             remove_placement_group(group)
             raise PlacementError(
-                f"{_words(_sum(layout.bundles))} were not free within {config.timeout:g} s (ray.timeout): stop what "
+                f"{amounts(total(layout.bundles))} were not free within {config.timeout:g} s (ray.timeout): stop what "
                 "uses them, or add nodes"
             ) from None
     return group

@@ -22,7 +22,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
-    from turnwise.rollout.workers.pool import WorkerPool
+    from turnwise.rollout.runner import EpisodePlayer
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -71,7 +71,7 @@ class Workers(Protocol):
 
     reissues: int
 
-    async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> WorkerPool:
+    async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> EpisodePlayer:
         """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""
 
 

@@ -42,8 +42,7 @@ from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.config import MemberRule
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
-from turnwise.rollout.workers.pool import WorkerPool
+from turnwise.rollout.runner import EpisodeOutcome, EpisodePlayer, EpisodeRunner, EpisodeSpec
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.execute import ToolThreads
@@ -244,7 +243,7 @@ class RolloutProducer(RolloutManager):
     def __init__(
         self,
         config: RolloutConfig,
-        runner: EpisodeRunner | WorkerPool,
+        runner: EpisodePlayer,
         buffer: ReplayBuffer | None,
         parts: RolloutParts,
         threads: ToolThreads,
@@ -492,14 +491,14 @@ class RolloutProducer(RolloutManager):
                 self._rewarder.keep(asked.name, trajectories)
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
-        if self._remote is None or isinstance(self._runner, WorkerPool):
+        if self._remote is None or not isinstance(self._runner, EpisodeRunner):
             return await self._runner.run(spec)
         # The episode begins when a runner is connected: waiting for one does not count towards its timeout.
         async with self._remote.acquire_runner() as agent:
             return await self._runner.run(spec, agent)
 
     def _count_lost(self, error: Exception | None) -> None:
-        lost = self._threads.lost + (self._runner.lost_threads if isinstance(self._runner, WorkerPool) else 0)
+        lost = self._threads.lost + self._runner.lost_threads
         if lost > self._config.max_lost_threads:
             raise EnvError(
                 f"{lost} abandoned threads still run code of tools or environments and cannot be "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
@@ -227,6 +227,20 @@ class _Run:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class EpisodePlayer(Protocol):
+    """Plays episodes, in this process or on the workers of a cluster."""
+
+    @property
+    def lost_threads(self) -> int:
+        """Threads elsewhere that tools have blocked for good."""
+
+    async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
+        """Run one episode; its trajectories are written, also where it is cancelled."""
+
+    async def close(self) -> None:
+        """Release everything."""
+
+
 class EpisodeRunner:
     """Runs episodes concurrently.
 
@@ -271,6 +285,11 @@ class EpisodeRunner:
         self._toolbox = Toolbox(config.env.tools)
         self._sandboxes = SandboxManager(config.sandbox)
         self._spare: Env | None = None
+
+    @property
+    def lost_threads(self) -> int:
+        """None elsewhere: all are those of ``executor``."""
+        return 0
 
     async def prepare(self) -> None:
         """Load the configured tools, check the environment's media against the renderer, and probe the sandboxes.

@@ -14,8 +14,7 @@ from support.property_tests import examples
 from turnwise.errors import ConfigError, EnvError, PlacementError, RunnerDisconnected
 from turnwise.rollout.remote.protocol import error_record
 from turnwise.rollout.runner import EpisodeSpec
-from turnwise.rollout.workers.pool import PoolSize, WorkerPool
-from turnwise.rollout.workers.worker import WorkerAnswer
+from turnwise.rollout.workers.pool import PoolSize, WorkerAnswer, WorkerPool
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason

@@ -13,8 +13,24 @@ from typing import Any, Protocol
 from turnwise.errors import PlacementError, RunnerDisconnected, TurnwiseError
 from turnwise.rollout.remote.protocol import read_error
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeSpec
-from turnwise.rollout.workers.worker import WorkerAnswer
 from turnwise.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """What a worker returns of an episode.
+
+    Attributes:
+        trajectories: All that the episode wrote, failed and cancelled ones included.
+        error: The error that ended it, as a record; None without one.
+        cancelled: Whether it was cancelled.
+        lost_threads: Threads of the worker that tools have blocked for good, so far.
+    """
+
+    trajectories: list[Trajectory]
+    error: dict[str, Any] | None
+    cancelled: bool
+    lost_threads: int
 
 
 class WorkerHandle(Protocol):

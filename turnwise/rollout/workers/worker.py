@@ -30,6 +30,7 @@ from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
 from turnwise.rollout.runner import AgentTable, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.workers.pool import WorkerAnswer
 from turnwise.tools.execute import ToolThreads
 from turnwise.trajectory import Trajectory
 
@@ -63,23 +64,6 @@ class WorkerSpec:
     name: str
     path: tuple[str, ...] = ()
     frozen: Mapping[str, FrozenConfig] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAnswer:
-    """What a worker returns of an episode.
-
-    Attributes:
-        trajectories: All that the episode wrote, failed and cancelled ones included.
-        error: The error that ended it, as a record; None without one.
-        cancelled: Whether it was cancelled.
-        lost_threads: Threads of the worker that tools have blocked for good, so far.
-    """
-
-    trajectories: list[Trajectory]
-    error: dict[str, Any] | None
-    cancelled: bool
-    lost_threads: int
 
 
 class RolloutWorker:

@@ -302,7 +302,7 @@ def end_with_parent(descriptor: int) -> None:
     def watch() -> None:
         poll = select.poll()
         # Nothing but a hang-up: that of a pipe is always reported, that of a connection where it is asked for.
-        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+        poll.register(descriptor, select.POLLRDHUP if sys.platform == "linux" else 0)
         poll.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -16,7 +16,7 @@ from turnwise.errors import PlacementError
 from turnwise.gateway.frozen import FrozenPolicies
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.placement.local import placed_by
-from turnwise.placement.ray_cluster import Needs, RayCluster
+from turnwise.placement.ray_cluster import Needs, RayCluster, amounts, lay_out, total
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.workers.pool import PoolSize, WorkerPool
 from turnwise.rollout.workers.worker import RolloutWorker, WorkerSpec
@@ -37,6 +37,17 @@ def cluster_needs(config: TrainConfig) -> Needs:
     # A learner that has ranks says how many; that of torch computes in this process.
     ranks = int(chosen_engine(config.policy).options.get("ranks", 0))
     return Needs(replicas, config.ray.workers.min, ranks)
+
+
+def placement_text(config: TrainConfig) -> str:
+    """Describe what a run reserves on its cluster. Raises ConfigError where ranks and replicas do not match."""
+    needs = cluster_needs(config)
+    layout = lay_out(config.ray, needs)
+    parts = {"ranks": needs.ranks, "servers": needs.replicas, "rollout workers": needs.workers}
+    said = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
+    return (
+        f"ray, {config.ray.layout}: {said} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
+    )
 
 
 async def open_cluster(

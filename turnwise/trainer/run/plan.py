@@ -18,6 +18,7 @@ from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.engines import engine_warnings, find_engine
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
+from turnwise.placement.ray_cluster import check_ray
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
 from turnwise.rollout.producer import GroupRewarder
@@ -40,6 +41,7 @@ from turnwise.trainer.model.reference import reference_path
 from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.cluster import placement_text
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
@@ -96,6 +98,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConf
     if config.policy.critic is not None:
         await checker.run("critic", _critic(config.policy, weights=cluster is None))
     await checker.run("devices", checker.devices())
+    if config.placement == "ray":
+        await checker.run("placement", _placement(config, here=cluster is None))
     if cluster is None:
         await checker.run("inference", check_inference(config))
     else:
@@ -151,6 +155,12 @@ async def check_inference(config: TrainConfig) -> str:
 
 async def _hooks(config: TrainConfig) -> str:
     return ", ".join(each.__qualname__ for each in load_hooks(config.hooks))
+
+
+async def _placement(config: TrainConfig, *, here: bool) -> str:
+    if here:
+        check_ray()
+    return placement_text(config)
 
 
 async def _memory(config: TrainConfig, cluster: PlanConfig) -> str:

@@ -379,7 +379,7 @@ async def _assemble(
     stack: contextlib.AsyncExitStack,
     cluster: RayCluster | None,
 ) -> TrainRun:
-    """Open the files, start the servers and the producer; ``stack`` closes them in reverse order."""
+    """Open the files, start servers and rollouts; ``stack`` closes them in reverse order."""
     state = start.state
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
@@ -407,17 +407,10 @@ async def _assemble(
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
     scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
-    budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
+    budget = _budget(config, state)
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
-        config=config,
-        directory=directory,
-        learner=start.learner,
-        kl=start.kl,
-        critic=start.critic,
-        renderer=start.renderer,
-        tasks=start.tasks,
-        eval_tasks=start.eval_tasks,
+        **_read(config, directory, start),
         fleet=servers.fleet,
         buffer=buffer,
         manager=manager,
@@ -428,15 +421,33 @@ async def _assemble(
         store=start.store,
         metrics=files.metrics,
         display=display,
-        state=state,
         budget=budget,
         teacher=Teacher.of(config.algorithm.distill, servers.frozen),
         diagnostics=files.diagnostics,
         timeline=files.timeline,
-        counted_until=start.began,
-        saved_step=state.step,
     )
     return run
+
+
+def _budget(config: TrainConfig, state: TrainerState) -> Budget:
+    return Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
+
+
+def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
+    """Return the parts of a run that were read before it started."""
+    return {
+        "config": config,
+        "directory": directory,
+        "learner": start.learner,
+        "kl": start.kl,
+        "critic": start.critic,
+        "renderer": start.renderer,
+        "tasks": start.tasks,
+        "eval_tasks": start.eval_tasks,
+        "state": start.state,
+        "counted_until": start.began,
+        "saved_step": start.state.step,
+    }
 
 
 def _save_unsaved(run: TrainRun) -> None:
