@@ -27,7 +27,7 @@ from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal, loads_at_once
 from turnwise.trainer.learn.learner import Learner, check_engine, open_learner
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.learn.update import update_policy
@@ -382,6 +382,25 @@ def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
         assert all(process.poll() is not None for process in ranks._processes)
         with pytest.raises(RankDied, match="resume the run"):
             learner.optim_step()
+
+
+def test_ranks_that_do_not_hold_a_model_at_the_same_time_load_it_in_turn(
+    model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FSDPLearner(four, policy(model), 9)
+    size = 4 * sum(shape.numel() for shape in (each.shape for each in weights(whole).values()))
+    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 7 * size)
+    assert [loads_at_once(model, ranks) for ranks in (2, 3, 4)] == [2, 3, 3]
+    in_turn = FSDPLearner(four, policy(model), 9)
+    assert gap(weights(whole), weights(in_turn)) == 0
+    # One that cannot be loaded leaves them in step.
+    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 1)
+    assert loads_at_once(model, 4) == 1
+    with pytest.raises(TrainError, match="no causal language model can be loaded"):
+        FSDPLearner(
+            four, policy(shutil.copytree(model, tmp_path / "broken", ignore=lambda *_: ["model.safetensors"])), 9
+        )
+    step(in_turn)
 
 
 def test_passes_have_micro_batches_of_similar_size() -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from turnwise.engine.capacity import machine_memory, model_size
+from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo
@@ -299,7 +301,8 @@ class FSDPLearner(Learner, ModelHost):
 
     def _open(self, total_steps: int | None, path: Path, *, values: bool = False) -> tuple[int, ModelFacts]:
         number = next(_numbers)
-        arguments = (self._config, total_steps, path, self._sharding, values)
+        at_once = loads_at_once(path, len(self._ranks))
+        arguments = (self._config, total_steps, path, self._sharding, values, at_once)
         return number, self._call("open", rest=arguments, model=number)[0]
 
     def _call(self, method: str, *shares: Any, rest: tuple[Any, ...] = (), model: int | None = None) -> list[Any]:
@@ -329,6 +332,17 @@ class FSDPLearner(Learner, ModelHost):
             check_ids(batch, self._facts.vocab_size)
         shares = deal([batch.tokens for batch in batches], len(self._ranks) // self._sharding.sequence_parallel)
         return shares, max(map(len, shares))
+
+
+def loads_at_once(path: Path, ranks: int) -> int:
+    """Return how many ranks read a model at the same time: each holds it whole, until it keeps its shards.
+
+    They may take half of this machine's memory: shards, their optimizer's state and servers are in it too.
+    """
+    size = model_size(model_under(path))
+    if size is None:
+        return ranks
+    return max(1, min(ranks, machine_memory() // 2 // (4 * size.parameters)))
 
 
 def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:

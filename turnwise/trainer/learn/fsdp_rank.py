@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -30,10 +30,16 @@ from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.learn.learner import Stats, StepResult
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, Sharding, end_with_parent, serve
-from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
+from turnwise.trainer.learn.torch_learner import (
+    OPTIMIZER_FILE,
+    SHARDED_FILE,
+    LossTotals,
+    TorchLearner,
+    return_freed_memory,
+)
 from turnwise.trainer.model.critic import HEAD_FILE, ValueHead, ValueModel, read_head
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
@@ -89,11 +95,29 @@ def _sequence_group(size: int) -> SequenceGroup:
     return SequenceGroup(size, rank % size, found)
 
 
-def _shard(policy: Policy, head: ValueHead | None, device: str, sharding: Sharding) -> Any:
+@contextmanager
+def _in_turn(at_once: int) -> Iterator[None]:
+    """Have so many ranks at a time do what is inside; all ranks have to enter it at the same time."""
+    turns, own = -(-dist.get_world_size() // at_once), dist.get_rank() // at_once
+    if turns == 1:
+        yield
+        return
+    try:
+        with in_step():
+            for _ in range(own):
+                dist.barrier()
+        yield
+    finally:
+        with in_step():
+            for _ in range(turns - own):
+                dist.barrier()
+
+
+def _shard(policy: Policy, head: ValueHead | None, mesh: DeviceMesh, sharding: Sharding) -> Any:
     """Spread a model's parameters over the ranks, layer by layer; return the module that scores."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": half if sharding.mixed_precision else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
     }
@@ -228,28 +252,30 @@ class RankModel:
 
     @classmethod
     def open(
-        cls, device: str, config: PolicyConfig, total_steps: int | None, path: Path, sharding: Sharding, values: bool
+        cls,
+        device: str,
+        config: PolicyConfig,
+        total_steps: int | None,
+        path: Path,
+        sharding: Sharding,
+        values: bool,
+        at_once: int,
     ) -> tuple[RankModel, ModelFacts]:
-        """Load a model, with ``values`` under a value head, and shard it.
+        """Load a model, with ``values`` under a value head, and shard it; ``at_once`` ranks hold it whole at a time.
 
         ``total_steps`` is None for one that is not trained.
         """
-        model = config.model
-        policy = load_model(
-            path,
-            compute_dtype=model.compute_dtype,
-            gradient_checkpointing=model.gradient_checkpointing if total_steps is not None else False,
-            lora=model.lora,
-        )
-        if total_steps is None:
-            policy.model.requires_grad_(False)
-        head = _value_head(policy, path) if values else None
-        # It leaves out the output matrix, which gets no gradient from values.
-        trained = None if head is None else ValueModel(policy.model, head)
         with in_step():
-            if sharding.sequence_parallel > 1:
-                policy.sequence = _sequence_group(sharding.sequence_parallel)
-            root = _shard(policy, head, device, sharding)
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
+            together = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
+        with _in_turn(at_once):
+            policy = _load(config.model, path, trained=total_steps is not None)
+            head = _value_head(policy, path) if values else None
+            # It leaves out the output matrix, which gets no gradient from values.
+            trained = None if head is None else ValueModel(policy.model, head)
+            root = _shard(policy, head, mesh, sharding)
+            return_freed_memory()
+        policy.sequence = together
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         made = cls(policy, root, optimizer, head)
         made._describe()
@@ -384,6 +410,18 @@ class RankModel:
     def _trained(self) -> _Optimizer:
         assert self.optimizer is not None, "a model that is not trained has no optimizer"
         return self.optimizer
+
+
+def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
+    policy = load_model(
+        path,
+        compute_dtype=model.compute_dtype,
+        gradient_checkpointing=model.gradient_checkpointing if trained else False,
+        lora=model.lora,
+    )
+    if not trained:
+        policy.model.requires_grad_(False)
+    return policy
 
 
 def _value_head(policy: Policy, path: Path) -> ValueHead:
