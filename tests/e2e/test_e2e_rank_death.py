@@ -41,7 +41,7 @@ async def test_a_run_whose_ranks_are_killed_resumes_with_nothing_lost_or_trained
         assert store.steps() == [2]
         lives.append(left_on_disk(run))
 
-    changes["policies"]["main"]["engine_options"] = {"ranks": 1}
+    changes["policies"]["main"]["engine_options"] = {"ranks": 2, "sequence_parallel": 2}
     summary = await train(train_config(lookup_model, tmp_path, **changes), console=silent())
     assert summary.steps == 5
     proof = prove(run, lives)

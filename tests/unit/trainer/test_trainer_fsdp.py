@@ -224,9 +224,9 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
         torch.cat(named.logprobs(batches())), torch.cat(alone.logprobs(batches())), atol=1e-5, rtol=0
     )
     before = torch.cat(learner.logprobs(batches()))
+    initial = open_reference(KLConfig(coef=0.1), policy(model), learner)
     step(learner)
-    with learner.initial_weights():
-        assert torch.equal(torch.cat(learner.logprobs(batches())), before)
+    assert torch.equal(torch.cat(initial.logprobs(batches())), before)
     assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
 
 
@@ -237,11 +237,12 @@ def test_the_reference_of_adapters_that_go_on_has_those_that_they_began_with(
     first = FSDPLearner(two, policy(model, model={"lora": {"rank": 4}}, optim={"lr": 1e-2}), 9)
     step(first)
     first.save(tmp_path)
-    further = FSDPLearner(two, policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2}), 9)
+    config = policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2})
+    further = FSDPLearner(two, config, 9)
     before = torch.cat(further.logprobs(batches()))
+    reference = open_reference(KLConfig(coef=0.1), config, further)
     step(further)
-    with further.initial_weights():
-        assert torch.equal(torch.cat(further.logprobs(batches())), before)
+    assert torch.equal(torch.cat(reference.logprobs(batches())), before)
     assert not torch.equal(torch.cat(further.logprobs(batches())), before)
 
 

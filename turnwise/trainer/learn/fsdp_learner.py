@@ -159,8 +159,7 @@ class FSDPLearner(Learner, ModelHost):
         path = config.model.path if model_path is None or config.model.lora is not None else model_path
         _check_heads(path, self._sharding)
         self._model, self._facts = self._open(total_steps, path, values=values)
-        self._initial: int | None = None
-        self._scores_initial = False
+        self._bare = False
 
     @classmethod
     def create(
@@ -224,18 +223,17 @@ class FSDPLearner(Learner, ModelHost):
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
         if self._values:
             raise TrainError("a model with a value head has values, and no log-probabilities")
-        model = self._initial if self._scores_initial and self._initial is not None else self._model
-        return self._scores(batches, model, bare=self._scores_initial and model == self._model)
+        return self._scores(batches)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the state values before each trained token, where this is a model with a value head."""
-        return self._scores(batches, self._model) if self._values else super().values(batches)
+        return self._scores(batches) if self._values else super().values(batches)
 
-    def _scores(self, batches: Sequence[MicroBatch], model: int, *, bare: bool = False) -> list[Tensor]:
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         if not batches:
             return []
         shares, passes = self._dealt(batches)
-        found = self._call_shares("score", shares, batches, rest=(passes, bare), model=model)
+        found = self._call_shares("score", shares, batches, rest=(passes, self._bare))
         by_index = {
             index: scores
             for share, scored in zip(shares, found, strict=True)
@@ -243,31 +241,32 @@ class FSDPLearner(Learner, ModelHost):
         }
         return [by_index[index] for index in range(len(batches))]
 
-    def initial_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which :meth:`logprobs` uses the initial weights.
-
-        Adapters that started at zero are disabled; else the ranks load the initial model too, sharded alike.
-        """
-        if self._initial is None:
-            bare = self._facts.starts_bare
-            self._initial = self._model if bare else self._open(None, self._config.model.path)[0]
-        return self._with_initial()
+    def initial_weights(self) -> AbstractContextManager[None] | None:
+        """Return a context with adapters disabled, where they started at zero; else None."""
+        return self._without_adapters() if self._facts.starts_bare else None
 
     @contextmanager
-    def _with_initial(self) -> Iterator[None]:
-        self._scores_initial = True
+    def _without_adapters(self) -> Iterator[None]:
+        self._bare = True
         try:
             yield
         finally:
-            self._scores_initial = False
+            self._bare = False
 
     def second_model(
-        self, config: PolicyConfig, total_steps: int | None, *, model_path: Path | None = None, values: bool = False
+        self,
+        config: PolicyConfig,
+        total_steps: int | None,
+        *,
+        model_path: Path | None = None,
+        values: bool = False,
+        offload: bool = False,
     ) -> FSDPLearner:
         """Load another model on the same ranks, sharded alike."""
-        return FSDPLearner(
-            self._ranks, config, total_steps, model_path=model_path, sharding=self._sharding, values=values
-        )
+        sharding = self._sharding
+        if offload and _device(config) != "cpu":
+            sharding = replace(sharding, cpu_offload=True)
+        return FSDPLearner(self._ranks, config, total_steps, model_path=model_path, sharding=sharding, values=values)
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -312,19 +311,13 @@ class FSDPLearner(Learner, ModelHost):
         return self._ranks.call([Call(number, method, (*own, *rest)) for own in first])
 
     def _call_shares(
-        self,
-        method: str,
-        shares: Sequence[Sequence[int]],
-        batches: Sequence[MicroBatch],
-        *,
-        rest: tuple[Any, ...],
-        model: int | None = None,
+        self, method: str, shares: Sequence[Sequence[int]], batches: Sequence[MicroBatch], *, rest: tuple[Any, ...]
     ) -> list[Any]:
         """Call a method on all ranks with the micro-batches of each one's group; return a result for each group."""
         size = self._sharding.sequence_parallel
         given = [[batches[each] for each in share] for share in shares for _ in range(size)]
         # The ranks of a group compute the same micro-batches, and answer the same.
-        return self._call(method, *given, rest=rest, model=model)[::size]
+        return self._call(method, *given, rest=rest)[::size]
 
     def _dealt(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
         """Deal micro-batches to the groups of ranks; return the indices of each one's, and the passes that takes."""

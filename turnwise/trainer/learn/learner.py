@@ -224,7 +224,13 @@ class ModelHost(ABC):
 
     @abstractmethod
     def second_model(
-        self, config: PolicyConfig, total_steps: int | None, *, model_path: Path | None = None, values: bool = False
+        self,
+        config: PolicyConfig,
+        total_steps: int | None,
+        *,
+        model_path: Path | None = None,
+        values: bool = False,
+        offload: bool = False,
     ) -> Learner:
         """Load another model where the policy is, spread over the engine's processes alike.
 
@@ -234,6 +240,7 @@ class ModelHost(ABC):
             model_path: Load it from here instead (a checkpoint; :meth:`Learner.load` is called afterwards).
             values: Give it a value head, which is trained with it: it has :meth:`Learner.values` and no
                 :meth:`Learner.logprobs`.
+            offload: Keep its weights in main memory between uses, where it computes elsewhere.
 
         Raises:
             TrainError: The model cannot be loaded or trained.

@@ -101,7 +101,7 @@ def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> 
     lora = policy.model.lora if config.reference == "initial" else None
     model = policy.model.model_copy(update={"path": reference_path(config, policy.model), "lora": lora})
     if isinstance(learner, ModelHost):
-        return learner.second_model(policy.model_copy(update={"model": model}), None)
+        return learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
     found = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
     return FrozenReference(found, offload=config.offload)
 
