@@ -254,6 +254,13 @@ def valued() -> list[TrainRow]:
     ]
 
 
+def train(learner: Learner, critic: Critic, seed: int) -> dict[str, float]:
+    """Take two optimizer steps of each."""
+    algorithm = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
+    budget = BatchConfig(max_tokens_per_micro_batch=32)
+    return update_policy(learner, valued(), algorithm, budget, seed=seed, critic=critic)
+
+
 def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     model: Path, two: WarmRanks, four: WarmRanks, tmp_path: Path
 ) -> None:
@@ -263,11 +270,6 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     torch.manual_seed(5)
     torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.randn(1)}}, first / "critic.pt")
     config = policy(model, critic={"path": first, "optim": {"lr": 1e-3}})
-    algorithm = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
-    budget = BatchConfig(max_tokens_per_micro_batch=32)
-
-    def train(learner: Learner, critic: Critic, seed: int) -> dict[str, float]:
-        return update_policy(learner, valued(), algorithm, budget, seed=seed, critic=critic)
 
     def opened(learner: Learner, directory: Path | None = None) -> Critic:
         critic = Critic.create(config, learner, 9, directory=directory)
@@ -304,12 +306,31 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
 
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     config = policy(model, model={"gradient_checkpointing": True})
-    half, full = (FSDPLearner(two, config, 9, sharding=Sharding(2, each)) for each in (True, False))
-    for learner in (half, full):
+    ways = (Sharding(2), Sharding(2, True), Sharding(2, True, sequence_parallel=2))
+    full, half, together = (FSDPLearner(two, config, 9, sharding=each) for each in ways)
+    for learner in (full, half, together):
         step(learner)
-    one, other = (torch.cat(learner.logprobs(batches())) for learner in (half, full))
-    assert 1e-4 < float((one - other).abs().max()) < 0.2
+    exact = torch.cat(full.logprobs(batches()))
+    for learner in (half, together):
+        assert 1e-4 < float((exact - torch.cat(learner.logprobs(batches()))).abs().max()) < 0.2
     assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tmp_path: Path) -> None:
+    # Its output matrix is frozen, and its head computes in float32.
+    path = save_model(make_model("qwen2"), tmp_path)
+    torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.zeros(1)}}, path / "critic.pt")
+    config = policy(path, critic={"optim": {"lr": 1e-4}})
+    found = []
+    for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
+        critic = Critic.create(config, learner, 9)
+        assert critic is not None
+        before = torch.cat(critic.values(batches()))
+        train(learner, critic, 1)
+        found.append(torch.cat(critic.values(batches())))
+        assert float((found[-1] - before).abs().max()) > 0.3
+    assert found[1].dtype == torch.float32
+    assert 1e-4 < float((found[0] - found[1]).abs().max()) < 0.2
 
 
 def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ def _shard(policy: Policy, head: ValueHead | None, mesh: DeviceMesh, sharding: S
     for module in list(policy.model.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, **settings)
+    if head is not None:
+        # Values are computed in float32, whatever the states are.
+        fully_shard(head, **{**settings, "mp_policy": MixedPrecisionPolicy()})
     root: Any = fully_shard(_Scoring(policy, head), **settings)
     for module in root.modules():
         if isinstance(module, FSDPModule):
