@@ -139,7 +139,11 @@ def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
 
 @pytest.mark.parametrize(
     ("options", "within"),
-    [({}, 1e-4), pytest.param({"cpu_offload": True}, 1e-4, marks=ON_DEVICE), ({"mixed_precision": True}, 5e-2)],
+    [
+        ({}, 1e-4),
+        pytest.param({"cpu_offload": True}, 1e-4, marks=ON_DEVICE),
+        pytest.param({"mixed_precision": True}, 5e-2, marks=ON_DEVICE),
+    ],
 )
 def test_ranks_take_the_steps_of_one_process(model: Path, options: dict[str, Any], within: float) -> None:
     ranks = max(1, min(2, torch.cuda.device_count()))
