@@ -11,14 +11,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from support.processes.warm import WarmPopen, run_command
 from support.trainer.lookup_run import take_warm
+from support.trainer.ranks import pair_of_ranks
+from turnwise.config import load_config
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.batch.experience import build_experience, collect
+from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner
+from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")
@@ -101,6 +113,51 @@ def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary:
     assert [each["step"] for each in evaluations] == [0, summary["steps"]]
     for kind in KINDS:
         assert summary["before"][kind] == evaluations[0][kind]
+
+
+def recorded_steps(run: Path, config: TrainConfig, steps: int) -> list[list[TrainRow]]:
+    """Return the rows that the first steps of a run trained, from its files."""
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    for each in read_trajectories(run / "trajectories.jsonl"):
+        groups[each.group_id].append(each)
+    group_of = {each.id: name for name, its in groups.items() for each in its}
+    trained: dict[int, dict[str, None]] = defaultdict(dict)
+    for row in read_batches(run / "batches.jsonl").rows:
+        trained[row.step][group_of[row.trajectory]] = None
+    found = []
+    for step in range(1, steps + 1):
+        its = [TrajectoryGroup(name, groups[name][0].task_id, groups[name]) for name in trained[step]]
+        collected = collect(its, max_tokens_per_row=config.batch.max_tokens_per_row)
+        found.append(build_experience(collected, config.algorithm, temperature=config.rollout.temperature).rows)
+    return found
+
+
+def assert_ranks_train_alike(run: Path) -> None:
+    """Train what the first five steps of a run trained, in one process and on ranks, from the same weights."""
+    config = load_config(TrainConfig, run / "config.yaml")
+    with pair_of_ranks(2) as two, pair_of_ranks(4) as four:
+        learners: list[Learner] = [
+            open_learner(config.policy, config.optimizer_steps),
+            *(FSDPLearner(ranks, config.policy, config.optimizer_steps) for ranks in (two, four)),
+        ]
+        for step, rows in enumerate(recorded_steps(run, config, 5), start=1):
+            alone, *sharded = (
+                update_policy(learner, rows, config.algorithm, config.batch, seed=step) for learner in learners
+            )
+            assert alone["train/tokens"] > 1000
+            assert alone["train/grad_norm"] > 0
+            for metrics in sharded:
+                assert metrics == pytest.approx(alone, abs=1e-5)
+        first = load_file(config.policy.model.path / "model.safetensors")
+        weights, *others = (dict(learner.export_weights()) for learner in learners)
+        assert max(float((each - first[name]).detach().abs().max()) for name, each in weights.items()) > 1e-3
+        for other in others:
+            assert other.keys() == weights.keys()
+            assert max(float((each - weights[name]).detach().abs().max()) for name, each in other.items()) < 1e-5
+
+
+def test_its_first_five_steps_on_ranks_are_those_of_one_process(runs: Path, summary: dict[str, Any]) -> None:
+    assert_ranks_train_alike(runs / "seed0")
 
 
 @pytest.mark.parametrize("mode", ["colocate", "separate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
@@ -133,3 +135,27 @@ def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
     logs = head(states[few]).log_softmax(-1).detach()
     torch.testing.assert_close(logprobs[few].detach(), logs.gather(1, ids[few, None])[:, 0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(entropies[few].detach(), -(logs.exp() * logs).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "within"),
+    [
+        ({}, 1e-4),
+        pytest.param({"cpu_offload": True}, 1e-4, marks=ON_DEVICE),
+        pytest.param({"mixed_precision": True}, 5e-2, marks=ON_DEVICE),
+    ],
+)
+def test_ranks_take_the_steps_of_one_process(model: Path, options: dict[str, Any], within: float) -> None:
+    ranks = max(1, min(2, torch.cuda.device_count()))
+    config = PolicyConfig.model_validate({"model": {"path": str(model), "device": DEVICE}, "optim": {"lr": 1e-3}})
+    one, sharded = TorchLearner.create(config, 20), FSDPLearner.create(config, 20, ranks=ranks, **options)
+    try:
+        algorithm, budget = AlgorithmConfig(), BatchConfig(max_tokens_per_micro_batch=64)
+        for seed in range(3):
+            wanted, found = (update_policy(each, rows(), algorithm, budget, seed=seed) for each in (one, sharded))
+            assert found["train/loss"] == pytest.approx(wanted["train/loss"], abs=within)
+        weights = dict(sharded.export_weights())
+        for name, each in one.export_weights():
+            torch.testing.assert_close(weights[name], each.cpu(), atol=within, rtol=0)
+    finally:
+        sharded.processes.close()

@@ -24,7 +24,7 @@ from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.attention import LAYOUT_ARGUMENT, PackedLayout
-from turnwise.trainer.model.critic import VALUE_SUMS, Critic, ValueObjective
+from turnwise.trainer.model.critic import VALUE_SUMS, Critic, TorchCritic, ValueObjective
 from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.observe.metrics import meaning
 
@@ -33,7 +33,7 @@ Models = Callable[..., Path]
 ALGORITHM = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
 
 
-def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, Critic]:
+def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, TorchCritic]:
     config = PolicyConfig(
         model=ModelConfig(path=path, device="cpu"),
         optim=OptimConfig(lr=1e-3),
@@ -41,7 +41,7 @@ def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, Critic]:
     )
     learner = TorchLearner.create(config, 50)
     made = Critic.create(config, learner, 50)
-    assert made is not None
+    assert isinstance(made, TorchCritic)
     # From zero every layer under the head would have no gradient in the first step.
     torch.manual_seed(5)
     torch.nn.init.normal_(made.head.linear.weight, std=0.1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,20 @@ from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from support.trainer.ranks import WarmRanks, pair_of_ranks
 from turnwise.engine.weights import WeightStream, read_weights, write_weights
 from turnwise.errors import CheckpointError, RankDied, TrainError
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.kl import KLConfig
 from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, Objective, PolicyObjective
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.config.policy import PolicyConfig
-from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal
+from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal, loads_at_once
 from turnwise.trainer.learn.learner import Learner, check_engine, open_learner
 from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.critic import Critic, EngineCritic, TorchCritic
+from turnwise.trainer.model.reference import open_reference
 from turnwise.trainer.observe.gap import GapWatch
 from turnwise.trajectory import TrainSample
 
@@ -57,14 +65,19 @@ def policy(path: Path, **changes: Any) -> PolicyConfig:
     return PolicyConfig.model_validate({"optim": {"lr": 1e-3}, "model": own, **changes})
 
 
-def rows() -> list[TrainRow]:
+def rows(shared: int = 0) -> list[TrainRow]:
+    """Rows of random ids, of which the first ``shared`` are those of all."""
     random = np.random.default_rng(3)
     found = []
+    first: np.ndarray | None = None
     for number, length in enumerate(LENGTHS):
         mask = np.zeros(length, np.bool_)
         mask[length // 3 :] = True
+        ids = random.integers(0, VOCABULARY, length).astype(np.int32)
+        first = ids if first is None else first
+        ids[:shared] = first[: min(shared, length)]
         sample = TrainSample(
-            input_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+            input_ids=ids,
             loss_mask=mask,
             rollout_logprobs=np.where(mask, -random.random(length) - 2.0, 0).astype(np.float32),
             weight_versions=np.where(mask, 0, -1).astype(np.int32),
@@ -77,8 +90,8 @@ def rows() -> list[TrainRow]:
     return found
 
 
-def batches(most: int = 32) -> list[MicroBatch]:
-    found = pack(rows(), most)
+def batches(most: int = 32, shared: int = 0) -> list[MicroBatch]:
+    found = pack(rows(shared), most, share_prefixes=shared > 0)
     for each in found:
         each.old_logprobs = each.rollout_logprobs
     return found
@@ -93,22 +106,57 @@ def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("world", ["two", "four"])
-def test_ranks_equal_one_process(model: Path, world: str, request: pytest.FixtureRequest) -> None:
-    ranks: WarmRanks = request.getfixturevalue(world)
-    shows = policy(model, optim=SHOWS_GRADIENTS)
-    before = weights(open_learner(shows, 5))
+def assert_equal_gradients(learners: Sequence[Learner], given: Sequence[MicroBatch], objective: Objective) -> None:
+    """Compare loss, statistics and gradients of learners whose optimizer is ``SHOWS_GRADIENTS``."""
     gradients, losses = [], []
-    for learner in (open_learner(shows, 5), FSDPLearner(ranks, shows, 5)):
-        stats = learner.forward_backward(batches(), PolicyObjective(), 40.0)
+    for learner in learners:
+        before = weights(learner)
+        stats = learner.forward_backward(given, objective, 40.0)
         norm = learner.optim_step().grad_norm
         losses.append({**stats.metrics(), "norm": norm})
         gradients.append({name: before[name] - tensor for name, tensor in weights(learner).items()})
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert max(float(each.abs().max()) for each in gradients[0].values()) > 1e-2
+    assert max(float(each.abs().max()) for each in gradients[0].values()) > 1e-3
     assert gap(*gradients) < 1e-5
 
+
+@pytest.mark.parametrize(("world", "together"), [("two", 2), ("four", 2), ("four", 4)])
+def test_ranks_that_share_sequences_equal_one_process(
+    model: Path, world: str, together: int, request: pytest.FixtureRequest
+) -> None:
+    # Four query heads over two of keys: four ranks get one of each, keys twice. Slices end in the middle of segments.
+    ranks: WarmRanks = request.getfixturevalue(world)
+    shows = policy(model, optim=SHOWS_GRADIENTS)
+    sharding = Sharding(len(ranks), sequence_parallel=together)
+    given = batches(shared=10)
+    assert any(parent != -1 for batch in given for _, _, parent in batch.segments)
+    assert any(batch.tokens % together for batch in given)
+    one, sharded = open_learner(shows, 5), FSDPLearner(ranks, shows, 5, sharding=sharding)
+    for left, right in zip(one.logprobs(given), sharded.logprobs(given), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
+    assert_equal_gradients((one, sharded), given, PolicyObjective(entropy_coef=0.1))
+
+
+def test_sequences_are_shared_under_windows_sinks_and_adapters(model_dir: Callable[..., Path], two: WarmRanks) -> None:
+    pytest.importorskip("peft")
+    given = batches(shared=10)
+    for batch in given:
+        batch.input_ids %= 61
+        batch.target_ids %= 61
+    settings = {"lora": {"rank": 4}, "gradient_checkpointing": True}
+    shows = policy(model_dir("gpt_oss"), optim=SHOWS_GRADIENTS, model=settings)
+    sharded = FSDPLearner(two, shows, 5, sharding=Sharding(2, sequence_parallel=2))
+    assert_equal_gradients((open_learner(shows, 5), sharded), given, PolicyObjective())
+
+
+@pytest.mark.parametrize("world", ["two", "four"])
+def test_ranks_equal_one_process(model: Path, world: str, request: pytest.FixtureRequest) -> None:
+    ranks: WarmRanks = request.getfixturevalue(world)
+    shows = policy(model, optim=SHOWS_GRADIENTS)
+    assert_equal_gradients((open_learner(shows, 5), FSDPLearner(ranks, shows, 5)), batches(), PolicyObjective())
+
     trains = policy(model)
+    before = weights(open_learner(trains, 5))
     one, sharded = open_learner(trains, 5), FSDPLearner(ranks, trains, 5)
     for _ in range(5):
         found = [learner.forward_backward(batches(), PolicyObjective(), 40.0).loss for learner in (one, sharded)]
@@ -165,12 +213,20 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(model: Path, two: WarmRan
     step(sharded)
 
 
-def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks) -> None:
+def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: Path) -> None:
     learner = FSDPLearner(two, policy(model), 9)
+    other = save_model(make_model("qwen3", seed=1, vocab_size=VOCABULARY + 1), tmp_path)
+    kl = KLConfig(coef=0.1, reference=other)
+    named = open_reference(kl, policy(model), learner)
+    assert isinstance(named, FSDPLearner)
+    alone = open_reference(kl, policy(model), open_learner(policy(model), 9))
+    torch.testing.assert_close(
+        torch.cat(named.logprobs(batches())), torch.cat(alone.logprobs(batches())), atol=1e-5, rtol=0
+    )
     before = torch.cat(learner.logprobs(batches()))
+    initial = open_reference(KLConfig(coef=0.1), policy(model), learner)
     step(learner)
-    with learner.initial_weights():
-        assert torch.equal(torch.cat(learner.logprobs(batches())), before)
+    assert torch.equal(torch.cat(initial.logprobs(batches())), before)
     assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
 
 
@@ -181,22 +237,100 @@ def test_the_reference_of_adapters_that_go_on_has_those_that_they_began_with(
     first = FSDPLearner(two, policy(model, model={"lora": {"rank": 4}}, optim={"lr": 1e-2}), 9)
     step(first)
     first.save(tmp_path)
-    further = FSDPLearner(two, policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2}), 9)
+    config = policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2})
+    further = FSDPLearner(two, config, 9)
     before = torch.cat(further.logprobs(batches()))
+    reference = open_reference(KLConfig(coef=0.1), config, further)
     step(further)
-    with further.initial_weights():
-        assert torch.equal(torch.cat(further.logprobs(batches())), before)
+    assert torch.equal(torch.cat(reference.logprobs(batches())), before)
     assert not torch.equal(torch.cat(further.logprobs(batches())), before)
+
+
+def valued() -> list[TrainRow]:
+    random = np.random.default_rng(5)
+    return [
+        replace(each, **{name: random.normal(size=n).astype(np.float32) for name in ("values", "returns")})
+        for each, n in zip(rows(), LENGTHS, strict=True)
+    ]
+
+
+def train(learner: Learner, critic: Critic, seed: int) -> dict[str, float]:
+    """Take two optimizer steps of each."""
+    algorithm = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
+    budget = BatchConfig(max_tokens_per_micro_batch=32)
+    return update_policy(learner, valued(), algorithm, budget, seed=seed, critic=critic)
+
+
+def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
+    model: Path, two: WarmRanks, four: WarmRanks, tmp_path: Path
+) -> None:
+    # It starts from a saved one, whose head is not zero: so its layers learn from the first step on.
+    first = tmp_path / "first"
+    shutil.copytree(model, first)
+    torch.manual_seed(5)
+    torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.randn(1)}}, first / "critic.pt")
+    config = policy(model, critic={"path": first, "optim": {"lr": 1e-3}})
+
+    def opened(learner: Learner, directory: Path | None = None) -> Critic:
+        critic = Critic.create(config, learner, 9, directory=directory)
+        assert critic is not None
+        return critic
+
+    one, sharded = open_learner(config, 9), FSDPLearner(two, config, 9)
+    critics = opened(one), opened(sharded)
+    assert [type(each) for each in critics] == [TorchCritic, EngineCritic]
+    before = torch.cat(critics[0].values(batches()))
+    for seed in (1, 2):
+        figures = [train(learner, critic, seed) for learner, critic in zip((one, sharded), critics, strict=True)]
+        assert figures[0].keys() == figures[1].keys()
+        assert figures[1] == pytest.approx(figures[0], abs=1e-5)
+        sharded.save(tmp_path / str(seed))
+        critics[1].save(tmp_path / str(seed) / "critic")
+    values = torch.cat(critics[0].values(batches()))
+    assert float((values - before).abs().max()) > 1e-3
+    torch.testing.assert_close(torch.cat(critics[1].values(batches())), values, atol=1e-5, rtol=0)
+    assert gap(weights(one), weights(sharded)) < 1e-5
+
+    resumed = FSDPLearner(four, config, 9, model_path=tmp_path / "1", sharding=Sharding(4, sequence_parallel=2))
+    again = opened(resumed, tmp_path / "1" / "critic")
+    resumed.load(tmp_path / "1")
+    assert (resumed.steps, again.steps) == (2, 2)
+    train(resumed, again, 2)
+    torch.testing.assert_close(torch.cat(again.values(batches())), values, atol=1e-5, rtol=0)
+    # What is saved is a critic as any other: one process starts from it.
+    config = policy(model, critic={"path": tmp_path / "2" / "critic"})
+    torch.testing.assert_close(torch.cat(opened(one).values(batches())), values, atol=1e-5, rtol=0)
+    with pytest.raises(TrainError, match="has values, and no log-probabilities"):
+        again._learner.logprobs(batches())  # type: ignore[attr-defined]
 
 
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     config = policy(model, model={"gradient_checkpointing": True})
-    half, full = (FSDPLearner(two, config, 9, sharding=Sharding(2, each)) for each in (True, False))
-    for learner in (half, full):
+    ways = (Sharding(2), Sharding(2, True), Sharding(2, True, sequence_parallel=2))
+    full, half, together = (FSDPLearner(two, config, 9, sharding=each) for each in ways)
+    for learner in (full, half, together):
         step(learner)
-    one, other = (torch.cat(learner.logprobs(batches())) for learner in (half, full))
-    assert 1e-4 < float((one - other).abs().max()) < 0.2
+    exact = torch.cat(full.logprobs(batches()))
+    for learner in (half, together):
+        assert 1e-4 < float((exact - torch.cat(learner.logprobs(batches()))).abs().max()) < 0.2
     assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tmp_path: Path) -> None:
+    # Its output matrix is frozen, and its head computes in float32.
+    path = save_model(make_model("qwen2"), tmp_path)
+    torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.zeros(1)}}, path / "critic.pt")
+    config = policy(path, critic={"optim": {"lr": 1e-4}})
+    found = []
+    for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
+        critic = Critic.create(config, learner, 9)
+        assert critic is not None
+        before = torch.cat(critic.values(batches()))
+        train(learner, critic, 1)
+        found.append(torch.cat(critic.values(batches())))
+        assert float((found[-1] - before).abs().max()) > 0.3
+    assert found[1].dtype == torch.float32
+    assert 1e-4 < float((found[0] - found[1]).abs().max()) < 0.2
 
 
 def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path: Path) -> None:
@@ -272,6 +406,25 @@ def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
             learner.optim_step()
 
 
+def test_ranks_that_do_not_hold_a_model_at_the_same_time_load_it_in_turn(
+    model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FSDPLearner(four, policy(model), 9)
+    size = 4 * sum(shape.numel() for shape in (each.shape for each in weights(whole).values()))
+    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 7 * size)
+    assert [loads_at_once(model, ranks) for ranks in (2, 3, 4)] == [2, 3, 3]
+    in_turn = FSDPLearner(four, policy(model), 9)
+    assert gap(weights(whole), weights(in_turn)) == 0
+    # One that cannot be loaded leaves them in step.
+    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 1)
+    assert loads_at_once(model, 4) == 1
+    with pytest.raises(TrainError, match="no causal language model can be loaded"):
+        FSDPLearner(
+            four, policy(shutil.copytree(model, tmp_path / "broken", ignore=lambda *_: ["model.safetensors"])), 9
+        )
+    step(in_turn)
+
+
 def test_passes_have_micro_batches_of_similar_size() -> None:
     # 90 and 80, then 60 to the rank that has 80, then 5 to the one that has 100.
     assert deal([5, 90, 10, 80, 60], 2) == [[1, 2, 0], [3, 4]]
@@ -283,6 +436,13 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
     [
         ({"optim": {"name": "muon"}}, {}, r"optim\.name is muon, .*choose adamw"),
         ({"critic": {"kind": "shared"}}, {}, r"critic\.kind is shared, .*choose own"),
+        ({"critic": {"optim": {"name": "muon"}}}, {}, r"critic\.optim\.name is muon, .*choose adamw"),
+        ({}, {"ranks": 4, "sequence_parallel": 3}, r"sequence_parallel is 3, but the 4 ranks .*a divisor of 4"),
+        (
+            {},
+            {"ranks": 6, "sequence_parallel": 3},
+            r"parallel is 3, .* has 4 attention heads, .*equally: choose 1 or 2",
+        ),
         ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),
         ({"model": {"device": "meta"}}, {}, r"model\.device is 'meta', .*choose cpu"),
         ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
@@ -296,11 +456,12 @@ def test_what_cannot_be_sharded_is_refused(model: Path, changes: Any, options: A
 
 
 def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
-    options = {"ranks": 4, "mixed_precision": True}
     assert check_engine(policy(model, engine="fsdp")) == "cpu in 2 ranks (gloo)"
-    assert (
-        check_engine(policy(model, engine="fsdp", engine_options=options)) == "cpu in 4 ranks (gloo, bfloat16 weights)"
-    )
+    for options, said in (
+        ({"mixed_precision": True}, "cpu in 4 ranks (gloo, bfloat16 weights)"),
+        ({"sequence_parallel": 2}, "cpu in 4 ranks (gloo, 2 for each sequence)"),
+    ):
+        assert check_engine(policy(model, engine="fsdp", engine_options={"ranks": 4, **options})) == said
 
 
 def test_a_torch_without_the_backend_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,8 @@ def update(path: Path, rows: list[TrainRow], term: KLTerm | None, budget: int = 
 
 
 def term_of(rows: list[TrainRow], path: Path, estimator: str = "k2", coef: float = 0.3) -> KLTerm:
-    reference = open_reference(KLConfig(coef=coef), ModelConfig(path=path, device="cpu"), Plain())
+    policy = PolicyConfig(model=ModelConfig(path=path, device="cpu"))
+    reference = open_reference(KLConfig(coef=coef), policy, Plain())
     return KLTerm(estimator, coef, recompute_logprobs(reference, rows, BATCH))
 
 
@@ -296,7 +297,7 @@ def test_an_engine_that_still_has_the_initial_weights_is_asked() -> None:
             return [torch.tensor([-1.0 if self.on else -2.0])]
 
     learner: Any = Adapted()
-    reference = open_reference(KLConfig(coef=0.1), ModelConfig(path=Path("nowhere")), learner)
+    reference = open_reference(KLConfig(coef=0.1), PolicyConfig(model=ModelConfig(path=Path("nowhere"))), learner)
     assert isinstance(reference, InitialWeights)
     assert reference.logprobs([])[0].item() == -2.0
     assert learner.on

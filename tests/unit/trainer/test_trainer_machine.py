@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.engine.capacity import emulation_warning, machine_memory, model_size
@@ -65,6 +66,22 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_takes(tmp_path: Path)
     ) as raised:
         check_machine(policy(path, lora={"rank": 4}), servers, key=KEY)
     assert "lora" not in str(raised.value)
+
+
+def test_ranks_share_what_a_policy_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
+    options = {"ranks": 4}
+    config = {"model": {"path": path, "device": "cpu"}, "engine": "fsdp", "engine_options": options}
+    with pytest.raises(ConfigError, match=r"at least 160,000\.0 GB .* moments in float32 160,000\.0 GB\)"):
+        check_machine(PolicyConfig.model_validate(config), key=KEY)
+    # On GPUs each has its part of it.
+    monkeypatch.setattr("turnwise.trainer.run.machine.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("turnwise.engine.capacity.device_memory", lambda device: (int(39_999e9), f"the {device.type}"))
+    with pytest.raises(ConfigError, match=r"a rank's share of weights, .* 40,000\.0 GB\), and the cuda has 39,999\.0"):
+        check_machine(PolicyConfig.model_validate(config), key=KEY)
+    options["cpu_offload"] = True
+    with pytest.raises(ConfigError, match=r"the ranks' weights, .* 160,000\.0 GB\), and the cpu has"):
+        check_machine(PolicyConfig.model_validate(config), key=KEY)
 
 
 def test_offline_training_and_a_server_refuse_it_too(tmp_path: Path) -> None:

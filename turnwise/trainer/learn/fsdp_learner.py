@@ -16,16 +16,19 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from turnwise.engine.capacity import machine_memory, model_size
+from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
-from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.model.policy import check_ids
+from turnwise.trainer.model.policy import attention_heads, check_ids
+from turnwise.trainer.model.sequence_parallel import split_heads
 from turnwise.trainer.observe.gap import GapWatch
 
 Ranks = Annotated[int, Field(ge=1)]
@@ -52,6 +55,11 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
         raise TrainError(
             "policies.main.critic.kind is shared, which the engine fsdp does not shard: choose own, or the engine torch"
         )
+    if config.critic is not None and config.critic.optim.name != "adamw":
+        raise TrainError(
+            f"policies.main.critic.optim.name is {config.critic.optim.name}, which the engine fsdp does not shard: "
+            "choose adamw, or the engine torch"
+        )
     device, threads = _device(config), config.model.threads
     if threads is not None and threads % ranks:
         raise TrainError(
@@ -68,7 +76,38 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
         raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {found} GPUs, one for each rank: choose {found}")
     if device == "cpu" and sharding.cpu_offload:
         raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
-    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision})"
+    _check_sequences(config, sharding)
+    together = f", {sharding.sequence_parallel} for each sequence" if sharding.sequence_parallel > 1 else ""
+    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision}{together})"
+
+
+def _check_sequences(config: PolicyConfig, sharding: Sharding) -> None:
+    """Check that ranks can be grouped, and can share the attention heads of the models."""
+    size, key = sharding.sequence_parallel, f"{_KEY}.sequence_parallel"
+    if size == 1:
+        return
+    if sharding.ranks % size:
+        raise TrainError(
+            f"{key} is {size}, but the {sharding.ranks} ranks of {_KEY}.ranks are no multiple of it: choose a divisor "
+            f"of {sharding.ranks}, or other ranks"
+        )
+    _check_heads(config.model.path, sharding)
+    if config.critic is not None and config.critic.path is not None:
+        _check_heads(config.critic.path, sharding)
+
+
+def _check_heads(model: Path, sharding: Sharding) -> None:
+    """Check that the ranks of a group can share the attention heads of a model."""
+    size = sharding.sequence_parallel
+    if size == 1:
+        return
+    heads = attention_heads(model)
+    if problem := split_heads(*heads, size):
+        fits = [each for each in range(1, size) if not sharding.ranks % each and split_heads(*heads, each) is None]
+        raise TrainError(
+            f"{_KEY}.sequence_parallel is {size}, but the model {model} has {problem}, which {size} ranks cannot share "
+            f"equally: choose {' or '.join(map(str, fits))}"
+        )
 
 
 def _device(config: PolicyConfig) -> Literal["cpu", "cuda"]:
@@ -83,7 +122,7 @@ def _device(config: PolicyConfig) -> Literal["cpu", "cuda"]:
     )
 
 
-class FSDPLearner(Learner):
+class FSDPLearner(Learner, ModelHost):
     """Trains one policy in several rank processes of this machine.
 
     This process holds no weights. It deals the micro-batches of each call to the ranks, and asks for weights one
@@ -91,18 +130,21 @@ class FSDPLearner(Learner):
     """
 
     check = staticmethod(check_sharding)
-    placement_options = frozenset({"ranks", "cpu_offload"})
+    placement_options = frozenset({"ranks", "cpu_offload", "sequence_parallel"})
 
     def __init__(
         self,
         ranks: RankProcesses,
         config: PolicyConfig,
-        total_steps: int,
+        total_steps: int | None,
         *,
         model_path: Path | None = None,
         sharding: Sharding | None = None,
+        values: bool = False,
     ) -> None:
         """Load a model on running ranks, which may hold others; arguments as of :meth:`create`.
+
+        ``total_steps`` is None for a model that is not trained; ``values`` puts a value head on it.
 
         Raises:
             TrainError: The model cannot be loaded or trained, or ``total_steps`` is below 1.
@@ -110,13 +152,14 @@ class FSDPLearner(Learner):
         self.processes = self._ranks = ranks
         self.steps = 0
         self.skipped: Counter[str] = Counter()
-        self.total_steps = total_steps
+        self.total_steps = total_steps or 1
         self._config = config
-        self._sharding = sharding or Sharding()
+        self._sharding = sharding or Sharding(len(ranks))
+        self._values = values
         path = config.model.path if model_path is None or config.model.lora is not None else model_path
-        self._model, self._facts = self._open(total_steps, path)
-        self._initial: int | None = None
-        self._scores_initial = False
+        _check_heads(path, self._sharding)
+        self._model, self._facts = self._open(total_steps, path, values=values)
+        self._bare = False
 
     @classmethod
     def create(
@@ -128,6 +171,7 @@ class FSDPLearner(Learner):
         ranks: Ranks = 2,
         mixed_precision: bool = False,
         cpu_offload: bool = False,
+        sequence_parallel: Ranks = 1,
     ) -> Self:
         """Start the ranks and load the configured model; ``model_path`` is ignored with adapters.
 
@@ -138,8 +182,9 @@ class FSDPLearner(Learner):
             ranks: Number of rank processes.
             mixed_precision: Gather weights, and compute with them, in bfloat16; gradients are added in float32.
             cpu_offload: Keep shards and optimizer state in CPU memory, while GPUs compute.
+            sequence_parallel: Ranks that compute each micro-batch together, each a slice of its tokens.
         """
-        sharding = Sharding(ranks, mixed_precision, cpu_offload)
+        sharding = Sharding(ranks, mixed_precision, cpu_offload, sequence_parallel)
         check_sharding(config, asdict(sharding))
         threads = config.model.threads or torch.get_num_threads()
         processes = RankProcesses(ranks, _device(config), max(1, threads // ranks))
@@ -159,11 +204,7 @@ class FSDPLearner(Learner):
         if watch is not None and isinstance(objective, PolicyObjective):
             objective = replace(objective, watch=GapWatch())
         shares, passes = self._dealt(batches)
-        found = self._call(
-            "forward_backward",
-            *([batches[each] for each in share] for share in shares),
-            rest=(passes, objective, normalizer),
-        )
+        found = self._call_shares("forward_backward", shares, batches, rest=(passes, objective, normalizer))
         for _, noted in found:
             if watch is not None and noted is not None:
                 watch.join(noted)
@@ -180,14 +221,19 @@ class FSDPLearner(Learner):
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+        if self._values:
+            raise TrainError("a model with a value head has values, and no log-probabilities")
+        return self._scores(batches)
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the state values before each trained token, where this is a model with a value head."""
+        return self._scores(batches) if self._values else super().values(batches)
+
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         if not batches:
             return []
         shares, passes = self._dealt(batches)
-        model = self._initial if self._scores_initial and self._initial is not None else self._model
-        bare = self._scores_initial and model == self._model
-        found = self._call(
-            "logprobs", *([batches[each] for each in share] for share in shares), rest=(passes, bare), model=model
-        )
+        found = self._call_shares("score", shares, batches, rest=(passes, self._bare))
         by_index = {
             index: scores
             for share, scored in zip(shares, found, strict=True)
@@ -195,23 +241,32 @@ class FSDPLearner(Learner):
         }
         return [by_index[index] for index in range(len(batches))]
 
-    def initial_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which :meth:`logprobs` uses the initial weights.
-
-        Adapters that started at zero are disabled; else the ranks load the initial model too, sharded alike.
-        """
-        if self._initial is None:
-            bare = self._facts.starts_bare
-            self._initial = self._model if bare else self._open(None, self._config.model.path)[0]
-        return self._with_initial()
+    def initial_weights(self) -> AbstractContextManager[None] | None:
+        """Return a context with adapters disabled, where they started at zero; else None."""
+        return self._without_adapters() if self._facts.starts_bare else None
 
     @contextmanager
-    def _with_initial(self) -> Iterator[None]:
-        self._scores_initial = True
+    def _without_adapters(self) -> Iterator[None]:
+        self._bare = True
         try:
             yield
         finally:
-            self._scores_initial = False
+            self._bare = False
+
+    def second_model(
+        self,
+        config: PolicyConfig,
+        total_steps: int | None,
+        *,
+        model_path: Path | None = None,
+        values: bool = False,
+        offload: bool = False,
+    ) -> FSDPLearner:
+        """Load another model on the same ranks, sharded alike."""
+        sharding = self._sharding
+        if offload and _device(config) != "cpu":
+            sharding = replace(sharding, cpu_offload=True)
+        return FSDPLearner(self._ranks, config, total_steps, model_path=model_path, sharding=sharding, values=values)
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -243,9 +298,10 @@ class FSDPLearner(Learner):
         self.steps, skipped = self._call("load", rest=(directory,))[0]
         self.skipped = Counter(skipped)
 
-    def _open(self, total_steps: int | None, path: Path) -> tuple[int, ModelFacts]:
+    def _open(self, total_steps: int | None, path: Path, *, values: bool = False) -> tuple[int, ModelFacts]:
         number = next(_numbers)
-        arguments = (self._config, total_steps, path, self._sharding)
+        at_once = loads_at_once(path, len(self._ranks))
+        arguments = (self._config, total_steps, path, self._sharding, values, at_once)
         return number, self._call("open", rest=arguments, model=number)[0]
 
     def _call(self, method: str, *shares: Any, rest: tuple[Any, ...] = (), model: int | None = None) -> list[Any]:
@@ -254,11 +310,32 @@ class FSDPLearner(Learner):
         first: Sequence[tuple[Any, ...]] = [(share,) for share in shares] or [()] * len(self._ranks)
         return self._ranks.call([Call(number, method, (*own, *rest)) for own in first])
 
+    def _call_shares(
+        self, method: str, shares: Sequence[Sequence[int]], batches: Sequence[MicroBatch], *, rest: tuple[Any, ...]
+    ) -> list[Any]:
+        """Call a method on all ranks with the micro-batches of each one's group; return a result for each group."""
+        size = self._sharding.sequence_parallel
+        given = [[batches[each] for each in share] for share in shares for _ in range(size)]
+        # The ranks of a group compute the same micro-batches, and answer the same.
+        return self._call(method, *given, rest=rest)[::size]
+
     def _dealt(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
+        """Deal micro-batches to the groups of ranks; return the indices of each one's, and the passes that takes."""
         for batch in batches:
             check_ids(batch, self._facts.vocab_size)
-        shares = deal([batch.tokens for batch in batches], len(self._ranks))
+        shares = deal([batch.tokens for batch in batches], len(self._ranks) // self._sharding.sequence_parallel)
         return shares, max(map(len, shares))
+
+
+def loads_at_once(path: Path, ranks: int) -> int:
+    """Return how many ranks read a model at the same time: each holds it whole, until it keeps its shards.
+
+    They may take half of this machine's memory: shards, their optimizer's state and servers are in it too.
+    """
+    size = model_size(model_under(path))
+    if size is None:
+        return ranks
+    return max(1, min(ranks, machine_memory() // 2 // (4 * size.parameters)))
 
 
 def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -30,7 +31,7 @@ from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.learn.learner import Stats, StepResult
 from turnwise.trainer.learn.rank_processes import (
     Call,
@@ -42,8 +43,16 @@ from turnwise.trainer.learn.rank_processes import (
     serve,
     store_at,
 )
-from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
+from turnwise.trainer.learn.torch_learner import (
+    OPTIMIZER_FILE,
+    SHARDED_FILE,
+    LossTotals,
+    TorchLearner,
+    return_freed_memory,
+)
+from turnwise.trainer.model.critic import HEAD_FILE, ValueHead, ValueModel, read_head
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model
+from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.observe.gap import GapWatch
 
 OPTIMIZER_FOLDER = "optimizer"
@@ -69,21 +78,56 @@ def in_step() -> Iterator[None]:
 class _Scoring(nn.Module):
     """From a micro-batch to scores: the one call that needs all parameters, for FSDP to gather what no layer holds."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, head: ValueHead | None) -> None:
         super().__init__()
         self.model = policy.model
+        self.head = head
         self._policy = policy
 
     def forward(self, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies; with a value head, values and None."""
+        if self.head is not None:
+            return self._policy.gather(batch, self.head(self._policy.states(batch))), None
         scores = self._policy.forward(batch, entropy=entropy)
         return scores.logprobs, scores.entropy
 
 
-def _shard(policy: Policy, device: str, sharding: Sharding) -> Any:
+@cache
+def _sequence_group(size: int) -> SequenceGroup:
+    """Return the own group of so many neighbouring ranks; all ranks have to call it at the same time."""
+    rank, found = dist.get_rank(), None
+    for first in range(0, dist.get_world_size(), size):
+        # Every rank takes part in making every group.
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= rank < first + size:
+            found = group
+    assert found is not None, "the number of ranks is a multiple of the group's size"
+    return SequenceGroup(size, rank % size, found)
+
+
+@contextmanager
+def _in_turn(at_once: int) -> Iterator[None]:
+    """Have so many ranks at a time do what is inside; all ranks have to enter it at the same time."""
+    turns, own = -(-dist.get_world_size() // at_once), dist.get_rank() // at_once
+    if turns == 1:
+        yield
+        return
+    try:
+        with in_step():
+            for _ in range(own):
+                dist.barrier()
+        yield
+    finally:
+        with in_step():
+            for _ in range(turns - own):
+                dist.barrier()
+
+
+def _shard(policy: Policy, head: ValueHead | None, mesh: DeviceMesh, sharding: Sharding) -> Any:
     """Spread a model's parameters over the ranks, layer by layer; return the module that scores."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": half if sharding.mixed_precision else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
     }
@@ -91,7 +135,10 @@ def _shard(policy: Policy, device: str, sharding: Sharding) -> Any:
     for module in list(policy.model.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, **settings)
-    root: Any = fully_shard(_Scoring(policy), **settings)
+    if head is not None:
+        # Values are computed in float32, whatever the states are.
+        fully_shard(head, **{**settings, "mp_policy": MixedPrecisionPolicy()})
+    root: Any = fully_shard(_Scoring(policy, head), **settings)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # Losses are divided by the normaliser of the whole step: gradients of ranks are added, not averaged.
@@ -206,31 +253,44 @@ class RankModel:
         policy: The model, sharded.
         root: The module that scores.
         optimizer: Its optimizer; None for a model that is not trained.
+        head: Its value head, sharded, if it has one.
     """
 
     policy: Policy
     root: Any
     optimizer: _Optimizer | None
+    head: ValueHead | None = None
     _weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     _described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def open(
-        cls, device: str, config: PolicyConfig, total_steps: int | None, path: Path, sharding: Sharding
+        cls,
+        device: str,
+        config: PolicyConfig,
+        total_steps: int | None,
+        path: Path,
+        sharding: Sharding,
+        values: bool,
+        at_once: int,
     ) -> tuple[RankModel, ModelFacts]:
-        """Load a model and shard it; ``total_steps`` is None for one that is not trained."""
-        model = config.model
-        policy = load_model(
-            path,
-            compute_dtype=model.compute_dtype,
-            gradient_checkpointing=model.gradient_checkpointing if total_steps is not None else False,
-            lora=model.lora,
-        )
-        if total_steps is None:
-            policy.model.requires_grad_(False)
+        """Load a model, with ``values`` under a value head, and shard it; ``at_once`` ranks hold it whole at a time.
+
+        ``total_steps`` is None for one that is not trained.
+        """
         with in_step():
-            root = _shard(policy, device, sharding)
-        made = cls(policy, root, None if total_steps is None else _Optimizer(policy, config, total_steps))
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
+            together = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
+        with _in_turn(at_once):
+            policy = _load(config.model, path, trained=total_steps is not None)
+            head = _value_head(policy, path) if values else None
+            # It leaves out the output matrix, which gets no gradient from values.
+            trained = None if head is None else ValueModel(policy.model, head)
+            root = _shard(policy, head, mesh, sharding)
+            return_freed_memory()
+        policy.sequence = together
+        optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
+        made = cls(policy, root, optimizer, head)
         made._describe()
         lora = policy.lora
         exported = made._described
@@ -260,11 +320,14 @@ class RankModel:
         with in_step():
             for number in range(passes):
                 batch = batches[number] if number < len(batches) and failed is None else IDLE
-                logprobs, entropy = self.root(batch, entropy=objective.entropy)
-                loss = 0.0 * logprobs.sum()
+                found, entropy = self.root(batch, entropy=objective.entropy)
+                loss = 0.0 * found.sum()
                 if batch is not IDLE:
+                    scores = TokenScores(found, entropy)
+                    if self.head is not None:
+                        scores = TokenScores(found.new_zeros(0), values=found)
                     try:
-                        loss = totals.add(objective(batch, TokenScores(logprobs, entropy)), normalizer)
+                        loss = totals.add(objective(batch, scores), normalizer)
                     except Exception as error:  # noqa: BLE001 - a user's loss; the other ranks wait for more passes
                         failed = error
                 loss.backward()
@@ -280,8 +343,8 @@ class RankModel:
         result = optimizer.optim_step()
         return result, optimizer.steps, dict(optimizer.skipped)
 
-    def logprobs(self, batches: Sequence[MicroBatch], passes: int, bare: bool) -> list[Tensor]:
-        """Score the rank's micro-batches, with ``bare`` without the adapters."""
+    def score(self, batches: Sequence[MicroBatch], passes: int, bare: bool) -> list[Tensor]:
+        """Return the log-probabilities, or the values, of the rank's micro-batches; with ``bare`` without adapters."""
         lora = self.policy.lora
         with in_step(), torch.no_grad(), lora.off() if bare and lora is not None else nullcontext():
             found = [self.root(each, entropy=False)[0].cpu() for each in batches]
@@ -315,8 +378,13 @@ class RankModel:
                 # Also where the disk refuses: the other ranks take part in all of them.
                 for _ in tensors:
                     pass
+        head = (
+            None if self.head is None else {name: _whole(each).cpu() for name, each in self.head.state_dict().items()}
+        )
         if first:
             self.policy.save_settings(directory)
+            if head is not None:
+                torch.save({"head": head}, directory / HEAD_FILE)
 
     def save_state(self, directory: Path) -> None:
         """Write the optimizer's state."""
@@ -333,6 +401,10 @@ class RankModel:
                     _place(tensor, saved[name])
             else:
                 self._load_weights(directory / _WEIGHTS_FILE)
+            if self.head is not None:
+                head = read_head(directory)["head"]
+                for name, tensor in self.head.state_dict(keep_vars=True).items():
+                    _place(tensor, head[name])
         optimizer.load_state(directory)
         return optimizer.steps, dict(optimizer.skipped)
 
@@ -351,6 +423,26 @@ class RankModel:
     def _trained(self) -> _Optimizer:
         assert self.optimizer is not None, "a model that is not trained has no optimizer"
         return self.optimizer
+
+
+def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
+    policy = load_model(
+        path,
+        compute_dtype=model.compute_dtype,
+        gradient_checkpointing=model.gradient_checkpointing if trained else False,
+        lora=model.lora,
+    )
+    if not trained:
+        policy.model.requires_grad_(False)
+    return policy
+
+
+def _value_head(policy: Policy, path: Path) -> ValueHead:
+    """Return the value head for a model: the one that is saved beside it, or a new one."""
+    head = ValueHead(policy.model.get_output_embeddings().weight.shape[1])
+    if (path / HEAD_FILE).is_file():
+        head.load_state_dict(read_head(path)["head"])
+    return head
 
 
 def _making(policy: Policy, name: str, tensor: Tensor) -> Callable[[], Tensor]:
@@ -379,7 +471,7 @@ def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Cal
         methods: dict[str, Callable[..., Any]] = {
             each.__name__: each
             for each in (
-                RankModel.forward_backward, RankModel.optim_step, RankModel.logprobs, RankModel.weight,
+                RankModel.forward_backward, RankModel.optim_step, RankModel.score, RankModel.weight,
                 RankModel.save_model, RankModel.save_state, RankModel.load,
             )
         }  # fmt: skip

@@ -216,6 +216,37 @@ class Learner(ABC):
         return 0
 
 
+class ModelHost(ABC):
+    """A learner whose engine can hold further models beside the policy: a critic's, a reference.
+
+    Models of a run whose learner is none are loaded in the trainer's process.
+    """
+
+    @abstractmethod
+    def second_model(
+        self,
+        config: PolicyConfig,
+        total_steps: int | None,
+        *,
+        model_path: Path | None = None,
+        values: bool = False,
+        offload: bool = False,
+    ) -> Learner:
+        """Load another model where the policy is, spread over the engine's processes alike.
+
+        Args:
+            config: Its model, optimizer and schedule.
+            total_steps: Its optimizer steps in the whole run; None for a model that only scores.
+            model_path: Load it from here instead (a checkpoint; :meth:`Learner.load` is called afterwards).
+            values: Give it a value head, which is trained with it: it has :meth:`Learner.values` and no
+                :meth:`Learner.logprobs`.
+            offload: Keep its weights in main memory between uses, where it computes elsewhere.
+
+        Raises:
+            TrainError: The model cannot be loaded or trained.
+        """
+
+
 L = TypeVar("L", bound=type[Learner])
 
 ENGINES: dict[str, type[Learner] | str] = {

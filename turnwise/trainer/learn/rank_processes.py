@@ -53,11 +53,13 @@ class Sharding:
         ranks: Number of rank processes.
         mixed_precision: Whether weights are gathered, and computed with, in bfloat16; gradients are added in float32.
         cpu_offload: Whether shards and optimizer state are in CPU memory, while a GPU computes.
+        sequence_parallel: Ranks that compute each micro-batch together (``trainer/model/sequence_parallel.py``).
     """
 
     ranks: int = 2
     mixed_precision: bool = False
     cpu_offload: bool = False
+    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
@@ -127,8 +127,12 @@ class LossTotals:
 class TorchLearner(Learner):
     """Trains one policy in this process, on one device."""
 
-    def __init__(self, policy: Policy, config: PolicyConfig, total_steps: int) -> None:
+    def __init__(
+        self, policy: Policy, config: PolicyConfig, total_steps: int, *, trained: nn.Module | None = None
+    ) -> None:
         """Create the optimizer of a policy; on a CPU, call :func:`keep_freed_memory`.
+
+        ``trained`` is a module around the policy's model that has further parameters to train.
 
         Raises:
             TrainError: ``total_steps`` is below 1, or the model has nothing to train.
@@ -138,7 +142,8 @@ class TorchLearner(Learner):
         self.policy = policy
         self.steps = 0
         self.skipped: Counter[str] = Counter()
-        self._optimizers = OptimizerSet(policy.model, config.optim)
+        self._trained = policy.model if trained is None else trained
+        self._optimizers = OptimizerSet(self._trained, config.optim)
         self._schedule: ScheduleConfig = config.schedule
         self._max_grad_norm = config.optim.max_grad_norm
         self.total_steps = total_steps
@@ -183,7 +188,7 @@ class TorchLearner(Learner):
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
         self.steps += 1
-        parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
+        parameters = [p for p in self._trained.parameters() if p.grad is not None]
         if not parameters:
             self.skipped["no_gradient"] += 1
             return StepResult(0.0, rates, "no_gradient")

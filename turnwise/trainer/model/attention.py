@@ -260,7 +260,7 @@ def packed_attention(
 
     Args:
         module: The attention layer (not read).
-        query: Shape [1, H, T, D].
+        query: Shape [1, H, T, D]; where ranks share the row, of the own slice of tokens, as all below.
         key: Shape [1, K, T, D], H a multiple of K.
         value: Shape [1, K, T, V].
         attention_mask: Must be None.
@@ -283,12 +283,30 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         # What scaled_dot_product_attention would do; rotary embeddings leave queries and keys in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    plain = window is None and softcap is None and s_aux is None and value.shape[-1] == query.shape[-1]
+    if (sequence := layout.sequence) is None:
+        return _attend(query, key, value, layout, scaling, window, softcap, s_aux), None
+    query, key, value = sequence.to_heads(query, key, value, layout.tokens)
+    sinks = None if s_aux is None else sequence.own_heads(s_aux)
+    return sequence.to_tokens(_attend(query, key, value, layout, scaling, window, softcap, sinks)), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend by the kernel for the device and the options; arguments as in :func:`flex_tree_attention`."""
+    plain = window is None and softcap is None and sinks is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
-        return shared_attention(query, key, value, layout, scaling), None
+        return shared_attention(query, key, value, layout, scaling)
     if layout.is_tree and query.device.type == "cuda":
-        return flex_tree_attention(query, key, value, layout, scaling, window, softcap, s_aux), None
-    return _by_paths(query, key, value, layout, scaling, window, softcap, s_aux), None
+        return flex_tree_attention(query, key, value, layout, scaling, window, softcap, sinks)
+    return _by_paths(query, key, value, layout, scaling, window, softcap, sinks)
 
 
 def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:

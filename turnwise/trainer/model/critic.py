@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.policy import CriticConfig, PolicyConfig
-from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.config.policy import CriticConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model, load_weights
@@ -56,7 +57,7 @@ class ValueHead(nn.Module):
         return self.linear
 
 
-class _ValueModel(nn.Module):
+class ValueModel(nn.Module):
     """A model and its value head as one module, without the language-model head."""
 
     def __init__(self, model: Any, head: ValueHead) -> None:
@@ -68,6 +69,7 @@ class _ValueModel(nn.Module):
             output.requires_grad_(False)
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Return the layer that an optimizer treats as the output matrix."""
         return self.head.linear
 
 
@@ -113,38 +115,29 @@ class ValueObjective:
         return LossSums(result.loss + loss, result.sums | sums, result.maxima)
 
 
-class Critic:
+class Critic(ABC):
     """A value head on its own or the policy's model.
 
     Attributes:
-        policy: The model under the head.
-        head: The head.
         shared: Whether the model is the policy's, whose backward passes then train the head too.
         steps: Optimizer steps taken so far, skipped ones included.
         total_steps: Expected optimizer steps of the whole run, for the schedule.
     """
 
-    def __init__(self, policy: Policy, config: CriticConfig, total_steps: int) -> None:
-        """Put a head on a model, the policy's own for a shared critic."""
-        self.policy = policy
+    def __init__(self, config: CriticConfig, total_steps: int) -> None:
         self.shared = config.kind == "shared"
-        self.head = ValueHead(policy.model.get_output_embeddings().weight.shape[1]).to(policy.device)
         self.steps = 0
-        self._config = config
         self.total_steps = total_steps
-        self._bad_steps = 0
+        self._config = config
         self._updates: list[tuple[Stats, float]] = []
-        trained: nn.Module = self.head if self.shared else _ValueModel(policy.model, self.head)
-        self._parameters = [each for each in trained.parameters() if each.requires_grad]
-        self._optimizers = OptimizerSet(trained, config.optim)
-        if self.shared:
-            policy.value_head = self.head
 
     @classmethod
     def create(
         cls, config: PolicyConfig, learner: Learner, total_steps: int, *, directory: Path | None = None
-    ) -> Self | None:
+    ) -> Critic | None:
         """Create the configured critic for ``total_steps`` optimizer steps, or load a saved one; None without a critic.
+
+        It is where the policy is: in the processes of the engine, or in this one.
 
         Raises:
             ConfigError: Its initial model has another tokenizer.
@@ -154,25 +147,23 @@ class Critic:
         critic = config.critic
         if critic is None:
             return None
+        made: Critic
         if critic.kind == "shared":
             if not isinstance(learner, TorchLearner):
                 raise TrainError(
                     "policies.main.critic.kind is shared, which needs the engine torch: choose own, or that engine"
                 )
-            made = cls(learner.policy, critic, total_steps)
+            made = TorchCritic(learner.policy, critic, total_steps)
         else:
-            model = config.model
-            path = directory or critic.path or model.path
-            check_same_vocabulary(path, model.path, KEY)
-            policy = load_model(
-                path,
-                device=pick_device(model.device),
-                compute_dtype=model.compute_dtype,
-                gradient_checkpointing=model.gradient_checkpointing,
-            )
-            made = cls(policy, critic, total_steps)
-            if directory is None and (path / HEAD_FILE).is_file():
-                made.head.load_state_dict(read_head(path)["head"])
+            path = critic.path or config.model.path
+            check_same_vocabulary(directory or path, config.model.path, KEY)
+            model = config.model.model_copy(update={"path": path, "lora": None})
+            if isinstance(learner, ModelHost):
+                own = config.model_copy(update={"model": model, "optim": critic.optim, "schedule": critic.schedule})
+                second = learner.second_model(own, total_steps, model_path=directory, values=True)
+                made = EngineCritic(second, critic, total_steps)
+            else:
+                made = TorchCritic.load_own(model, critic, total_steps, directory)
         if directory is not None:
             made.load(directory)
         return made
@@ -186,10 +177,9 @@ class Critic:
         """Whether the policy is frozen in a train step (from 1)."""
         return step <= self._config.warmup_steps
 
+    @abstractmethod
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values before each trained token, one [N] tensor per micro-batch, without gradients."""
-        with torch.no_grad():
-            return [self.head(self.policy.states(batch)) for batch in batches]
 
     def update(
         self,
@@ -243,6 +233,106 @@ class Critic:
         self._updates = []
         return found
 
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write head and optimizer state, and the model unless it is shared."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Restore :meth:`save`, bit for bit.
+
+        Raises:
+            CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
+        """
+
+    @abstractmethod
+    def _forward_backward(self, batches: Sequence[MicroBatch], objective: ValueObjective, normalizer: float) -> Stats:
+        """Accumulate the critic's gradient; shared layers get none."""
+
+    @abstractmethod
+    def _optim_step(self) -> float:
+        """Clip, update and zero the critic's own gradients; return their norm before clipping."""
+
+
+class EngineCritic(Critic):
+    """A critic with its own model in the processes of the policy's engine, spread over them as the policy is."""
+
+    def __init__(self, learner: Learner, config: CriticConfig, total_steps: int) -> None:
+        """Wrap the engine's model with a value head (:meth:`turnwise.trainer.learn.learner.ModelHost.second_model`)."""
+        super().__init__(config, total_steps)
+        self._learner = learner
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the values before each trained token, one [N] tensor per micro-batch, without gradients."""
+        return self._learner.values(batches)
+
+    def save(self, directory: Path) -> None:
+        """Write model, head and optimizer state."""
+        self._learner.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore :meth:`save`, bit for bit.
+
+        Raises:
+            CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
+        """
+        self._learner.load(directory)
+        self.steps = self._learner.steps
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], objective: ValueObjective, normalizer: float) -> Stats:
+        return self._learner.forward_backward(batches, objective, normalizer)
+
+    def _optim_step(self) -> float:
+        self._learner.total_steps = self.total_steps
+        result = self._learner.optim_step()
+        self.steps = self._learner.steps
+        return result.grad_norm
+
+
+class TorchCritic(Critic):
+    """A critic in this process.
+
+    Attributes:
+        policy: The model under the head.
+        head: The head.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig, total_steps: int) -> None:
+        """Put a head on a model, the policy's own for a shared critic."""
+        super().__init__(config, total_steps)
+        self.policy = policy
+        self.head = ValueHead(policy.model.get_output_embeddings().weight.shape[1]).to(policy.device)
+        self._bad_steps = 0
+        trained: nn.Module = self.head if self.shared else ValueModel(policy.model, self.head)
+        self._parameters = [each for each in trained.parameters() if each.requires_grad]
+        self._optimizers = OptimizerSet(trained, config.optim)
+        if self.shared:
+            policy.value_head = self.head
+
+    @classmethod
+    def load_own(cls, model: ModelConfig, config: CriticConfig, total_steps: int, directory: Path | None) -> Self:
+        """Load the model of a separate critic, with the head where one is saved; ``directory`` is a checkpoint's.
+
+        Raises:
+            TrainError: The model cannot be loaded or trained.
+            CheckpointError: The saved head cannot be read.
+        """
+        policy = load_model(
+            directory or model.path,
+            device=pick_device(model.device),
+            compute_dtype=model.compute_dtype,
+            gradient_checkpointing=model.gradient_checkpointing,
+        )
+        made = cls(policy, config, total_steps)
+        if directory is None and (model.path / HEAD_FILE).is_file():
+            made.head.load_state_dict(read_head(model.path)["head"])
+        return made
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the values before each trained token, one [N] tensor per micro-batch, without gradients."""
+        with torch.no_grad():
+            return [self.head(self.policy.states(batch)) for batch in batches]
+
     def save(self, directory: Path) -> None:
         """Write head and optimizer state, and the model unless it is shared."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -271,7 +361,6 @@ class Critic:
         self._bad_steps = int(state["bad_steps"])
 
     def _forward_backward(self, batches: Sequence[MicroBatch], objective: ValueObjective, normalizer: float) -> Stats:
-        """Accumulate the critic's gradient; shared layers get none."""
         sums = dict.fromkeys(VALUE_SUMS, 0.0)
         for batch in batches:
             with torch.set_grad_enabled(not self.shared):
@@ -284,7 +373,6 @@ class Critic:
         return Stats(tokens=tokens, means={name: value / max(1, tokens) for name, value in sums.items()})
 
     def _optim_step(self) -> float:
-        """Clip, update and zero the critic's own gradients; return their norm before clipping."""
         factor = schedule_factor(self.steps, self.total_steps, self._config.schedule)
         self.steps += 1
         limit = self._config.optim.max_grad_norm

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
+from turnwise.trainer.model.sequence_parallel import SequenceGroup
 
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
 _BUCKET_RATIO = 0.75
@@ -75,6 +76,7 @@ class PackedLayout:
         ends: Per segment the end of its last descendant; descendants are between its own end and there.
         depths: Per segment the tokens before it on its path.
         block_masks: Cache of :func:`turnwise.trainer.model.attention.block_mask` by window, shared by all layers.
+        sequence: The ranks that share the row's tokens; None where one rank computes them all.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -82,9 +84,10 @@ class PackedLayout:
     ends: tuple[int, ...] = field(repr=False)
     depths: tuple[int, ...] = field(repr=False)
     block_masks: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
+    sequence: SequenceGroup | None = None
 
     @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> PackedLayout:
+    def of(cls, segments: Segments, device: torch.device, sequence: SequenceGroup | None = None) -> PackedLayout:
         """Create the layout of (start, length, parent) segments.
 
         Raises:
@@ -111,7 +114,7 @@ class PackedLayout:
             parent = segments[number][2]
             if parent != -1:
                 ends[parent] = max(ends[parent], ends[number])
-        return cls(tuple(segments), device, tuple(ends), tuple(depths))
+        return cls(tuple(segments), device, tuple(ends), tuple(depths), sequence=sequence)
 
     @property
     def tokens(self) -> int:

@@ -25,6 +25,7 @@ from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach
+from turnwise.trainer.model.sequence_parallel import SequenceGroup
 
 try:
     from safetensors import SafetensorError
@@ -84,6 +85,7 @@ class Policy:
         source: The directory that it was loaded from.
         value_head: Maps states of shape [N, hidden] to values of shape [N], where a critic shares this model
             (``model/critic.py`` trains and saves it). Not part of the model's weights.
+        sequence: The ranks that share the tokens of each micro-batch; None where one rank computes them all.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Policy:
         self._transform = LogitTransform.of(self.model.config.get_text_config().to_dict())
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.value_head: nn.Module | None = None
+        self.sequence: SequenceGroup | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,21 +119,42 @@ class Policy:
             TrainError: An id outside of the vocabulary, or segments out of order.
         """
         states = self.states(batch)
+        ids, temperatures = batch.target_ids, batch.temperatures
+        if self.sequence is not None:
+            own = self.sequence.own_places(batch.predictors, batch.tokens)
+            ids, temperatures = ids[own], temperatures[own]
         with self._autocast():
-            head, ids = self.model.get_output_embeddings(), batch.target_ids.to(states.device)
-            found = score_states(head, states, ids, batch.temperatures, self._transform, entropy=entropy)
-        return TokenScores(*found, values=None if self.value_head is None else self.value_head(states))
+            head, ids = self.model.get_output_embeddings(), ids.to(states.device)
+            logprobs, entropies = score_states(head, states, ids, temperatures, self._transform, entropy=entropy)
+        return TokenScores(
+            self.gather(batch, logprobs),
+            None if entropies is None else self.gather(batch, entropies),
+            None if self.value_head is None else self.gather(batch, self.value_head(states)),
+        )
 
     def states(self, batch: MicroBatch) -> Tensor:
         """Return the last hidden states that predict the trained tokens, shape [N, hidden].
+
+        Where ranks share the micro-batch, they are those of the own slice: :meth:`gather` what is computed from them.
 
         Raises:
             TrainError: An id outside of the vocabulary, or segments out of order.
         """
         check_ids(batch, self.vocab_size)
         device = self.device
+        predictors = batch.predictors
+        if self.sequence is not None:
+            own = self.sequence.own_places(predictors, batch.tokens)
+            predictors = self.sequence.slice_positions(predictors[own], batch.tokens)
         with self._autocast():
-            return self._hidden(batch, device)[0].index_select(0, batch.predictors.to(device))
+            return self._hidden(batch, device)[0].index_select(0, predictors.to(device))
+
+    def gather(self, batch: MicroBatch, values: Tensor) -> Tensor:
+        """Return a value per trained token, [N], given those of the states that this rank has computed."""
+        if self.sequence is None:
+            return values
+        own = self.sequence.own_places(batch.predictors, batch.tokens)
+        return self.sequence.gather(values, own.to(values.device), batch.trained_tokens)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16")
@@ -182,12 +206,12 @@ class Policy:
         copy_companions(self.source, directory)
 
     def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
-        layout = PackedLayout.of(batch.segments, device)
+        layout = PackedLayout.of(batch.segments, device, self.sequence)
+        ids, positions = batch.input_ids, batch.position_ids
+        if self.sequence is not None:
+            ids, positions = (self.sequence.slice_tokens(each) for each in (ids, positions))
         output = self.model.get_decoder()(
-            input_ids=batch.input_ids.to(device),
-            position_ids=batch.position_ids.to(device),
-            use_cache=False,
-            **{LAYOUT_ARGUMENT: layout},
+            input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -283,6 +307,20 @@ def _checkpoint_layers(model: Any, *, keep_matmuls: bool) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
+
+
+def attention_heads(path: Path) -> tuple[int, int]:
+    """Return the heads of queries, and those of keys and values, of a model whose weights are not loaded.
+
+    Raises:
+        TrainError: Its settings cannot be read.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
+    heads = int(settings.num_attention_heads)
+    return heads, int(settings.to_dict().get("num_key_value_heads") or heads)
 
 
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:

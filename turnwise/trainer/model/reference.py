@@ -17,9 +17,9 @@ from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_p
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.experience import Collected
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow
-from turnwise.trainer.config.policy import ModelConfig
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
-from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.learner import Learner, ModelHost
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.learn.update import recompute_logprobs
 from turnwise.trainer.model.policy import Policy, load_model
@@ -86,8 +86,10 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     return found
 
 
-def open_reference(config: KLConfig, model: ModelConfig, learner: Learner) -> Reference:
+def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> Reference:
     """Return the reference of a run, with the device and precision of the trained model; resuming does not change it.
+
+    It is where the trained model is: in the processes of the engine, or in this one.
 
     Raises:
         ConfigError: There is no such model, or it has another tokenizer.
@@ -95,14 +97,13 @@ def open_reference(config: KLConfig, model: ModelConfig, learner: Learner) -> Re
     """
     if config.reference == "initial" and learner.initial_weights() is not None:
         return InitialWeights(learner)
-    policy = load_model(
-        reference_path(config, model),
-        device=pick_device(model.device),
-        compute_dtype=model.compute_dtype,
-        # Adapters that went on from saved ones: without them it would be another model.
-        lora=model.lora if config.reference == "initial" else None,
-    )
-    return FrozenReference(policy, offload=config.offload)
+    # Adapters that went on from saved ones: without them it would be another model.
+    lora = policy.model.lora if config.reference == "initial" else None
+    model = policy.model.model_copy(update={"path": reference_path(config, policy.model), "lora": lora})
+    if isinstance(learner, ModelHost):
+        return learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
+    found = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
+    return FrozenReference(found, offload=config.offload)
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class KLGuard:
             return None
         return cls(
             KLControl(kl, kl.coef if saved is None else saved),
-            open_reference(kl, config.policy.model, learner),
+            open_reference(kl, config.policy, learner),
             config.batch,
             config.rollout.temperature,
             config.algorithm.old_logprobs == "recompute",

@@ -21,6 +21,7 @@ from turnwise.engine.capacity import (
 from turnwise.engine.lora import model_under
 from turnwise.inference.config import InferenceConfig
 from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.torch_learner import pick_device
 
 _MOMENTS = {"adamw": 2, "muon": 1}
@@ -49,8 +50,8 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     serves = None if inference is None else server_device(inference)
     if size is not None:
         needs: defaultdict[torch.device, list[MemoryNeed]] = defaultdict(list)
-        if policy.engine == "torch":
-            needs[trains].append(_trainer_need(policy, size))
+        for device, need in _trainer_needs(policy, size, trains):
+            needs[device].append(need)
         if inference is not None and serves is not None:
             needs[serves].append(server_need(inference, size))
         remedies = list(_remedies(policy, inference, key))
@@ -62,11 +63,26 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     return [each for each in said if each is not None]
 
 
-def _trainer_need(policy: PolicyConfig, size: ModelSize) -> MemoryNeed:
+def _trainer_needs(
+    policy: PolicyConfig, size: ModelSize, device: torch.device
+) -> Iterator[tuple[torch.device, MemoryNeed]]:
+    """Yield what the engine puts where; nothing for a custom engine."""
+    if policy.engine not in ("torch", "fsdp"):
+        return
+    copies, part = 2 + _MOMENTS[policy.optim.name], "weights, gradients and moments in float32"
     if policy.model.lora is not None:
-        return MemoryNeed("the trainer's frozen weights in float32", 4 * size.parameters)
-    copies = 2 + _MOMENTS[policy.optim.name]
-    return MemoryNeed("the trainer's weights, gradients and moments in float32", 4 * copies * size.parameters)
+        copies, part = 1, "frozen weights in float32"
+    whole = 4 * copies * size.parameters
+    if policy.engine == "torch" or device.type == "cpu":
+        # Ranks on the CPU share the memory of one machine.
+        yield device, MemoryNeed(f"the trainer's {part}", whole)
+        return
+    main, options = torch.device("cpu"), chosen_engine(policy).options
+    if options.get("cpu_offload"):
+        yield main, MemoryNeed(f"the ranks' {part}", whole)
+    else:
+        yield device, MemoryNeed(f"a rank's share of {part}", whole // int(options.get("ranks", 2)))
+        yield main, MemoryNeed("the whole model while a rank loads it", 4 * size.parameters)
 
 
 def _remedies(policy: PolicyConfig, inference: InferenceConfig | None, key: str) -> Iterator[str]:
