@@ -150,7 +150,7 @@ class ReplayBuffer(ABC):
         """
         return
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """End what :meth:`start` started, when the run ends. Idempotent."""
         return
 
@@ -213,9 +213,9 @@ class ForwardingReplayBuffer(ReplayBuffer):
         """Start what the other buffer needs."""
         await self._inner.start()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """End it."""
-        await self._inner.close()
+        await self._inner.stop()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight."""

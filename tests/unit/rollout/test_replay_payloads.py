@@ -68,7 +68,7 @@ async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) 
     await buffer.put(lively("c"))
     # What was released is gone with the next group that comes.
     assert len(payloads.rows) == 1
-    await buffer.close()
+    await buffer.stop()
 
 
 @pytest.mark.parametrize("journaled", [True, False])
@@ -141,7 +141,7 @@ def test_the_section_says_what_it_means() -> None:
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "turnwise.rollout.replay.transfer_queue", raising=False)
     config = ReplayConfig.model_validate({"backend": "transfer_queue"})
     with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[transfer_queue\]'"):

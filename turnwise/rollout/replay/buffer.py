@@ -244,7 +244,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         """Start what holds the trajectories outside of this process. Raises TrainError where it cannot be had."""
         await self._store.start()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """End what :meth:`start` started. Idempotent."""
         await self._store.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,9 @@ from uuid import uuid4
 from turnwise.errors import MissingExtraError, TrainError
 from turnwise.rollout.replay.config import TransferQueueConfig
 from turnwise.rollout.replay.payloads import DTYPES, Columns, PayloadsLost, PayloadStore
+
+# By default it would use 8 threads, and on a machine of fewer cores say so at every call.
+os.environ.setdefault("TQ_NUM_THREADS", "1")
 
 try:
     import ray
@@ -26,7 +30,6 @@ except ImportError as error:
 T = TypeVar("T")
 
 _CONTROLLER, _NAMESPACE = "TransferQueueController", "transfer_queue"
-_LOOPBACK = "127.0.0.1"
 # Ray sends no objects for us: its store has the least room that Ray takes.
 _OBJECT_STORE_BYTES = 80 * 2**20
 # A call that takes longer than this looks whether the processes still listen.
@@ -51,6 +54,7 @@ class TransferQueuePayloads(PayloadStore):
         self._owns_queue = False
         self._owns_ray = False
         self._listeners: list[tuple[str, int]] = []
+        self._loop = asyncio.new_event_loop()
         self.sent_bytes = 0
         self.received_bytes = 0
 
@@ -58,10 +62,27 @@ class TransferQueuePayloads(PayloadStore):
         """Connect to the cluster and its queue, or start them."""
         if not self._started:
             await asyncio.to_thread(self._connect)
+            # Rows are packed and sent in a thread of their own: each call of TransferQueue also changes how many
+            # threads torch uses in its thread, which in this one is the trainer's setting.
+            threading.Thread(target=self._loop.run_forever, name="turnwise-transfer-queue", daemon=True).start()
             self._started = True
 
     async def put(self, rows: Mapping[str, Columns]) -> None:
         """Store rows."""
+        await self._reach(self._put(rows))
+        self.sent_bytes += sum(column.nbytes for row in rows.values() for column in row.values())
+
+    async def get(self, keys: Sequence[str], columns: Sequence[str]) -> list[Columns]:
+        """Return columns of rows."""
+        rows = await self._reach(self._get(list(keys), list(columns)))
+        self.received_bytes += sum(column.nbytes for row in rows for column in row.values())
+        return rows
+
+    async def clear(self, keys: Collection[str]) -> None:
+        """Forget rows."""
+        await self._reach(transfer_queue.async_kv_clear(list(keys), self._partition))
+
+    async def _put(self, rows: Mapping[str, Columns]) -> None:
         columns = {
             name: torch.nested.as_nested_tensor(
                 [torch.from_numpy(row[name]) for row in rows.values()], layout=torch.jagged
@@ -69,22 +90,15 @@ class TransferQueuePayloads(PayloadStore):
             for name in DTYPES
         }
         data = TensorDict(columns, batch_size=[len(rows)])
-        await self._reach(transfer_queue.async_kv_batch_put(list(rows), self._partition, fields=data))
-        self.sent_bytes += sum(column.nbytes for row in rows.values() for column in row.values())
+        await transfer_queue.async_kv_batch_put(list(rows), self._partition, fields=data)
 
-    async def get(self, keys: Sequence[str], columns: Sequence[str]) -> list[Columns]:
-        """Return columns of rows."""
-        data = await self._reach(transfer_queue.async_kv_batch_get(list(keys), self._partition, list(columns)))
+    async def _get(self, keys: list[str], columns: list[str]) -> list[Columns]:
+        data = await transfer_queue.async_kv_batch_get(keys, self._partition, columns)
         rows: list[Columns] = [{} for _ in keys]
         for name in columns:
             for row, tensor in zip(rows, data[name].unbind(), strict=True):
                 row[name] = tensor.numpy()
-                self.received_bytes += row[name].nbytes
         return rows
-
-    async def clear(self, keys: Collection[str]) -> None:
-        """Forget rows."""
-        await self._reach(transfer_queue.async_kv_clear(list(keys), self._partition))
 
     async def restart(self) -> None:
         """Start an empty queue in the place of the lost one."""
@@ -103,6 +117,7 @@ class TransferQueuePayloads(PayloadStore):
             with contextlib.suppress(PayloadsLost):
                 await self._reach(transfer_queue.get_client().async_clear_partition(self._partition))
         self._started = False
+        self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._disconnect)
 
     def _connect(self) -> None:
@@ -112,7 +127,6 @@ class TransferQueuePayloads(PayloadStore):
                 "num_cpus": self._config.units + 1,
                 "include_dashboard": False,
                 "object_store_memory": _OBJECT_STORE_BYTES,
-                "_node_ip_address": _LOOPBACK,
             }
             try:
                 ray.init(address, log_to_driver=False, logging_level="ERROR", **(local if address == "local" else {}))
@@ -174,7 +188,7 @@ class TransferQueuePayloads(PayloadStore):
         if not self._started:
             call.close()
             raise TrainError("TransferQueue is not started: call start() of the replay buffer first")
-        task = asyncio.ensure_future(call)
+        task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
         until = time.monotonic() + self._config.timeout
         try:
             while not task.done():
