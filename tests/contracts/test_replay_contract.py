@@ -28,23 +28,25 @@ _JOURNALED = ("journal", "store", _QUEUE)
 Make: TypeAlias = Callable[..., LocalReplayBuffer]
 
 
-def _payloads(request: pytest.FixtureRequest, backend: str) -> PayloadStore | None:
-    if backend == "transfer_queue":
-        found: PayloadStore = request.getfixturevalue("transfer_queue")
-        return found
-    return MemoryPayloads() if backend == "store" else None
+def _stores(request: pytest.FixtureRequest) -> Callable[[], PayloadStore | None]:
+    """Return what gives each buffer its store; a queue is started once."""
+    if request.param == "transfer_queue":
+        queue: PayloadStore = request.getfixturevalue("transfer_queue")
+        return lambda: queue
+    return MemoryPayloads if request.param == "store" else lambda: None
 
 
 @pytest.fixture(params=["memory", *_JOURNALED])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Makes buffers, each of a run of its own."""
     journals: list[Journal] = []
+    store = _stores(request)
 
     def made(strategy: Strategy | None = None) -> LocalReplayBuffer:
         if request.param == "memory":
             return LocalReplayBuffer(strategy)
         journals.append(Journal.open(tmp_path / str(len(journals))))
-        return LocalReplayBuffer(strategy, journals[-1], payloads=_payloads(request, request.param))
+        return LocalReplayBuffer(strategy, journals[-1], payloads=store())
 
     yield made
     for each in journals:
@@ -55,11 +57,12 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 def process(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Makes the buffers of one run's processes: each begins after a step, where the one before was killed."""
     parts: list[int] = []
+    store = _stores(request)
 
     def begun(strategy: Strategy | None = None, *, after: int = 0) -> LocalReplayBuffer:
         parts.append(after)
         journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=after, max_uses=2)
-        return LocalReplayBuffer(strategy, journal, payloads=_payloads(request, request.param))
+        return LocalReplayBuffer(strategy, journal, payloads=store())
 
     return begun
 
