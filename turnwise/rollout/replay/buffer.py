@@ -20,6 +20,7 @@ from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.replay.group_store import GroupStore, versions_of
+from turnwise.rollout.replay.payloads import PayloadStore
 from turnwise.rollout.replay.strategies import (
     STALE,
     Choice,
@@ -201,6 +202,8 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         members: Which groups are dropped because members failed; by default those without any left.
         tail: How long a batch waits for its last groups; by default without limit.
         memory_mb: Memory for journaled groups, in units of 2**20 bytes on disk.
+        payloads: Holds the trajectories of finished groups outside of this process; None keeps them in memory. Order,
+            facts and journal are here in either case.
 
     Attributes:
         refills: Whether :meth:`sample` of this class is in use, which requests missing groups.
@@ -214,13 +217,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         members: MemberRule | None = None,
         tail: StragglerDeadline | None = None,
         memory_mb: int = 1024,
+        payloads: PayloadStore | None = None,
     ) -> None:
         super().__init__()
         self.refills = False
         self._members = members or MemberRule()
         self._tail = tail
         self._strategy = strategy or Fifo()
-        self._store = GroupStore(journal, memory_mb)
+        self._store = GroupStore(journal, memory_mb, payloads)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         for facts in self._store.reusable(self._strategy.keep_groups):
             self._ready["train"][facts.id] = facts
@@ -235,6 +239,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._refill: Callable[[int], bool] | None = None
         self._on_drop: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Start what holds the trajectories outside of this process. Raises TrainError where it cannot be had."""
+        await self._store.start()
+
+    async def stop(self) -> None:
+        """End what :meth:`start` started. Idempotent."""
+        await self._store.close()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight, or restore what earlier processes finished of its group."""
@@ -281,8 +293,11 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
         Raises:
             FormatError: A trajectory cannot be written as JSON.
-            TrainError: Its partition is unknown, or the disk refuses.
+            TrainError: Its partition is unknown, the disk refuses, or a payload store is lost for good.
         """
+        self._partition(group.partition)
+        # Before it counts: it is in flight until it can be read, and a kill in between leaves it unfinished.
+        shipped = await self._store.ship(group)
         ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
         # Our group ids end with the request's key, as a task may be in flight in two epochs at once. A custom manager
         # names groups as it likes: there the task id decides.
@@ -295,7 +310,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         facts = replace(group_facts(group, name if flight is None else flight.key, self._arrived), id=name)
         if facts.oldest_version is None and flight is not None:
             facts = replace(facts, oldest_version=flight.version)
-        self._store.put(group, facts)
+        self._store.put(group, facts, shipped)
         ready[name] = facts
         self._arrived += 1
         self._judge(name, group)
@@ -425,17 +440,13 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
         Raises:
             TrainError: The batch is unknown or released, or a field is unknown.
-            FormatError: A group on disk is damaged.
+            FormatError: A group on disk or in a payload store is damaged.
         """
         if ref.id not in self._batches:
             raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
         if unknown := [name for name in fields or () if name not in FIELDS]:
             raise TrainError(f"fields holds {unknown[0]!r}; allowed: {', '.join(FIELDS)}")
-        groups = []
-        for facts in self._batches[ref.id]:
-            groups.append(self._store.get(facts.id))
-            # Reading is slow: let rollouts run in between.
-            await asyncio.sleep(0)
+        groups = await self._store.fetch([facts.id for facts in self._batches[ref.id]], fields)
         if fields is None:
             return groups
         wanted = frozenset(fields)
@@ -458,6 +469,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         for facts in self._batches.pop(ref.id, ()):
             if facts.partition == "train" and facts.uses + 1 < again:
                 kept[facts.id] = replace(facts, uses=facts.uses + 1)
+                self._store.keep(facts.id)
             else:
                 self._store.forget(facts.id)
         if not again:

@@ -68,6 +68,23 @@ class FilterGroupsConfig(BaseModel):
     max_refills: PositiveInt = 10
 
 
+class TransferQueueConfig(BaseModel):
+    """A TransferQueue that holds finished groups (``backend: transfer_queue``).
+
+    Attributes:
+        units: Storage processes, each on one CPU of the Ray cluster; one more is the queue's controller.
+        address: Ray cluster as ``host:port``, or ``local`` for one on this machine that ends with the run. By default
+            the one that the process is connected to, else that of ``RAY_ADDRESS``, else ``local``.
+        timeout: Seconds after which a call without an answer counts as a lost store; also the wait for free CPUs.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    units: PositiveInt = 2
+    address: Annotated[str, Field(min_length=1)] | None = None
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+
+
 class ReplayConfig(BaseModel):
     """Which finished groups a train step learns from, and where they are kept.
 
@@ -88,6 +105,9 @@ class ReplayConfig(BaseModel):
             arguments as ``{name: ..., config: {...}}``.
         memory_mb: Memory for waiting groups, in units of 2**20 bytes; beyond it the oldest are read from disk. The
             batch in training comes on top.
+        backend: Where finished groups wait: ``local`` is the memory of the trainer, ``transfer_queue`` the storage
+            processes of a TransferQueue. The journal is the same.
+        transfer_queue: Settings of the latter.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,6 +123,16 @@ class ReplayConfig(BaseModel):
     buffer: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
     filter_groups: FilterGroupsConfig | None = None
     memory_mb: PositiveInt = 1024
+    backend: Literal["local", "transfer_queue"] = "local"
+    transfer_queue: TransferQueueConfig = TransferQueueConfig()
+
+    @model_validator(mode="after")
+    def _queue_is_used(self) -> Self:
+        if self.backend == "local" and self.transfer_queue != TransferQueueConfig():
+            raise ValueError(
+                "transfer_queue is given, but backend is 'local': set replay.backend to 'transfer_queue', or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:

@@ -1,16 +1,52 @@
-"""Store of finished groups: in memory up to a limit, and on disk through the journal."""
+"""Store of finished groups: in memory up to a limit or in a payload store, and on disk through the journal."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+from uuid import uuid4
 
 from turnwise.agents.roles import TRAINED
 from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.payloads import (
+    Columns,
+    PayloadsLost,
+    PayloadStore,
+    columns_of,
+    pack_trajectory,
+    unpack_trajectory,
+)
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
+T = TypeVar("T")
 _MB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A group whose trajectories are rows of a payload store.
+
+    Attributes:
+        head: The group without trajectories.
+        members: Keys of its members' rows.
+        baselines: Keys of its baselines' rows.
+        nbytes: Bytes of all rows.
+    """
+
+    head: TrajectoryGroup
+    members: tuple[str, ...]
+    baselines: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of all rows."""
+        return self.members + self.baselines
 
 
 class GroupStore:
@@ -18,26 +54,83 @@ class GroupStore:
 
     Args:
         journal: Records groups to train and reads them back; None keeps everything in memory.
-        memory_mb: Memory for groups that can be read back, by their size on disk.
+        memory_mb: Memory for groups that can be read back, by their size on disk; in a payload store by that of rows.
+        payloads: Holds the groups in the place of this process's memory. What the journal does not hold stays here as
+            well, so a store that is lost is filled again, and loses nothing.
     """
 
-    def __init__(self, journal: Journal | None, memory_mb: int) -> None:
+    def __init__(self, journal: Journal | None, memory_mb: int, payloads: PayloadStore | None = None) -> None:
         self._journal = journal
         self._budget = memory_mb * _MB
-        # What is nowhere else: without a journal everything, and what is evaluated.
+        # What is in no journal: without one everything, and what is evaluated.
         self._only: dict[str, TrajectoryGroup] = {}
         self._keys: dict[str, str] = {}
         self._cached: OrderedDict[str, tuple[TrajectoryGroup, int]] = OrderedDict()
         self.cached_bytes = 0
+        self._payloads = payloads
+        self._shipped: dict[str, Shipped] = {}
+        # Of these the groups that wait, which may leave the store for room.
+        self._waiting: OrderedDict[str, int] = OrderedDict()
+        self._cleared: list[str] = []
+        self._rows = f"{uuid4().hex[:12]}/"
+        self._next_row = 0
+        self._starts = 0
+        self._starting = asyncio.Lock()
 
-    def put(self, group: TrajectoryGroup, facts: GroupFacts) -> None:
+    async def start(self) -> None:
+        """Start the payload store."""
+        if self._payloads is not None:
+            await self._payloads.start()
+
+    async def close(self) -> None:
+        """End the payload store."""
+        if self._payloads is not None:
+            await self._payloads.close()
+
+    async def ship(self, group: TrajectoryGroup) -> Shipped | None:
+        """Give a group to the payload store, if there is one, before :meth:`put` makes it count.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: The store was lost and cannot be replaced.
+        """
+        payloads = self._payloads
+        if payloads is None:
+            return None
+        await self._sweep(payloads)
+        first = self._next_row
+        self._next_row += len(group.trajectories) + len(group.baselines)
+        keys = tuple(f"{self._rows}{number}" for number in range(first, self._next_row))
+        rows = _rows(group, keys)
+        if rows:
+            await self._reach(payloads, partial(payloads.put, rows))
+        count = len(group.trajectories)
+        nbytes = sum(column.nbytes for row in rows.values() for column in row.values())
+        return Shipped(replace(group, trajectories=[], baselines=[]), keys[:count], keys[count:], nbytes)
+
+    def put(self, group: TrajectoryGroup, facts: GroupFacts, shipped: Shipped | None = None) -> None:
         """Store a group; one to train is in the journal on return."""
         if self._journal is None or facts.partition != "train":
             self._only[facts.id] = group
+        else:
+            size = self._journal.group(group, facts)
+            self._keys[facts.id] = facts.key
+            if shipped is None:
+                self._cache(facts.id, group, size)
+        if shipped is not None:
+            self._shipped[facts.id] = shipped
+            self.keep(facts.id)
+
+    def keep(self, name: str) -> None:
+        """Note that a group waits, or waits again after it was trained: then it may leave the store for room."""
+        if (shipped := self._shipped.get(name)) is None:
             return
-        size = self._journal.group(group, facts)
-        self._keys[facts.id] = facts.key
-        self._cache(facts.id, group, size)
+        self._waiting[name] = shipped.nbytes
+        held = sum(self._waiting.values())
+        while held > self._budget:
+            oldest, nbytes = self._waiting.popitem(last=False)
+            held -= nbytes
+            self._cleared += self._shipped.pop(oldest).keys
 
     def restore(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a group that an earlier process finished, or None."""
@@ -74,11 +167,37 @@ class GroupStore:
         group, _ = self._journal.load(self._keys[name])
         return group
 
+    async def fetch(self, names: Sequence[str], fields: Collection[str] | None) -> list[TrajectoryGroup]:
+        """Return groups: those in the payload store from there, with at least these fields, the others as :meth:`get`.
+
+        Raises:
+            FormatError: A group on disk or a row is damaged.
+            TrainError: The store was lost and cannot be replaced.
+        """
+        shipped = {name: self._shipped[name] for name in names if name in self._shipped}
+        keys = [key for each in shipped.values() for key in each.keys]
+        found: dict[str, Columns] = {}
+        if self._payloads is not None and keys:
+            get = partial(self._payloads.get, keys, columns_of(fields))
+            found = dict(zip(keys, await self._reach(self._payloads, get), strict=True))
+        groups = []
+        for name in names:
+            if name in shipped:
+                groups.append(_unpacked(shipped[name], found))
+            else:
+                groups.append(self.get(name))
+            # Reading is slow: let rollouts run in between.
+            await asyncio.sleep(0)
+        return groups
+
     def take(self, step: int, names: Sequence[str]) -> None:
         """Record that a step is given these groups."""
         keys = [self._keys[name] for name in names if name in self._keys]
         if self._journal is not None and keys:
             self._journal.take(step, keys)
+        for name in names:
+            # It is read soon: it does not make room for others.
+            self._waiting.pop(name, None)
 
     def drop(self, step: int, name: str, why: str) -> None:
         """Record that a group will not be trained (again), and forget it."""
@@ -92,10 +211,13 @@ class GroupStore:
             self._journal.drop(step, key, why)
 
     def forget(self, name: str) -> None:
-        """Drop a group from memory."""
+        """Drop a group from memory, and from the payload store with the next group that is shipped there."""
         self._only.pop(name, None)
         if name in self._cached:
             self.cached_bytes -= self._cached.pop(name)[1]
+        if (shipped := self._shipped.pop(name, None)) is not None:
+            self._waiting.pop(name, None)
+            self._cleared += shipped.keys
         key = self._keys.pop(name, None)
         if self._journal is not None and key is not None:
             self._journal.forget(key)
@@ -105,6 +227,43 @@ class GroupStore:
         self.cached_bytes += size
         while self.cached_bytes > self._budget and self._cached:
             self.cached_bytes -= self._cached.popitem(last=False)[1][1]
+
+    async def _sweep(self, payloads: PayloadStore) -> None:
+        cleared, self._cleared = self._cleared, []
+        if cleared:
+            await self._reach(payloads, partial(payloads.clear, cleared))
+
+    async def _reach(self, payloads: PayloadStore, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the store; one that is lost is replaced and filled again first, once."""
+        starts = self._starts
+        try:
+            return await call()
+        except PayloadsLost:
+            async with self._starting:
+                # Of several callers that find it lost the first replaces it.
+                if starts == self._starts:
+                    await payloads.restart()
+                    self._starts += 1
+                    await self._fill(payloads)
+            return await call()
+
+    async def _fill(self, payloads: PayloadStore) -> None:
+        for name in list(self._shipped):
+            # Meanwhile it may be forgotten.
+            if (shipped := self._shipped.get(name)) is not None and shipped.keys:
+                await payloads.put(_rows(self.get(name), shipped.keys))
+
+
+def _rows(group: TrajectoryGroup, keys: Sequence[str]) -> dict[str, Columns]:
+    members = [*group.trajectories, *group.baselines]
+    return {key: pack_trajectory(each) for key, each in zip(keys, members, strict=True)}
+
+
+def _unpacked(shipped: Shipped, found: dict[str, Columns]) -> TrajectoryGroup:
+    members, baselines = (
+        [unpack_trajectory(found[key]) for key in keys] for keys in (shipped.members, shipped.baselines)
+    )
+    return replace(shipped.head, trajectories=members, baselines=baselines)
 
 
 def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:

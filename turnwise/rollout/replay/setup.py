@@ -24,6 +24,7 @@ from turnwise.rollout.core import BatchRef, ForwardingReplayBuffer, ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
+from turnwise.rollout.replay.payloads import PayloadStore
 from turnwise.rollout.replay.strategies import Bounded, Fifo, Filtered, Mixed, Prioritized, Strategy, stored_groups
 
 BUFFER_KEY = "replay.buffer"
@@ -261,16 +262,40 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
 
 
 def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
-    """Check strategy and buffer."""
+    """Check strategy and buffer.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+        MissingExtraError: The backend's package is not installed.
+    """
     make_strategy(config, facts)
+    make_payloads(config)
     if config.buffer is not None:
         custom_buffer_class(config.buffer.name)
+
+
+def make_payloads(config: ReplayConfig) -> PayloadStore | None:
+    """Return the store of the configured backend, which is not started yet; None for this process's memory.
+
+    Raises:
+        MissingExtraError: Its package is not installed.
+    """
+    if config.backend == "local":
+        return None
+    from turnwise.rollout.replay.transfer_queue import TransferQueuePayloads
+
+    return TransferQueuePayloads(config.transfer_queue)
 
 
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
     """Make the buffer of a run, backed by its journal."""
     strategy = make_strategy(config, facts)
-    kept: dict[str, Any] = {"members": facts.members, "tail": facts.tail, "memory_mb": config.memory_mb}
+    kept: dict[str, Any] = {
+        "members": facts.members,
+        "tail": facts.tail,
+        "memory_mb": config.memory_mb,
+        "payloads": make_payloads(config),
+    }
     if config.buffer is not None:
         return CustomReplayBuffer.make(config.buffer, strategy, journal=journal, **kept)
     return LocalReplayBuffer(strategy, journal, **kept)

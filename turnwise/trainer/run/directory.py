@@ -61,7 +61,12 @@ def config_digest(config: TrainConfig) -> str:
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     placement = set(find_engine(config.policy.engine).placement_options)
     kept = config.model_dump(
-        mode="json", exclude={**free, "replay": {"memory_mb"}, "policies": {"main": {"engine_options": placement}}}
+        mode="json",
+        exclude={
+            **free,
+            "replay": {"memory_mb", "backend", "transfer_queue"},
+            "policies": {"main": {"engine_options": placement}},
+        },
     )
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 

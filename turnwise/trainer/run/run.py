@@ -385,6 +385,8 @@ async def _assemble(
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
     buffer = make_buffer(config.replay, config.replay_facts, files.journal)
+    stack.push_async_callback(buffer.stop)
+    await buffer.start()
 
     def write(trajectory: Trajectory) -> None:
         files.journal.write(trajectory)

@@ -1,0 +1,77 @@
+"""TransferQueue itself: its processes die, and a run trains out of it. The contract's tests run against it too."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.rollout.finished_groups import lively, same
+from support.trainer.hooks_and_buffers import QUEUED
+from support.trainer.lookup_run import GROUPS, MEMBERS, MODEL, build_model, lines, shared, silent, train_config
+from turnwise.errors import TrainError
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.config import TransferQueueConfig
+from turnwise.rollout.replay.payloads import DTYPES, PayloadsLost, pack_trajectory
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
+
+pytestmark = pytest.mark.real
+
+
+@pytest.mark.parametrize("victim", ["TransferQueueStorageUnit#1", "TransferQueueController"])
+async def test_a_process_of_the_queue_that_dies_loses_nothing(transfer_queue: Any, tmp_path: Path, victim: str) -> None:
+    import ray
+    import torch
+
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=transfer_queue)
+    await buffer.start()
+    groups = [lively(name, members=3) for name in ("a", "b", "c")]
+    for each in groups[:2]:
+        await buffer.put(each)
+    namespace = "transfer_queue" if victim.endswith("Controller") else None
+    ray.kill(ray.get_actor(victim, namespace=namespace))
+    threads = torch.get_num_threads()
+    await asyncio.gather(buffer.put(groups[2]), buffer.put(lively("v")))
+    ref, _ = await buffer.sample(1, "train", 3)
+    assert {each.id for each in await buffer.fetch(ref)} <= {"a", "b", "c", "v"}
+    assert all(map(same, (await buffer.fetch(ref))[:2], groups))
+    await buffer.release(ref)
+    # What TransferQueue sets for its own calls, it sets in its thread.
+    assert torch.get_num_threads() == threads
+
+
+async def test_a_queue_that_is_there_is_shared_and_neither_restarted_nor_ended(transfer_queue: Any) -> None:
+    other = type(transfer_queue)(TransferQueueConfig(units=3))
+    await other.start()
+    rows = {"other/0": pack_trajectory(lively("a").trajectories[0])}
+    await other.put(rows)
+    with pytest.raises(PayloadsLost, match="not found"):
+        await transfer_queue.get(["other/0"], ["record"])
+    with pytest.raises(TrainError, match="another program started it"):
+        await other.restart()
+    await other.close()
+    await transfer_queue.put(rows)
+    (found,) = await transfer_queue.get(["other/0"], list(DTYPES))
+    assert all((found[name] == column).all() for name, column in rows["other/0"].items())
+    await transfer_queue.clear(["other/0", "none"])
+
+
+def test_lookup_trains_out_of_the_queue_and_goes_on_without_it(
+    transfer_queue: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL
+    QUEUED.clear()
+    hooks = ["support.trainer.hooks_and_buffers:Queued"]
+    queued = {"backend": "transfer_queue"}
+    run_train(train_config(model, tmp_path, hooks=hooks, steps=2, replay=queued), console=silent())
+    # Each step's rows were there when it had fetched them.
+    assert len(QUEUED) == 2
+    assert min(QUEUED) >= GROUPS * MEMBERS
+    run_train(train_config(model, tmp_path, hooks=hooks, steps=3), console=silent())
+    run = tmp_path / "run"
+    assert [each["step"] for each in lines(run / "metrics.jsonl") if each["kind"] == "train"] == [1, 2, 3]
+    assert audit_run(run, at_most=4, console=silent()).contradictions == []

@@ -1,0 +1,148 @@
+"""Groups in a payload store: what is read there is what was put, and a store that is lost loses nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.rollout.finished_groups import lively, same
+from turnwise.errors import FormatError, MissingExtraError
+from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.payloads import (
+    DTYPES,
+    MemoryPayloads,
+    PayloadsLost,
+    columns_of,
+    pack_trajectory,
+    unpack_trajectory,
+)
+from turnwise.rollout.replay.setup import check_replay
+from turnwise.rollout.replay.strategies import Mixed
+from turnwise.tasks import Task
+
+
+def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
+    whole = lively("g").trajectories[0]
+    row = pack_trajectory(whole)
+    assert {name: column.dtype for name, column in row.items()} == DTYPES
+    assert unpack_trajectory(row).to_bytes() == whole.to_bytes()
+    read = {name: row[name] for name in columns_of(("tokens", "rewards"))}
+    bare = unpack_trajectory(read)
+    assert [each.messages for each in bare.segments] == [()] * len(whole.segments)
+    assert bare.segments[1].logprobs.tolist() == whole.segments[1].logprobs.tolist()
+    assert unpack_trajectory({"record": row["record"]}).segments == []
+    with pytest.raises(FormatError, match="the row of trajectory 'g/0' is damaged"):
+        unpack_trajectory({**row, "segments": np.zeros(3, np.uint8)})
+    with pytest.raises(FormatError, match="has more ids than its segments"):
+        unpack_trajectory({**row, "token_ids": np.zeros(99, np.int32)})
+
+
+def test_numbers_of_more_than_64_bits_are_kept() -> None:
+    whole = lively("g").trajectories[0]
+    said = ({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"n": 2**70}}]},)
+    whole = replace(whole, segments=[*whole.segments[:1], replace(whole.segments[1], messages=said)])
+    assert unpack_trajectory(pack_trajectory(whole)).segments[1].messages == said
+
+
+async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) -> None:
+    payloads = MemoryPayloads()
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=payloads)
+    await buffer.start()
+    groups = [lively(name, members=2, baselines=1) for name in ("a", "b")]
+    for each in groups:
+        await buffer.put(each)
+    assert len(payloads.rows) == 6
+    ref, _ = await buffer.sample(1, "train", 2)
+    assert all(map(same, await buffer.fetch(ref), groups))
+    (first, _) = await buffer.fetch(ref, ["tokens"])
+    assert first.trajectories[0].rewards == []
+    assert first.baselines[0].segments[0].messages == ()
+    await buffer.release(ref)
+    await buffer.put(lively("c"))
+    # What was released is gone with the next group that comes.
+    assert len(payloads.rows) == 1
+    await buffer.stop()
+
+
+@pytest.mark.parametrize("journaled", [True, False])
+async def test_a_lost_store_is_filled_again_from_the_journal_and_from_memory(tmp_path: Path, journaled: bool) -> None:
+    payloads = MemoryPayloads()
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path) if journaled else None, payloads=payloads)
+    groups = [lively(name, members=2) for name in ("a", "b", "c")]
+    for each in groups[:2]:
+        await buffer.put(each)
+    payloads.lose()
+    await buffer.put(groups[2])
+    assert (payloads.restarts, len(payloads.rows)) == (1, 6)
+    ref, _ = await buffer.sample(1, "train", 3)
+    payloads.lose()
+    assert all(map(same, await buffer.fetch(ref), groups))
+    assert payloads.restarts == 2
+
+
+class Dead(MemoryPayloads):
+    """A store that no restart brings back."""
+
+    async def restart(self) -> None:
+        await super().restart()
+        self.lose()
+
+
+async def test_a_store_that_stays_lost_ends_the_run_and_the_journal_keeps_what_counted(tmp_path: Path) -> None:
+    payloads = Dead()
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=payloads)
+    request = RolloutRequest(Task("task", "go"))
+    buffer.expect(request, 0)
+    await buffer.put(lively("0-x-train-task-e0"))
+    ref, _ = await buffer.sample(1, "train", 1)
+    payloads.lose()
+    with pytest.raises(PayloadsLost, match="the store was lost"):
+        await buffer.fetch(ref)
+    again = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1), payloads=MemoryPayloads())
+    assert again.expect(request, 0)
+    ref, _ = await again.sample(1, "train", 1)
+    assert same((await again.fetch(ref))[0], lively("0-x-train-task-e0"))
+    await again.release(ref)
+    never = LocalReplayBuffer(journal=Journal.open(tmp_path, part=2, after_step=1), payloads=MemoryPayloads())
+    assert not never.expect(request, 0)
+
+
+async def test_the_store_holds_no_more_than_it_may_and_the_rest_is_read_from_disk(tmp_path: Path) -> None:
+    payloads = MemoryPayloads()
+    buffer = LocalReplayBuffer(Mixed(0.5, 2, 9), Journal.open(tmp_path, max_uses=2), memory_mb=1, payloads=payloads)
+    groups = [lively(str(number), tokens=40_000) for number in range(6)]
+    for each in groups:
+        await buffer.put(each)
+    held = sum(column.nbytes for row in payloads.rows.values() for column in row.values())
+    # One more group is there until the next one comes.
+    assert held < 2**20 + 700_000
+    assert len(payloads.rows) < 6
+    ref, _ = await buffer.sample(1, "train", 6)
+    assert all(map(same, await buffer.fetch(ref), groups))
+    await buffer.release(ref)
+    for number in range(6, 9):
+        await buffer.put(lively(str(number), tokens=40_000))
+    assert len(payloads.rows) <= 4
+
+
+def test_the_section_says_what_it_means() -> None:
+    with pytest.raises(ValueError, match=r"backend is 'local': set replay.backend to 'transfer_queue'"):
+        ReplayConfig.model_validate({"transfer_queue": {"units": 4}})
+    with pytest.raises(ValueError, match="backend"):
+        ReplayConfig.model_validate({"backend": "queue"})
+    assert ReplayConfig().backend == "local"
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "turnwise.rollout.replay.transfer_queue", raising=False)
+    config = ReplayConfig.model_validate({"backend": "transfer_queue"})
+    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[transfer_queue\]'"):
+        check_replay(config, RunFacts(2, sync=True))

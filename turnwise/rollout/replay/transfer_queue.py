@@ -1,0 +1,217 @@
+"""Payloads of finished groups in a TransferQueue: a controller and storage processes, all actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from turnwise.errors import MissingExtraError, TrainError
+from turnwise.rollout.replay.config import TransferQueueConfig
+from turnwise.rollout.replay.payloads import DTYPES, Columns, PayloadsLost, PayloadStore
+
+# By default it would use 8 threads, and on a machine of fewer cores say so at every call.
+os.environ.setdefault("TQ_NUM_THREADS", "1")
+
+try:
+    import ray
+    import torch
+    import transfer_queue
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+except ImportError as error:
+    raise MissingExtraError("TransferQueue", "transfer_queue", "replay.backend 'transfer_queue'") from error
+
+T = TypeVar("T")
+
+_CONTROLLER, _NAMESPACE = "TransferQueueController", "transfer_queue"
+# Ray sends no objects for us: its store has the least room that Ray takes.
+_OBJECT_STORE_BYTES = 80 * 2**20
+# A call that takes longer than this looks whether the processes still listen.
+_LOOK_SECONDS = 1.0
+
+
+class TransferQueuePayloads(PayloadStore):
+    """Rows in a TransferQueue, in a partition of this run.
+
+    A Ray cluster has one queue. Where none is there it is started, and ends with the run; one that is there is shared,
+    and never restarted from here.
+
+    Attributes:
+        sent_bytes: Bytes of the columns that were stored.
+        received_bytes: Bytes of the columns that were read.
+    """
+
+    def __init__(self, config: TransferQueueConfig) -> None:
+        self._config = config
+        self._partition = f"turnwise-{uuid4().hex[:12]}"
+        self._started = False
+        self._owns_queue = False
+        self._owns_ray = False
+        self._listeners: list[tuple[str, int]] = []
+        self._loop = asyncio.new_event_loop()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    async def start(self) -> None:
+        """Connect to the cluster and its queue, or start them."""
+        if not self._started:
+            await asyncio.to_thread(self._connect)
+            # Rows are packed and sent in a thread of their own: each call of TransferQueue also changes how many
+            # threads torch uses in its thread, which in this one is the trainer's setting.
+            threading.Thread(target=self._loop.run_forever, name="turnwise-transfer-queue", daemon=True).start()
+            self._started = True
+
+    async def put(self, rows: Mapping[str, Columns]) -> None:
+        """Store rows."""
+        await self._reach(self._put(rows))
+        self.sent_bytes += sum(column.nbytes for row in rows.values() for column in row.values())
+
+    async def get(self, keys: Sequence[str], columns: Sequence[str]) -> list[Columns]:
+        """Return columns of rows."""
+        rows = await self._reach(self._get(list(keys), list(columns)))
+        self.received_bytes += sum(column.nbytes for row in rows for column in row.values())
+        return rows
+
+    async def clear(self, keys: Collection[str]) -> None:
+        """Forget rows."""
+        await self._reach(transfer_queue.async_kv_clear(list(keys), self._partition))
+
+    async def _put(self, rows: Mapping[str, Columns]) -> None:
+        columns = {
+            name: torch.nested.as_nested_tensor(
+                [torch.from_numpy(row[name]) for row in rows.values()], layout=torch.jagged
+            )
+            for name in DTYPES
+        }
+        data = TensorDict(columns, batch_size=[len(rows)])
+        await transfer_queue.async_kv_batch_put(list(rows), self._partition, fields=data)
+
+    async def _get(self, keys: list[str], columns: list[str]) -> list[Columns]:
+        data = await transfer_queue.async_kv_batch_get(keys, self._partition, columns)
+        rows: list[Columns] = [{} for _ in keys]
+        for name in columns:
+            for row, tensor in zip(rows, data[name].unbind(), strict=True):
+                row[name] = tensor.numpy()
+        return rows
+
+    async def restart(self) -> None:
+        """Start an empty queue in the place of the lost one."""
+        if not self._owns_queue:
+            raise TrainError(
+                "the TransferQueue of the Ray cluster is lost, and another program started it: start it again, then "
+                "resume the run with the same command"
+            )
+        await asyncio.to_thread(self._restart)
+
+    async def close(self) -> None:
+        """End the queue and the cluster that this run started; else forget its rows."""
+        if not self._started:
+            return
+        if not self._owns_queue:
+            with contextlib.suppress(PayloadsLost):
+                await self._reach(transfer_queue.get_client().async_clear_partition(self._partition))
+        self._started = False
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._disconnect)
+
+    def _connect(self) -> None:
+        if not ray.is_initialized():
+            address = self._config.address or os.environ.get("RAY_ADDRESS") or "local"
+            local: dict[str, Any] = {
+                "num_cpus": self._config.units + 1,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+            try:
+                ray.init(address, log_to_driver=False, logging_level="ERROR", **(local if address == "local" else {}))
+            except Exception as error:  # Ray's: a cluster that does not start or answer, in its own words
+                raise TrainError(
+                    f"replay.transfer_queue.address is {address!r}: Ray cannot be had there: {error}"
+                ) from error
+            self._owns_ray = True
+        self._open_queue()
+
+    def _open_queue(self) -> None:
+        try:
+            ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
+        except ValueError:
+            self._owns_queue = True
+            self._await_cpus()
+        asked = {"backend": {"SimpleStorage": {"num_data_storage_units": self._config.units}}}
+        try:
+            whole = transfer_queue.init(OmegaConf.create(asked))
+        except Exception as error:  # TransferQueue's and Ray's: the queue does not start, in their own words
+            raise TrainError(f"TransferQueue does not start: {type(error).__name__}: {error}") from error
+        if self._owns_queue:
+            units = list(whole.backend.SimpleStorage.zmq_info.values())
+            self._listeners = [(whole.controller.zmq_info.ip, whole.controller.zmq_info.ports["request_handle_socket"])]
+            self._listeners += [(unit.ip, unit.ports["put_get_socket"]) for unit in units]
+
+    def _await_cpus(self) -> None:
+        """Wait until the cluster has room: actors without it would wait without a word."""
+        wanted, until = self._config.units + 1, time.monotonic() + self._config.timeout
+        while (free := ray.available_resources().get("CPU", 0)) < wanted:
+            total = ray.cluster_resources().get("CPU", 0)
+            if total < wanted or time.monotonic() > until:
+                raise TrainError(
+                    f"replay.transfer_queue.units is {self._config.units}, which needs {wanted} CPUs of the Ray "
+                    f"cluster; {free:g} of its {total:g} are free: lower it, or add nodes"
+                )
+            time.sleep(0.2)
+
+    def _restart(self) -> None:
+        # It ends what is left of the processes, and forgets the connection.
+        transfer_queue.close()
+        until = time.monotonic() + self._config.timeout
+        while time.monotonic() < until:
+            try:
+                ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
+            except ValueError:
+                break
+            time.sleep(0.2)
+        self._open_queue()
+
+    def _disconnect(self) -> None:
+        if self._owns_queue:
+            transfer_queue.close()
+        if self._owns_ray:
+            ray.shutdown()
+
+    async def _reach(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call of the queue; its own time-out of minutes is not waited for where a process is gone."""
+        if not self._started:
+            call.close()
+            raise TrainError("TransferQueue is not started: call start() of the replay buffer first")
+        task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+        until = time.monotonic() + self._config.timeout
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+                if not task.done():
+                    await self._look(late=time.monotonic() > until)
+            return task.result()
+        except PayloadsLost:
+            raise
+        except Exception as error:  # TransferQueue's, Ray's and ZeroMQ's: whatever it is, the rows cannot be had
+            raise PayloadsLost(f"TransferQueue failed: {type(error).__name__}: {error}") from error
+        finally:
+            task.cancel()
+
+    async def _look(self, *, late: bool) -> None:
+        for host, port in self._listeners:
+            try:
+                async with asyncio.timeout(self._config.timeout):
+                    _, writer = await asyncio.open_connection(host, port)
+            except OSError as error:
+                raise PayloadsLost(f"the TransferQueue process at {host}:{port} is gone") from error
+            writer.close()
+        if late:
+            raise PayloadsLost(
+                f"TransferQueue gave no answer within {self._config.timeout:g} s (replay.transfer_queue.timeout)"
+            )
