@@ -32,9 +32,9 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.memory import process_memory
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
+from turnwise.model.memory import process_memory
 from turnwise.types import SamplingParams
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -159,6 +159,7 @@ class App:
             session_id=_session(scope),
             continued=request.continued,
             stream=request.stream,
+            stream_interval=request.stream_interval,
             held=held,
             scored=request.scored,
         )

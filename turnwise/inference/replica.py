@@ -14,9 +14,9 @@ import orjson
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.memory import process_memory
 from turnwise.inference.process import ServerProcess, group_cpu_seconds
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
+from turnwise.model.memory import process_memory
 
 _POLL = 2.0
 _SILENT = 3

@@ -77,7 +77,10 @@ class ReplicaSet:
             await self.close()
             raise errors.exceptions[0] from errors
         urls = [replica.url for replica in self.replicas]
-        self._client = HTTPClient(urls, retries=self._config.retries, retry_wait=self._config.retry_wait)
+        settings = self._config
+        self._client = HTTPClient(
+            urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+        )
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def recover(self, error: InferenceError) -> None:
@@ -193,11 +196,13 @@ class ReplicaSet:
                 continue
             if replica.url != before:
                 self.client.replace_url(before, replica.url)
+            self.client.admit(replica.url)
             return
 
     def _note_death(self, replica: Replica) -> None:
         self._down.add(replica)
         self._whole.clear()
+        self.client.eject(replica.url)
         noticed, self._next_death = self._next_death, asyncio.Event()
         noticed.set()
 

@@ -17,7 +17,7 @@ from turnwise.engine.batch_state import Generation
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.engine.kv_cache import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
-from turnwise.inference.memory import process_memory
+from turnwise.model.memory import process_memory
 from turnwise.types import SamplingParams
 
 OPERATIONS = ("take", "share", "grow", "append", "retain", "release", "reuse", "compact")

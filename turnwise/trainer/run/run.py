@@ -25,9 +25,9 @@ from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
-from turnwise.inference.memory import process_memory
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
+from turnwise.model.memory import process_memory
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal

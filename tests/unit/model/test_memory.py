@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from turnwise.inference.memory import process_memory
 from turnwise.model.core import MemoryUse
+from turnwise.model.memory import process_memory
 from turnwise.trainer.observe.metrics import memory_metrics
 
 MB = 2**20
