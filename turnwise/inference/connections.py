@@ -107,16 +107,13 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return whole
 
-    def abort(self) -> None:
-        """Close immediately, which cancels the request on the server."""
+    def abort(self, why: str = "") -> None:
+        """Close immediately, which cancels the request on the server; ``why`` also fails what waits for a response."""
+        if why:
+            self.abandoned = True
+            self._fail(ConnectionFailed(why))
         if self._transport is not None and not self.loop.is_closed():
             self._transport.abort()
-
-    def abandon(self, why: str) -> None:
-        """Fail what waits for a response, and close."""
-        self.abandoned = True
-        self._fail(ConnectionFailed(why))
-        self.abort()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -249,7 +246,7 @@ class Connections:
         """Fail all requests in flight to a server, with ConnectionFailed."""
         address, _, _ = _parts(url)
         for connection in list(self._busy.get(address, ())):
-            connection.abandon(why)
+            connection.abort(why)
 
     async def close(self) -> None:
         """Close idle connections now, and the others when they are released."""

@@ -12,7 +12,7 @@ from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed
 from turnwise.types import TokenIds
 
-BLOCK = 64
+BLOCK = 32
 """Tokens of a block, in which prefixes are compared."""
 _SESSIONS = 65536
 _WEIGHT_OF_NEWEST = 0.05
@@ -362,14 +362,17 @@ class HealthChecks:
             await asyncio.gather(*(self._check(number) for number in range(len(self._silent))))
 
     async def _check(self, number: int) -> None:
-        server = self._router.servers[number]
-        if server.held:
+        if self._router.servers[number].held:
             return
         try:
             async with asyncio.timeout(self._router.config.health_timeout):
                 healthy = await self._ask(number)
         except (TimeoutError, ConnectionFailed):
             healthy = False
+        self._note(number, healthy)
+
+    def _note(self, number: int, healthy: bool) -> None:
+        server = self._router.servers[number]
         if server.held:
             return
         if healthy:
