@@ -58,7 +58,7 @@ class PrefixMemory:
         self._blocks.clear()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RoutedRequest:
     """What a server is chosen for.
 

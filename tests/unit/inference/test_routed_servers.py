@@ -41,15 +41,13 @@ async def reused_share(fleet: ReplicaSet, policy: str, seed: int) -> float:
     client = HTTPClient(fleet.client.urls, routing=RoutingConfig(policy=policy))
     before = await fleet.stats()
 
-    async def converse(session: str) -> None:
-        history = random_prompt(rng, 200)
+    histories = {f"{policy}-{number}": random_prompt(rng, 200) for number in range(SESSIONS)}
+    try:
         for turn in range(TURNS):
             params = SamplingParams(temperature=1.0, max_tokens=8, seed=turn, ignore_eos=True)
-            done = await client.generate(TokenPrompt(history), params, session_id=session)
-            history = np.concatenate([history, done.token_ids, random_prompt(rng, 30)])
-
-    try:
-        await asyncio.gather(*(converse(f"{policy}-{number}") for number in range(SESSIONS)))
+            calls = [client.generate(TokenPrompt(ids), params, session_id=name) for name, ids in histories.items()]
+            for (name, ids), done in zip(histories.items(), await asyncio.gather(*calls), strict=True):
+                histories[name] = np.concatenate([ids, done.token_ids, random_prompt(rng, 30)])
     finally:
         await client.close()
     after = await fleet.stats()
@@ -60,9 +58,10 @@ async def reused_share(fleet: ReplicaSet, policy: str, seed: int) -> float:
 async def test_sessions_reuse_more_of_their_prompts_than_in_turn(fleet: ReplicaSet) -> None:
     # Other prompts for each, so that none finds what the one before left.
     affinity, in_turn = [await reused_share(fleet, *each) for each in (("affinity", 1), ("round_robin", 2))]
-    # Of turns of 200, 238, 276 and 314 tokens all but 31 are known, those of the first turn aside: 71 %.
-    assert affinity > 0.6
-    assert affinity > in_turn + 0.15
+    # Of turns of 200, 238, 276 and 314 tokens all but 31 are known, those of the first turn aside: 71 %. In turn a
+    # session meets a server again after two turns: 43 %.
+    assert affinity > 0.65
+    assert in_turn < 0.5
 
 
 async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: ReplicaSet) -> None:

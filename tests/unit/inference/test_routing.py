@@ -280,13 +280,13 @@ async def test_new_weights_empty_the_memory_of_a_server():
 async def test_requests_wait_for_room_in_order_and_leave_when_cancelled():
     router = Router(2, RoutingConfig(max_requests=1))
     flying = [await take(router) for _ in range(2)]
-    waiting = [asyncio.create_task(take(router, str(number))) for number in range(3)]
+    waiting = [asyncio.create_task(take(router, "s", text(0, 1))) for _ in range(3)]
     await asyncio.sleep(0)
     assert router.waiting == 3
-    waiting[0].cancel()
-    await asyncio.gather(waiting[0], return_exceptions=True)
+    waiting[1].cancel()
+    await asyncio.gather(waiting[1], return_exceptions=True)
     router.release(flying[0])
-    assert (await waiting[1]).server == flying[0].server
+    assert (await waiting[0]).server == flying[0].server
     assert not waiting[2].done()
     # Given a server and cancelled in the same moment: the server is free again.
     router.release(flying[1])
