@@ -134,7 +134,8 @@ class HTTPClient(LLMClient):
         self._retries = retries
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self.router = Router(len(urls), routing)
+        self._routing = routing or RoutingConfig()
+        self.router = Router(len(urls), self._routing)
         self._connections = Connections(self._headers)
         self._health = HealthChecks(self.router, self._healthy, self._abandon)
         # Whether events of a stream name the versions of their ids; vLLM's last event alone does.
@@ -235,7 +236,7 @@ class HTTPClient(LLMClient):
 
     def _report_interval(self, params: SamplingParams) -> int:
         """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
-        interval = self.router.config.resume_tokens
+        interval = self._routing.resume_tokens
         short = params.max_tokens is not None and params.max_tokens <= interval
         # A grammar cannot resume in the middle.
         useless = short or params.guide is not None or not self._versions_in_events
@@ -352,7 +353,7 @@ class HTTPClient(LLMClient):
         self, progress: _Progress, request: RoutedRequest, *, begun: float | None = None
     ) -> AsyncIterator[None]:
         """Bound the time of a completion that began at ``begun`` (now). Raises DeadlineExceeded."""
-        seconds = self.router.config.deadline
+        seconds = self._routing.deadline
         if seconds is None:
             yield
             return

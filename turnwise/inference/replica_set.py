@@ -127,11 +127,16 @@ class ReplicaSet:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     async def stats(self) -> dict[str, float]:
-        """Return ``restarts`` and the sums of the counters that the engine has; those of a dead server are lost.
+        """Return ``restarts``, ``ejections``, ``resumed_tokens`` and the sums of the counters that the engine has.
 
-        Raises InferenceError.
+        Those of a dead server are lost. Raises InferenceError.
         """
-        total: dict[str, float] = {"restarts": float(self.restarts)}
+        counts = self.client.router.counts
+        total = {
+            "restarts": float(self.restarts),
+            "ejections": float(counts.ejections),
+            "resumed_tokens": float(counts.resumed_tokens),
+        }
         for replica in self.replicas:
             stats = await replica.stats()
             for name in COUNTERS:

@@ -167,10 +167,10 @@ class Router:
         """
         if len(self.servers) > 1 and self.config.policy == "affinity":
             request.hashes = prefix_hashes(request.token_ids)
-        if not self._waiting:
-            found = self._place(request)
-            if found is not None:
-                return found
+        # While others wait, no server has room: none is overtaken here.
+        found = self._place(request)
+        if found is not None:
+            return found
         self.counts.waited += 1
         place: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         entry = (request, place)
