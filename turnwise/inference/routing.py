@@ -243,6 +243,9 @@ class Router:
     def admit(self, number: int) -> None:
         """Send a server requests again."""
         server = self.servers[number]
+        if server.ejected:
+            # It takes its turn with the others, not all turns that it missed.
+            server.served = max(each.served for each in self.servers)
         server.ejected = server.held = False
         server.failures = 0
         self._admit_waiting()

@@ -219,6 +219,10 @@ async def test_least_loaded_goes_by_tokens_and_round_robin_in_turn():
     assert {each.server for each in light} == {1 - heavy.server}
     in_turn = Router(3, RoutingConfig(policy="round_robin"))
     assert [await serve(in_turn, "a", text(0, 2)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    in_turn.eject(2)
+    assert [await serve(in_turn) for _ in range(20)] == [0, 1] * 10
+    in_turn.admit(2)
+    assert [await serve(in_turn) for _ in range(6)].count(2) == 2
 
 
 async def test_completions_count_with_their_mean_length():
