@@ -134,6 +134,10 @@ class PlacementError(TurnwiseError):
     retryable = True
 
 
+class DeadlineExceeded(InferenceError):
+    """A completion took longer than its client allows, waiting for a server included."""
+
+
 class RequestRefused(InferenceError):
     """An inference server rejected a request that it understood: retrying does not help."""
 

@@ -139,6 +139,28 @@ async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, t
 
 
 @pytest.mark.long
+async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
+    """Its requests go to the one that lives, while it is restarted."""
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, inference={"replicas": 2}) as (run, gate):
+        dying, _ = run.fleet.replicas
+        training = asyncio.create_task(train_sync(run))
+        await gate.reached.wait()
+        await dying.pause()
+        gate.opened.set()
+        await in_flight(dying)
+        await kill(dying)
+        await training
+        assert run.fleet.restarts == 1
+        assert [each.requests for each in run.fleet.client.router.servers] == [0, 0]
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    assert len(trajectories) == 2 * PER_STEP
+    assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
+    assert {v for t in trajectories[PER_STEP:] for v in versions(t)} == {1}
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["ejections"] == 1
+    assert audit_run(tmp_path / "run", console=silent()).contradictions == []
+
+
+@pytest.mark.long
 async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"steps": 3, "checkpoint": {"every": 10}, "inference": {"retries": 0}}
 

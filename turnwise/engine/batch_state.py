@@ -50,7 +50,8 @@ class Generation:
         params: Sampling parameters, with ``seed`` set.
         session_id: Requests of one session prefer the prefix that it left.
         continued: Number of last prompt ids that are a resumed completion (stop strings may begin in them).
-        stream: Whether each step's ids are delivered.
+        stream: Whether ids are delivered before the end, at first as soon as there are any.
+        stream_interval: Ids that are delivered at a time from then on.
         scored: Whether the prompt's log-probabilities are returned, which rules out prefix reuse.
         token_ids: Prompt and sampled ids; current while the request holds no slot.
         logprobs: Of the sampled ids; likewise.
@@ -69,6 +70,7 @@ class Generation:
     session_id: str = ""
     continued: int = 0
     stream: bool = False
+    stream_interval: int = 1
     scored: bool = False
     token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     logprobs: Logprobs = field(default_factory=lambda: np.zeros(0, dtype=np.float32))

@@ -353,7 +353,7 @@ class Engine:
             found = generation.stops.feed(int(token_ids[place])) if generation.stops is not None else None
             if found is not None:
                 outputs.append(self._roster.finish(slot, "stop", found))
-            elif generation.stream and not ended[place]:
+            elif generation.stream and not ended[place] and self._roster.due(slot):
                 outputs.append(self._roster.save(slot).output(None, None))
         return outputs
 

@@ -247,6 +247,12 @@ class Scheduler:
             if held is not None:
                 held.take(token_id)
 
+    def due(self, slot: int) -> bool:
+        """Whether a streamed request has ids to deliver."""
+        generation = self.occupant(slot)
+        sampled = int(self._cache.length[slot]) - len(generation.prompt)
+        return generation.delivered == 0 or sampled - generation.delivered >= generation.stream_interval
+
     def save(self, slot: int) -> Generation:
         """Copy a slot's tokens and log-probabilities into its request; return the request."""
         generation = self.occupant(slot)

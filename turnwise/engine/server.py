@@ -159,6 +159,7 @@ class App:
             session_id=_session(scope),
             continued=request.continued,
             stream=request.stream,
+            stream_interval=request.stream_interval,
             held=held,
             scored=request.scored,
         )

@@ -379,7 +379,9 @@ async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Mo
         return _Model(HostedClient(endpoint, model=config.hosted.model))
     if config.urls:
         settings = config.inference
-        return _Model(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait))
+        return _Model(
+            HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing)
+        )
     fleet = ReplicaSet(config.inference, config.directory, logs=folder / "logs")
     stack.push_async_callback(fleet.close)
     await fleet.launch()

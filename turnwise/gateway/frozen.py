@@ -100,7 +100,9 @@ class FrozenPolicies:
                 client = HostedClient(endpoint, model=config.hosted.model)
             elif config.urls:
                 settings = config.inference
-                client = HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait)
+                client = HTTPClient(
+                    config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+                )
             else:
                 fleet = ReplicaSet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")
                 stack.push_async_callback(fleet.close)

@@ -255,7 +255,9 @@ async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
     """Yield the client."""
     if config.urls:
         settings = config.inference
-        client = HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait)
+        client = HTTPClient(
+            config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+        )
         try:
             yield client
         finally:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import orjson
 
-from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
+from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
+from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed, Connections, Response
+from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.types import (
@@ -28,36 +29,6 @@ from turnwise.types import (
     TokenPrompt,
     VersionSpan,
 )
-
-_REMEMBERED_SESSIONS = 65536
-
-
-class Balancer:
-    """Load balancer: a session's last server, which caches its prefix, else the least busy one."""
-
-    def __init__(self, count: int, *, remembered: int = _REMEMBERED_SESSIONS) -> None:
-        self._busy = [0] * count
-        self._home: OrderedDict[str, int] = OrderedDict()
-        self._remembered = remembered
-
-    def acquire(self, session_id: str, *, avoid: int | None = None) -> int:
-        """Choose a server other than ``avoid`` and count a request on it."""
-        index = self._home.get(session_id) if session_id else None
-        if index is None or (index == avoid and len(self._busy) > 1):
-            choices = [place for place in range(len(self._busy)) if place != avoid or len(self._busy) == 1]
-            index = min(choices, key=self._busy.__getitem__)
-        if session_id:
-            self._home[session_id] = index
-            self._home.move_to_end(session_id)
-            if len(self._home) > self._remembered:
-                self._home.popitem(last=False)
-        self._busy[index] += 1
-        return index
-
-    def release(self, index: int) -> None:
-        """Count a request as finished."""
-        self._busy[index] -= 1
-
 
 _EMPTY_ABORTS = 100
 _ABORT_WAIT = 0.05
@@ -75,28 +46,36 @@ class _Progress:
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
     named: int = 0
+    part_spans: tuple[VersionSpan, ...] | None = None
     empty_aborts: int = 0
 
-    def body(self, *, stream: bool, model: str | None) -> bytes:
+    def body(self, *, stream: int, model: str | None) -> bytes:
         params = self.params
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
         token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
         return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model)
 
-    def add(self, token_ids: TokenIds, logprobs: Logprobs) -> None:
+    def add(self, token_ids: TokenIds, logprobs: Logprobs, spans: tuple[VersionSpan, ...] | None) -> None:
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         self.sampled += len(token_ids)
+        self.part_spans = spans or self.part_spans
 
     def drop(self) -> None:
         """Discard what was sampled: a grammar cannot resume in the middle."""
         self.token_ids, self.logprobs, self.spans = [], [], []
         self.sampled = self.named = 0
 
-    def end_part(self, spans: Sequence[VersionSpan] | None, url: str) -> None:
-        """Set the version spans of the part that ends here, relative to its start; None means version 0."""
-        begin = self.named
+    def drop_part(self) -> None:
+        """Discard what was sampled since the last part ended: nothing says by which weights."""
+        while self.sampled > self.named:
+            self.sampled -= len(self.token_ids.pop())
+            self.logprobs.pop()
+
+    def end_part(self, url: str) -> None:
+        """Take over the version spans of the part that ends here, relative to its start; None means version 0."""
+        begin, spans = self.named, self.part_spans
         if spans is None:
             spans = ((0, 0, self.sampled - begin),) if self.sampled > begin else ()
         if not wire.covers(spans, self.sampled - begin):
@@ -105,7 +84,7 @@ class _Progress:
             goes_on = bool(self.spans) and self.spans[-1][0] == version
             first = self.spans.pop()[1] if goes_on else start + begin
             self.spans.append((version, first, end + begin))
-        self.named = self.sampled
+        self.named, self.part_spans = self.sampled, None
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
@@ -121,7 +100,11 @@ class HTTPClient(LLMClient):
 
     A completion interrupted by a weight update (``finish_reason: abort``) is resumed from its ids; structured output is
     sampled again, or fails if it was streamed. With a seed and equal weights, the built-in server then returns the same
-    ids as without the interruption; vLLM does not.
+    ids as without the interruption; vLLM does not. With several servers, a completion whose server dies is resumed on
+    another one from the ids that were reported by then, if they were reported with their weight versions.
+
+    Attributes:
+        router: Chooses the server of each request.
     """
 
     def __init__(
@@ -132,6 +115,7 @@ class HTTPClient(LLMClient):
         retries: int = 5,
         retry_wait: float = 0.1,
         headers: dict[str, str] | None = None,
+        routing: RoutingConfig | None = None,
     ) -> None:
         """Create a client; connections are opened on demand.
 
@@ -141,6 +125,7 @@ class HTTPClient(LLMClient):
             retries: Retries after a connection error.
             retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
+            routing: How requests are divided among the servers.
         """
         if not urls:
             raise ValueError("urls is empty: name at least one server")
@@ -149,8 +134,12 @@ class HTTPClient(LLMClient):
         self._retries = retries
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._balancer = Balancer(len(urls))
+        self._routing = routing or RoutingConfig()
+        self.router = Router(len(urls), self._routing)
         self._connections = Connections(self._headers)
+        self._health = HealthChecks(self.router, self._healthy, self._abandon)
+        # Whether events of a stream name the versions of their ids; vLLM's last event alone does.
+        self._versions_in_events = True
         self._closed = False
 
     @property
@@ -162,60 +151,79 @@ class HTTPClient(LLMClient):
         """Route requests for ``old`` to ``new``, after a server restarted on another port."""
         self._urls[self._urls.index(old.rstrip("/"))] = new.rstrip("/")
 
+    def eject(self, url: str) -> None:
+        """Send a server no requests until :meth:`admit`, unless it is the only one."""
+        self.router.eject(self._urls.index(url.rstrip("/")), hold=True)
+
+    def admit(self, url: str) -> None:
+        """Send a server requests again."""
+        self.router.admit(self._urls.index(url.rstrip("/")))
+
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion; see :meth:`LLMClient.generate`."""
         progress = _start(prompt, params)
-        while True:
-            body = progress.body(stream=False, model=self._model)
-            raw, url = await self._post(body, session_id, guided=params.guide is not None)
-            choice = wire.decode_response(_parse(raw, url), url)
-            progress.add(choice.token_ids, choice.logprobs)
-            progress.end_part(choice.spans, url)
-            ended = _ended(progress, choice.finish_reason)
-            if ended is not None:
-                return progress.completion(ended)
-            if progress.params.guide is not None:
-                progress.drop()
-            await _wait_after_abort(progress, url, len(choice.token_ids))
+        request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
+        interval = self._report_interval(params)
+        async with self._deadline(progress, request):
+            if interval:
+                async for delta in self._deltas(progress, request, interval=interval, shown=False):
+                    if delta.finish_reason is not None:
+                        return progress.completion(delta.finish_reason)
+            while True:
+                body = progress.body(stream=0, model=self._model)
+                raw, number, url = await self._post(body, request, guided=params.guide is not None)
+                choice = wire.decode_response(_parse(raw, url), url)
+                progress.add(choice.token_ids, choice.logprobs, choice.spans)
+                ended = self._end_part(progress, choice.finish_reason, number, url)
+                if ended is not None:
+                    return progress.completion(ended)
+                if params.guide is not None:
+                    progress.drop()
+                await _wait_after_abort(progress, url, len(choice.token_ids))
 
     async def stream(
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
         progress = _start(prompt, params)
+        request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
+        begun = asyncio.get_running_loop().time()
+        async with aclosing(self._deltas(progress, request, interval=1, shown=True)) as deltas:
+            while True:
+                # Only while this waits for servers: between two deltas the reader's code runs.
+                async with self._deadline(progress, request, begun=begun):
+                    delta = await anext(deltas, None)
+                if delta is None:
+                    return
+                yield delta
+
+    async def _deltas(
+        self, progress: _Progress, request: RoutedRequest, *, interval: int, shown: bool
+    ) -> AsyncGenerator[TokenDelta]:
+        """Sample a completion over streams; what was not ``shown`` to the caller may be sampled again."""
         failures = 0
-        avoid: int | None = None
         while True:
+            before = request.sampled = progress.sampled
             choice: wire.Choice | None = None
-            spans: tuple[VersionSpan, ...] | None = None
-            before = progress.sampled
-            index = self._balancer.acquire(session_id, avoid=avoid)
-            url = self._urls[index]
             try:
-                async with self._open_stream(url, progress, session_id) as events:
+                async with (
+                    self._server(request) as (number, url),
+                    self._open_stream(url, progress, request.session_id, interval) as events,
+                ):
                     async for choice in events:
-                        progress.add(choice.token_ids, choice.logprobs)
-                        spans = choice.spans or spans
+                        progress.add(choice.token_ids, choice.logprobs, choice.spans)
                         if choice.finish_reason is not None:
                             break
+                        self._versions_in_events = self._versions_in_events and progress.part_spans is not None
                         yield TokenDelta(choice.token_ids, choice.logprobs, _latest(choice.spans))
             except ConnectionFailed as error:
                 failures += 1
-                if progress.sampled > before and spans is None:
-                    raise InferenceError(
-                        f"{url} ended a stream before reporting which weights sampled it: {error}"
-                    ) from error
-                progress.end_part(spans, url)
-                _check_free(progress, url)
-                avoid = index
-                await self._after_failure(url, error, failures)
+                self._end_broken_part(progress, request, error, shown=shown)
+                await self._after_failure(self._where(request), error, failures)
                 continue
-            finally:
-                self._balancer.release(index)
             if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
-            progress.end_part(spans, url)
-            ended = _ended(progress, choice.finish_reason)
+            ended = self._end_part(progress, choice.finish_reason, number, url)
             if ended is not None or len(choice.token_ids):
                 whole = tuple(progress.spans)
                 yield TokenDelta(
@@ -226,11 +234,41 @@ class HTTPClient(LLMClient):
             _check_free(progress, url)
             await _wait_after_abort(progress, url, progress.sampled - before)
 
+    def _report_interval(self, params: SamplingParams) -> int:
+        """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
+        interval = self._routing.resume_tokens
+        short = params.max_tokens is not None and params.max_tokens <= interval
+        # A grammar cannot resume in the middle.
+        useless = short or params.guide is not None or not self._versions_in_events
+        return 0 if len(self._urls) == 1 or useless else interval
+
+    def _end_part(self, progress: _Progress, reason: FinishReason | None, number: int, url: str) -> FinishReason | None:
+        """End a part that a server answered whole; return the completion's finish reason if it ends here."""
+        progress.end_part(url)
+        ended = _ended(progress, reason)
+        self.router.completed(number, _latest(progress.spans), progress.sampled if ended else None)
+        return ended
+
+    def _end_broken_part(
+        self, progress: _Progress, request: RoutedRequest, error: ConnectionFailed, *, shown: bool
+    ) -> None:
+        """End a part whose server failed. Raises InferenceError if what was shown cannot be resumed."""
+        where = self._where(request)
+        if progress.sampled > progress.named and progress.part_spans is None:
+            if shown:
+                raise InferenceError(
+                    f"{where} ended a stream before reporting which weights sampled it: {error}"
+                ) from error
+            progress.drop_part()
+        progress.end_part(where)
+        _check_free(progress, where)
+
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
         """Return log-probabilities of given ids; see :meth:`LLMClient.score`."""
         data = encode_scoring(token_ids, model=self._model)
+        request = RoutedRequest(session_id, token_ids, 1)
         for _ in range(_EMPTY_ABORTS):
-            raw, url = await self._post(data, session_id)
+            raw, _, url = await self._post(data, request)
             found = wire.decode_prompt_logprobs(_parse(raw, url), token_ids, url)
             if found is not None:
                 return found
@@ -259,6 +297,7 @@ class HTTPClient(LLMClient):
     async def close(self) -> None:
         """Close all connections."""
         self._closed = True
+        await self._health.stop()
         await self._connections.close()
 
     def _pool(self) -> Connections:
@@ -266,36 +305,82 @@ class HTTPClient(LLMClient):
             raise InferenceError("this client is closed")
         return self._connections
 
-    async def _post(self, data: bytes, session_id: str, *, guided: bool = False) -> tuple[bytes, str]:
-        """Send a request with retries; return the body and the server's URL."""
+    @asynccontextmanager
+    async def _server(self, request: RoutedRequest) -> AsyncIterator[tuple[int, str]]:
+        """Yield number and URL of the server chosen for a request, which counts as in flight there until the end."""
+        self._pool()
+        self._health.start()
+        assignment = await self.router.acquire(request)
+        number = assignment.server
+        try:
+            yield number, self._urls[number]
+        except ConnectionFailed:
+            request.avoid = number
+            self.router.failed(number)
+            raise
+        finally:
+            self.router.release(assignment)
+
+    async def _post(self, data: bytes, request: RoutedRequest, *, guided: bool = False) -> tuple[bytes, int, str]:
+        """Send a request with retries; return the body, and the server's number and URL."""
         failures = 0
-        avoid = None
         while True:
-            index = self._balancer.acquire(session_id, avoid=avoid)
-            url = self._urls[index]
             try:
-                status, raw = await self._pool().ask("POST", url + wire.GENERATE, data, _session_header(session_id))
-                if status != 200:
-                    raise _refusal(status, raw, url, guided=guided)
-                return raw, url
+                async with self._server(request) as (number, url):
+                    headers = _session_header(request.session_id)
+                    status, raw = await self._connections.ask("POST", url + wire.GENERATE, data, headers)
+                    if status != 200:
+                        raise _refusal(status, raw, url, guided=guided)
+                    return raw, number, url
             except ConnectionFailed as error:
                 failures += 1
-                avoid = index
-                await self._after_failure(url, error, failures)
-            finally:
-                self._balancer.release(index)
+                await self._after_failure(self._where(request), error, failures)
 
     @asynccontextmanager
     async def _open_stream(
-        self, url: str, progress: _Progress, session_id: str
+        self, url: str, progress: _Progress, session_id: str, interval: int
     ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
-        data = progress.body(stream=True, model=self._model)
-        async with self._pool().open("POST", url + wire.GENERATE, data, _session_header(session_id)) as answer:
+        data = progress.body(stream=interval, model=self._model)
+        async with self._connections.open("POST", url + wire.GENERATE, data, _session_header(session_id)) as answer:
             if answer.status != 200:
                 guided = progress.params.guide is not None
                 raise _refusal(answer.status, await answer.read(), url, guided=guided)
             yield _events(answer, url)
             await answer.settle()
+
+    @asynccontextmanager
+    async def _deadline(
+        self, progress: _Progress, request: RoutedRequest, *, begun: float | None = None
+    ) -> AsyncIterator[None]:
+        """Bound the time of a completion that began at ``begun`` (now). Raises DeadlineExceeded."""
+        seconds = self._routing.deadline
+        if seconds is None:
+            yield
+            return
+        begun = asyncio.get_running_loop().time() if begun is None else begun
+        timeout = asyncio.timeout_at(begun + seconds)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            session = f" of session {request.session_id}" if request.session_id else ""
+            raise DeadlineExceeded(
+                f"a completion{session} took more than {seconds:g} s (inference.routing.deadline), with "
+                f"{progress.sampled} tokens sampled and {self.router.waiting} other requests waiting for a server: "
+                "raise it, or use more servers"
+            ) from error
+
+    def _where(self, request: RoutedRequest) -> str:
+        return "the servers" if request.avoid is None else self._urls[request.avoid]
+
+    async def _healthy(self, number: int) -> bool:
+        status, _ = await self._pool().ask("GET", self._urls[number] + "/health")
+        return status == 200
+
+    def _abandon(self, number: int) -> None:
+        self._connections.abandon(self._urls[number], "the server does not answer")
 
     async def _after_failure(self, url: str, error: ConnectionFailed, failures: int) -> None:
         if failures > self._retries:

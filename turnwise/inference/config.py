@@ -97,6 +97,38 @@ def _without_reserved(arguments: list[str], reserved: tuple[str, ...]) -> list[s
     return arguments
 
 
+class RoutingConfig(BaseModel):
+    """How requests are divided among several servers.
+
+    Attributes:
+        policy: ``affinity`` prefers the server of the session, then the longest shared prefix, then the fewest tokens
+            in flight; ``least_loaded`` goes by tokens in flight alone, ``round_robin`` takes servers in turn.
+        imbalance: How far a server may be ahead of the least loaded one to be taken for its cache: its tokens in flight
+            may be more by the tokens found there plus this share of the mean over servers.
+        prefix_tokens: Tokens of prompts that each server is assumed to cache.
+        max_requests: Maximum requests in flight on one server, of each client; further ones wait in order of arrival.
+            None for no limit.
+        deadline: Seconds until a completion fails, waiting included; None for no limit.
+        resume_tokens: Tokens after which servers report a completion that they are sampling, so that it is resumed from
+            them if its server dies; 0 to sample such a completion again.
+        eject_after: Failed connections or health checks in a row after which a server gets no more requests.
+        health_interval: Seconds between health checks, which also readmit a server.
+        health_timeout: Seconds within which a server has to answer one.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: Literal["affinity", "least_loaded", "round_robin"] = "affinity"
+    imbalance: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    prefix_tokens: int = Field(default=131072, ge=0)
+    max_requests: int | None = Field(default=None, ge=1)
+    deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    resume_tokens: int = Field(default=64, ge=0)
+    eject_after: int = Field(default=2, ge=1)
+    health_interval: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    health_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+
+
 class InferenceConfig(BaseModel):
     """Settings of inference servers.
 
@@ -128,6 +160,7 @@ class InferenceConfig(BaseModel):
         retry_wait: Seconds before the first retry; doubled each time.
         max_restarts: Restarts of a server within ``restart_window``; one more death ends the run.
         restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
+        routing: How requests are divided among several servers, and how long they may take.
         vllm: Settings of ``engine: vllm`` alone.
         sglang: Settings of ``engine: sglang`` alone.
         custom: Passed unchanged to another engine's class, which reads it from its ``config``.
@@ -156,6 +189,7 @@ class InferenceConfig(BaseModel):
     retry_wait: float = Field(default=0.1, gt=0)
     max_restarts: int = Field(default=1, ge=0)
     restart_window: float = Field(default=3600.0, gt=0)
+    routing: RoutingConfig = RoutingConfig()
     vllm: VLLMConfig = VLLMConfig()
     sglang: SGLangConfig = SGLangConfig()
     custom: dict[str, Any] = Field(default_factory=dict)

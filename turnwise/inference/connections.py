@@ -40,6 +40,7 @@ class _Connection(asyncio.Protocol):
     """One connection with one request at a time.
 
     Attributes:
+        abandoned: Whether its server was given up.
         loop: The event loop that opened it.
         status: HTTP status; 0 until the head has arrived.
         ended: Whether the response is complete.
@@ -49,7 +50,7 @@ class _Connection(asyncio.Protocol):
 
     __slots__ = (
         "_error", "_framed", "_held", "_parser", "_paused", "_pieces", "_transport", "_waiter",
-        "ended", "loop", "reusable", "since", "status",
+        "abandoned", "ended", "loop", "reusable", "since", "status",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class _Connection(asyncio.Protocol):
         self._error: ConnectionFailed | None = None
         self._pieces: deque[bytes] = deque()
         self.since = 0.0
+        self.abandoned = False
         self._reset()
 
     def _reset(self) -> None:
@@ -105,8 +107,11 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return whole
 
-    def abort(self) -> None:
-        """Close immediately, which cancels the request on the server."""
+    def abort(self, why: str = "") -> None:
+        """Close immediately, which cancels the request on the server; ``why`` also fails what waits for a response."""
+        if why:
+            self.abandoned = True
+            self._fail(ConnectionFailed(why))
         if self._transport is not None and not self.loop.is_closed():
             self._transport.abort()
 
@@ -150,7 +155,7 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.status and not self._framed and not self.ended and error is None:
+        if self.status and not self._framed and not self.ended and error is None and self._error is None:
             # Without a length the end of the connection is the end of the answer.
             self.ended = True
         self._fail(ConnectionFailed(f"the server closed the connection{f': {error!r}' if error else ''}"))
@@ -189,6 +194,7 @@ class Connections:
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         self._headers = _header_lines(headers or {})
         self._idle: dict[Address, deque[_Connection]] = {}
+        self._busy: dict[Address, set[_Connection]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -223,6 +229,7 @@ class Connections:
         return address, f"{method} {path} HTTP/1.1\r\nHost: {host}{size}{lines}\r\n\r\n".encode() + body
 
     def _release(self, address: Address, connection: _Connection) -> None:
+        self._busy[address].discard(connection)
         mine = connection.loop is self._loop and not self._closed
         if connection.ended and connection.reusable and connection.open and mine:
             connection.take()
@@ -234,6 +241,12 @@ class Connections:
                 waiting.popleft().abort()
         else:
             connection.abort()
+
+    def abandon(self, url: str, why: str) -> None:
+        """Fail all requests in flight to a server, with ConnectionFailed."""
+        address, _, _ = _parts(url)
+        for connection in list(self._busy.get(address, ())):
+            connection.abort(why)
 
     async def close(self) -> None:
         """Close idle connections now, and the others when they are released."""
@@ -250,17 +263,21 @@ class Connections:
             fresh = connection is None
             if connection is None:
                 connection = await _connect(address)
+            busy = self._busy.setdefault(address, set())
+            busy.add(connection)
             try:
                 connection.send(request)
                 while connection.silent:
                     await connection.more()
                 return connection
             except ConnectionFailed:
+                busy.discard(connection)
                 # The server may have closed an idle connection before it saw the request: this is not a failure of the
                 # server.
-                if fresh or not connection.silent:
+                if fresh or connection.abandoned or not connection.silent:
                     raise
             except asyncio.CancelledError:
+                busy.discard(connection)
                 connection.abort()
                 raise
 

@@ -28,7 +28,7 @@ class ReplicaSet:
 
     Attributes:
         restarts: Restarts so far.
-        moved: Called with the old and the new URL of a server that was restarted elsewhere.
+        moved: Called with the old and the new URL of a server that was restarted, which may be the same.
     """
 
     def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
@@ -83,7 +83,10 @@ class ReplicaSet:
             await self.close()
             raise errors.exceptions[0] from errors
         urls = [replica.url for replica in self.replicas]
-        self._client = HTTPClient(urls, retries=self._config.retries, retry_wait=self._config.retry_wait)
+        settings = self._config
+        self._client = HTTPClient(
+            urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+        )
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def recover(self, error: InferenceError) -> None:
@@ -130,11 +133,16 @@ class ReplicaSet:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     async def stats(self) -> dict[str, float]:
-        """Return ``restarts`` and the sums of the counters that the engine has; those of a dead server are lost.
+        """Return ``restarts``, ``ejections``, ``resumed_tokens`` and the sums of the counters that the engine has.
 
-        Raises InferenceError.
+        Those of a dead server are lost. Raises InferenceError.
         """
-        total: dict[str, float] = {"restarts": float(self.restarts)}
+        counts = self.client.router.counts
+        total = {
+            "restarts": float(self.restarts),
+            "ejections": float(counts.ejections),
+            "resumed_tokens": float(counts.resumed_tokens),
+        }
         for replica in self.replicas:
             stats = await replica.stats()
             for name in COUNTERS:
@@ -199,13 +207,15 @@ class ReplicaSet:
                 continue
             if replica.url != before:
                 self.client.replace_url(before, replica.url)
-                for tell in self.moved:
-                    await tell(before, replica.url)
+            for tell in self.moved:
+                await tell(before, replica.url)
+            self.client.admit(replica.url)
             return
 
     def _note_death(self, replica: Replica) -> None:
         self._down.add(replica)
         self._whole.clear()
+        self.client.eject(replica.url)
         noticed, self._next_death = self._next_death, asyncio.Event()
         noticed.set()
 

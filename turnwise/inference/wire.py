@@ -271,12 +271,11 @@ _NEUTRAL: dict[str, Any] = {
     "include_stop_str_in_output": None,
     "output_kind": None,
     "flat_logprobs": None,
-    "stream_interval": None,
 }
 _OURS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos",
-        "logprobs", "prompt_logprobs", "structured_outputs",
+        "logprobs", "prompt_logprobs", "structured_outputs", "stream_interval",
     }
 )  # fmt: skip
 
@@ -290,6 +289,7 @@ class GenerateRequest:
         token_ids: int32 of shape [tokens].
         logprobs: Whether log-probabilities are returned.
         stream: Whether the response is a stream of events.
+        stream_interval: Least number of tokens of an event between the first and the last.
         continued: See the module.
         scored: Whether log-probabilities of the prompt are returned.
     """
@@ -301,13 +301,15 @@ class GenerateRequest:
     stream: bool
     continued: int
     scored: bool = False
+    stream_interval: int = 1
 
 
 def encode_request(
-    token_ids: TokenIds, params: SamplingParams, *, stream: bool = False, continued: int = 0, model: str | None = None
+    token_ids: TokenIds, params: SamplingParams, *, stream: int = 0, continued: int = 0, model: str | None = None
 ) -> bytes:
-    """Return the body of a request, without default values."""
-    sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0}
+    """Return the body of a request, without default values; ``stream`` is the least number of tokens of its events."""
+    events = {"stream_interval": stream} if stream > 1 else {}
+    sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0, **events}
     if params.max_tokens is not None:
         sampling["max_tokens"] = params.max_tokens
     if params.top_p != 1.0:
@@ -389,6 +391,7 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
         stream=bool(body.get("stream")),
         continued=continued,
         scored=scored is not None,
+        stream_interval=_integer(sampling, "stream_interval", 1, at_least=1),
     )
 
 

@@ -582,6 +582,21 @@ def test_streamed_pieces_are_the_completion(checkpoints, rng):
     assert pieces[-1].finish_reason == whole.finish_reason
 
 
+@pytest.mark.parametrize(("interval", "sizes"), [(5, [1, 5, 5, 5, 5, 3]), (100, [1, 23])])
+def test_streamed_pieces_have_at_least_as_many_ids_as_asked(checkpoints, rng, interval, sizes):
+    _, directory = checkpoints("qwen2")
+    prompt = random_prompt(rng, 10)
+    desk = Desk(directory)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    name = desk.submit(prompt, params, stream=True, stream_interval=interval)
+    desk.drain()
+    pieces = [output for output in desk.outputs if output.id == name]
+    assert [len(piece.token_ids) for piece in pieces] == sizes
+    ids = np.concatenate([piece.token_ids for piece in pieces]).tolist()
+    assert ids == desk.run(prompt, params).token_ids.tolist()
+    assert [piece.weight_versions[-1][2] for piece in pieces] == np.cumsum(sizes).tolist()
+
+
 # -- scores of given ids
 
 

@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError
+from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError
 from turnwise.inference import wire
-from turnwise.inference.client import Balancer, HTTPClient
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import RoutingConfig
 from turnwise.model.core import ModelInfo
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
@@ -54,12 +55,14 @@ class Fake:
         self.sessions: list[str | None] = []
         self.connections: set[object] = set()
         self.url = ""
+        self.healthy = True
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Fake:
         app = web.Application()
         app.router.add_post(wire.GENERATE, self._generate)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -75,6 +78,9 @@ class Fake:
         self.sessions.append(request.headers.get(wire.SESSION_HEADER))
         self.connections.add(request.transport)
         return await self.answers.pop(0)(request)
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return await (reply(b"{}") if self.healthy else hang)(request)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "max_model_len": 77}]})
@@ -381,36 +387,7 @@ async def test_streams_that_cannot_be_used(make, script, message):
             await collect(make(fake))
 
 
-# -- balance
-
-
-def test_sessions_stay_and_others_go_to_the_least_busy():
-    balancer = Balancer(3)
-    first = [balancer.acquire("") for _ in range(3)]
-    assert sorted(first) == [0, 1, 2]
-    home = balancer.acquire("a")
-    balancer.acquire("")
-    assert balancer.acquire("a") == home
-    balancer.release(2)
-    balancer.release(2) if home == 2 else None
-    assert balancer.acquire("b") == min(
-        range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"])
-    )
-
-
-def test_a_failed_server_is_avoided_where_there_is_another():
-    balancer = Balancer(2)
-    home = balancer.acquire("a")
-    assert balancer.acquire("a", avoid=home) == 1 - home
-    assert balancer.acquire("a") == 1 - home
-    assert Balancer(1).acquire("a", avoid=0) == 0
-
-
-def test_remembered_sessions_are_bounded():
-    balancer = Balancer(2, remembered=3)
-    for number in range(10):
-        balancer.release(balancer.acquire(f"s{number}"))
-    assert list(balancer._home) == ["s7", "s8", "s9"]
+# -- several servers
 
 
 def test_no_servers_is_an_error():
@@ -424,6 +401,145 @@ async def test_a_server_under_a_new_address(make):
         client.replace_url(old.url, new.url + "/")
         assert client.urls == (new.url,)
         assert (await client.generate(PROMPT, PARAMS, session_id="s")).token_ids.tolist() == [5]
+
+
+def spans_to(end: int, version: str = "1") -> dict:
+    return {"weight_versions": [{"version": version, "start": 0, "end": end}]}
+
+
+RESUMED = RoutingConfig(resume_tokens=2)
+
+
+async def test_a_completion_whose_server_dies_is_resumed_on_another_from_what_it_sampled(make):
+    begun = events(piece([5], **spans_to(1)), piece([6, 7], **spans_to(3)), broken=True)
+    rest = events(piece([8, 9], **spans_to(2, "2")), piece([4], "stop", **spans_to(3, "2")), b"[DONE]")
+    async with Fake(begun) as dying, Fake(rest) as other:
+        client = make(dying, other, routing=RESUMED)
+        done = await client.generate(PROMPT, PARAMS, session_id="s")
+    assert done.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
+    assert np.allclose(done.logprobs, [-0.5, -0.6, -0.7, -0.8, -0.9, -0.4])
+    assert (done.weight_versions, done.finish_reason) == (((1, 0, 3), (2, 3, 6)), "stop")
+    [first], [second] = dying.bodies, other.bodies
+    assert (first["stream"], first["sampling_params"]["stream_interval"]) == (True, 2)
+    assert second["token_ids"] == [1, 2, 3, 5, 6, 7]
+    assert (second["continued"], second["seed"], second["sampling_params"]["max_tokens"]) == (3, 4, 7)
+    assert (client.router.counts.resumed, client.router.counts.resumed_tokens) == (1, 3)
+    assert [each.requests for each in client.router.servers] == [0, 0]
+
+
+async def test_ids_without_versions_are_sampled_again_and_not_streamed_any_more(make):
+    """vLLM names versions at the end of a stream."""
+    begun = events(piece([5]), piece([6]), broken=True)
+    whole = events(piece([7]), piece([8], "stop", **spans_to(2, "3")), b"[DONE]")
+    async with Fake(begun) as dying, Fake(whole, answer([9])) as other:
+        client = make(dying, other, routing=RESUMED)
+        done = await client.generate(PROMPT, PARAMS, session_id="s")
+        assert (done.token_ids.tolist(), done.weight_versions) == ([7, 8], ((3, 0, 2),))
+        assert (await client.generate(PROMPT, PARAMS, session_id="s")).token_ids.tolist() == [9]
+    assert [body["token_ids"] for body in other.bodies] == [[1, 2, 3]] * 2
+    assert [body.get("stream") for body in other.bodies] == [True, None]
+
+
+@pytest.mark.parametrize(
+    ("params", "routing"),
+    [
+        (PARAMS, RoutingConfig(resume_tokens=0)),
+        (PARAMS, RoutingConfig(resume_tokens=10)),
+        (replace(PARAMS, max_tokens=None, guide=Guide(tag='{"format": {"type": "any_text"}}')), RESUMED),
+    ],
+)
+async def test_completions_that_gain_nothing_from_reports_have_none(make, params, routing):
+    async with Fake(answer([5])) as one, Fake() as other:
+        await make(one, other, routing=routing).generate(PROMPT, params, session_id="s")
+    assert "stream" not in one.bodies[0]
+
+
+async def hang(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_server_that_hangs_loses_its_requests_to_another_and_comes_back(make):
+    routing = RoutingConfig(eject_after=2, health_interval=0.01, health_timeout=0.1)
+    async with Fake(hang, answer([7])) as one, Fake(answer([5]), answer([6])) as other:
+        client = make(one, other, routing=routing)
+        one.healthy = False
+        done = await client.generate(PROMPT, PARAMS, session_id="s")
+        assert (done.token_ids.tolist(), client.router.servers[0].ejected) == ([5], True)
+        assert (await client.generate(PROMPT, PARAMS, session_id="")).token_ids.tolist() == [6]
+        one.healthy = True
+        async with asyncio.timeout(10):
+            while client.router.servers[0].ejected:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.01)
+        assert (await client.generate(PROMPT, PARAMS, session_id="")).token_ids.tolist() == [7]
+
+
+async def test_when_no_server_is_healthy_tries_are_bounded_and_the_error_says_so(make):
+    async with Fake() as one, Fake() as other:
+        client = make(one, other, retries=2)
+        client.eject(one.url)
+        client.eject(other.url)
+        with pytest.raises(InferenceError, match="after 3 tries: none of 2 servers is healthy"):
+            await client.generate(PROMPT, PARAMS, session_id="s")
+        assert not one.bodies + other.bodies
+
+
+async def test_requests_beyond_the_limit_of_a_server_wait(make):
+    reached, gate = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        reached.set()
+        await gate.wait()
+        return await answer([5])(request)
+
+    async with Fake(slow, answer([6])) as fake:
+        client = make(fake, routing=RoutingConfig(max_requests=1))
+        calls = [asyncio.create_task(client.generate(PROMPT, PARAMS, session_id=name)) for name in "ab"]
+        await reached.wait()
+        assert (client.router.waiting, len(fake.bodies)) == (1, 1)
+        gate.set()
+        assert [done.token_ids.tolist() for done in await asyncio.gather(*calls)] == [[5], [6]]
+
+
+async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
+    gone = asyncio.Event()
+
+    async def never_ends(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + orjson.dumps(piece([5, 6, 7], **spans_to(3))) + b"\n\n")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+        return response
+
+    routing = RoutingConfig(deadline=0.2, resume_tokens=2, max_requests=1)
+    said = (
+        r"of session s took more than 0.2 s \(inference.routing.deadline\), with 3 tokens sampled and 0 other requests"
+    )
+    async with Fake(never_ends, never_ends) as fake, Fake() as other:
+        client = make(fake, other, routing=routing)
+        client.eject(other.url)
+        with pytest.raises(DeadlineExceeded, match=said) as caught:
+            await client.generate(PROMPT, PARAMS, session_id="s")
+        assert caught.value.retryable
+        # The server is free of it, and nothing counts as in flight.
+        await asyncio.wait_for(gone.wait(), 10)
+        assert [each.requests for each in client.router.servers] == [0, 0]
+        deltas = client.stream(PROMPT, PARAMS, session_id="s")
+        assert (await anext(deltas)).token_ids.tolist() == [5, 6, 7]
+        with pytest.raises(DeadlineExceeded, match=said):
+            await anext(deltas)
+
+
+async def test_a_deadline_includes_the_wait_for_a_server(make):
+    async with Fake(hang) as fake:
+        client = make(fake, routing=RoutingConfig(deadline=0.1, max_requests=1))
+        calls = [client.generate(PROMPT, PARAMS, session_id=name) for name in "ab"]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, DeadlineExceeded)
+    assert (len(fake.bodies), client.router.waiting) == (1, 0)
 
 
 # -- guides

@@ -121,7 +121,7 @@ async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCap
         await fleet.resume()
         OwnEngine.made[1].die()
         await fleet.recover(InferenceError("a request failed"))
-        assert await fleet.stats() == {"restarts": 1.0}
+        assert await fleet.stats() == {"restarts": 1.0, "ejections": 1.0, "resumed_tokens": 0.0}
     finally:
         await fleet.close()
     first = ["launch", "prepare", "pause True", "resume", "close"]

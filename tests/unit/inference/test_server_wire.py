@@ -39,14 +39,15 @@ def body(**changes) -> bytes:
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
         ignore_eos=st.booleans(),
     ),
-    stream=st.booleans(),
+    stream=st.integers(0, 3),
 )
 def test_requests_cross_unchanged(ids, params, stream):
     raw = generate_request.encode_request(np.array(ids, dtype=np.int32), params, stream=stream, continued=len(ids) // 2)
     request = generate_request.decode_request(raw, **LIMITS)
     assert request.token_ids.tolist() == ids
     assert request.token_ids.dtype == np.int32
-    assert (request.stream, request.logprobs, request.continued) == (stream, True, len(ids) // 2)
+    assert (request.stream, request.logprobs, request.continued) == (stream > 0, True, len(ids) // 2)
+    assert request.stream_interval == max(1, stream)
     # Who samples past the model's end samples past all stop ids.
     assert request.params == (replace(params, stop_token_ids=()) if params.ignore_eos else params)
 
@@ -80,6 +81,7 @@ def test_requests_cross_unchanged(ids, params, stream):
         (body(s_top_k=1.0), "sampling_params.top_k", "not 1.0"),
         (body(s_min_p=2), "sampling_params.min_p", "at most 1, not 2"),
         (body(s_max_tokens=0), "sampling_params.max_tokens", "at least 1, not 0"),
+        (body(s_stream_interval=0), "sampling_params.stream_interval", "at least 1, not 0"),
         (body(s_stop=[""]), "sampling_params.stop", "not empty"),
         (body(s_stop=3), "sampling_params.stop", "not 3"),
         (body(s_stop_token_ids=["a"]), "sampling_params.stop_token_ids", r"not \['a'\]"),

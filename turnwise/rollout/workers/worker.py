@@ -25,7 +25,7 @@ from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import RendererConfig
+from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
@@ -46,8 +46,7 @@ class WorkerSpec:
         model: The model that the run begins with, for tokenizer and chat template.
         renderer: Its renderer.
         urls: The inference servers.
-        retries: Retries of its client after a connection error.
-        retry_wait: Seconds before the first of them.
+        inference: Retries and routing of its client.
         frozen: Further policies, with the URLs of their servers.
         run: The run directory, which all nodes share.
         name: Name of its log.
@@ -58,8 +57,7 @@ class WorkerSpec:
     model: Path
     renderer: RendererConfig
     urls: tuple[str, ...]
-    retries: int
-    retry_wait: float
+    inference: InferenceConfig
     run: Path
     name: str
     path: tuple[str, ...] = ()
@@ -105,7 +103,10 @@ class RolloutWorker:
         renderers = load_renderers(spec.frozen, spec.model, spec.renderer)
         logs = spec.run / "logs"
         frozen = await open_frozen(spec.frozen, renderers, self._stack, start=spec.model, logs=logs, book=book)
-        served = HTTPClient(spec.urls, retries=spec.retries, retry_wait=spec.retry_wait)
+        client_of = spec.inference
+        served = HTTPClient(
+            spec.urls, retries=client_of.retries, retry_wait=client_of.retry_wait, routing=client_of.routing
+        )
         self._clients = [served, *frozen.clients]
         client = LedgerClient(served, book)
         self._stack.push_async_callback(client.close)
@@ -155,6 +156,7 @@ class RolloutWorker:
             # Each policy has servers of its own.
             with contextlib.suppress(ValueError):
                 client.replace_url(before, after)
+                client.admit(after)
 
     async def close(self) -> None:
         """Cancel what runs, and close environments, ledger and connections."""

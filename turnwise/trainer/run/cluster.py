@@ -104,14 +104,12 @@ class ClusterWorkers:
         return pool
 
     def _spec(self, config: RolloutConfig, name: str) -> WorkerSpec:
-        inference = self._config.inference
         return WorkerSpec(
             config,
             Path(self._config.policy.model.path).absolute(),
             self._config.renderer,
             tuple(replica.url for replica in self._fleet.replicas),
-            inference.retries,
-            inference.retry_wait,
+            self._config.inference,
             self._directory,
             name,
             tuple(sys.path),

@@ -1,0 +1,206 @@
+"""Routing over four replicas: reused prompt tokens and tail latency, against round robin and least-loaded alone.
+
+Four built-in servers (one thread each, a random Qwen3 of 4 layers of 256) serve groups of agent sessions; the cache of
+each has room for about half more than its share of what the sessions hold in the end. The sessions of a group begin
+with one prompt; each goes on for some turns, in which a tool answers after a time from a Pareto distribution. Lengths
+of completions have a long tail (log-normal). Sessions, lengths and times are drawn from seeds, and are the same for all
+policies; ids differ between all runs, so that none finds what another one left in a cache.
+
+The sides take turns: ``affinity`` (session, shared prefix, load), ``least_loaded``, ``round_robin``. ``reuse`` is the
+share of prompt tokens that were not prefilled, ``p50``, ``p95`` and ``p99`` are seconds of requests, ``cpu_s`` is of
+the servers. ``ratio`` is the 95th percentile of round robin over that of affinity, ``ratio_least_loaded`` that of
+least-loaded over it, ``ratio_cpu`` and ``ratio_cpu_least_loaded`` the same of CPU seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from harness.measure import cached, machine, parse, parser, report
+from turnwise.inference.builtin import forked_servers
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig, RoutingConfig
+from turnwise.inference.replica_set import ReplicaSet
+from turnwise.types import SamplingParams, TokenPrompt
+
+SETTINGS: dict[str, Any] = {
+    "replicas": 4,
+    "groups": 8,
+    "group_size": 4,
+    "turns": 5,
+    "prompt_tokens": 512,
+    "observation_tokens": 256,
+    "completion_tokens": {"median": 16, "sigma": 0.7, "most": 96},
+    "tool_seconds": {"shape": 1.2, "least": 0.02, "most": 0.5},
+    "kv_tokens": 18432,
+    "vocabulary": 4096,
+    "model": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+QUICK = {"groups": 4, "turns": 3, "kv_tokens": 6144}
+POLICIES = ("affinity", "least_loaded", "round_robin")
+
+
+def write_model(directory: Path) -> None:
+    """Write a random model, without a tokenizer: requests hold ids."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=SETTINGS["vocabulary"], **SETTINGS["model"], **ids)).save_pretrained(
+        directory
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one session does: its group, lengths of its completions, seconds of its tools."""
+
+    group: int
+    completions: list[int]
+    tools: list[float]
+
+
+def sessions(repeat: int, settings: dict[str, Any]) -> list[Session]:
+    """Draw the sessions of a repeat, in the order in which they begin."""
+    rng = np.random.default_rng([11, repeat])
+    count, turns = settings["groups"] * settings["group_size"], settings["turns"]
+    length, tool = settings["completion_tokens"], settings["tool_seconds"]
+    lengths = np.exp(rng.normal(np.log(length["median"]), length["sigma"], (count, turns)))
+    seconds = tool["least"] * (1 + rng.pareto(tool["shape"], (count, turns)))
+    return [
+        Session(number // settings["group_size"], completions, tools)
+        for number, (completions, tools) in enumerate(
+            zip(
+                np.clip(lengths, 1, length["most"]).astype(int).tolist(),
+                np.minimum(seconds, tool["most"]).tolist(),
+                strict=True,
+            )
+        )
+    ]
+
+
+async def play(
+    fleet: ReplicaSet, policy: str, drawn: list[Session], seed: list[int], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Play all sessions at once by a policy; return its figures."""
+    rng = np.random.default_rng(seed)
+
+    def ids(count: int) -> Any:
+        return rng.integers(2, settings["vocabulary"], count).astype(np.int32)
+
+    prompts = [ids(settings["prompt_tokens"]) for _ in range(settings["groups"])]
+    routing = RoutingConfig(policy=policy, prefix_tokens=settings["kv_tokens"])
+    client, latencies = HTTPClient(fleet.client.urls, routing=routing), []
+
+    async def converse(name: str, session: Session) -> None:
+        history = prompts[session.group]
+        for turn, (tokens, seconds) in enumerate(zip(session.completions, session.tools, strict=True)):
+            params = SamplingParams(temperature=1.0, max_tokens=tokens, seed=turn, ignore_eos=True)
+            began = time.perf_counter()
+            done = await client.generate(TokenPrompt(history), params, session_id=name)
+            latencies.append(time.perf_counter() - began)
+            history = np.concatenate([history, done.token_ids, ids(settings["observation_tokens"])])
+            await asyncio.sleep(seconds)
+
+    before, began = await fleet.stats(), time.perf_counter()
+    try:
+        # Names of sessions differ between runs, too: servers remember them.
+        await asyncio.gather(*(converse(f"{policy}{seed}/{place}", each) for place, each in enumerate(drawn)))
+        wall = time.perf_counter() - began
+    finally:
+        await client.close()
+    after = await fleet.stats()
+    change = {name: after[name] - before[name] for name in ("reused_tokens", "prefilled_tokens", "cpu_seconds")}
+    return {
+        "reuse": change["reused_tokens"] / (change["reused_tokens"] + change["prefilled_tokens"]),
+        **{f"p{percent}": float(np.percentile(latencies, percent)) for percent in (50, 95, 99)},
+        "cpu_s": change["cpu_seconds"],
+        "wall_s": wall,
+        "moved": client.router.counts.moved,
+    }
+
+
+async def run(config: InferenceConfig, repeats: int, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Measure all policies in turn."""
+    samples: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    with tempfile.TemporaryDirectory(prefix="turnwise-bench-") as logs:
+        inputs = {"model": settings["model"], "vocabulary": settings["vocabulary"]}
+        fleet = ReplicaSet(config, cached("routing-model", inputs, write_model), logs=Path(logs))
+        await fleet.launch()
+        try:
+            warm = {**settings, "groups": 1, "turns": 1}
+            await play(fleet, "round_robin", sessions(0, warm), [0], warm)
+            for repeat in range(1, repeats + 1):
+                drawn = sessions(repeat, settings)
+                for policy in POLICIES if repeat % 2 else reversed(POLICIES):
+                    seed = [repeat, POLICIES.index(policy)]
+                    found = await play(fleet, policy, drawn, seed, settings)
+                    samples[policy].append(found)
+                    line = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+                    print(f"{policy} {repeat}/{repeats}: {line}", file=sys.stderr, flush=True)
+        finally:
+            await fleet.close()
+    return samples
+
+
+def main() -> None:
+    arguments = parse(parser(__doc__ or "", repeats=7, quick_repeats=1))
+    settings = {**SETTINGS, **(QUICK if arguments.quick else {})}
+    servers = {"replicas": settings["replicas"], "kv_tokens": settings["kv_tokens"], "max_context": 3072}
+    config = InferenceConfig(device="cpu", **servers)
+    with forked_servers([config]):
+        samples = asyncio.run(run(config, arguments.repeats, settings))
+    tell(samples, settings)
+
+
+def tell(samples: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> None:
+    """Print the results, as a table and as JSON."""
+    medians = {
+        policy: {name: round(median(each[name] for each in taken), 4) for name in taken[0]}
+        for policy, taken in samples.items()
+    }
+    columns = list(medians["affinity"])
+    table = Table("policy", *columns)
+    for policy, figures in medians.items():
+        table.add_row(policy, *(f"{figures[name]:.3f}" for name in columns))
+    Console(stderr=True, width=100).print(table)
+
+    def over(peer: str, figure: str) -> float:
+        return round(medians[peer][figure] / medians["affinity"][figure], 3)
+
+    report(
+        {
+            "ratio": over("round_robin", "p95"),
+            "ratio_least_loaded": over("least_loaded", "p95"),
+            "ratio_cpu": over("round_robin", "cpu_s"),
+            "ratio_cpu_least_loaded": over("least_loaded", "cpu_s"),
+            **{f"reuse_{policy}": figures["reuse"] for policy, figures in medians.items()},
+            "medians": medians,
+            "config": settings,
+            "machine": machine("turnwise", "torch", "transformers"),
+            "samples": samples,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Routing of requests over replicas: by session, shared prefix and load, to healthy servers only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from turnwise.inference.config import RoutingConfig
+from turnwise.inference.connections import ConnectionFailed
+from turnwise.types import TokenIds
+
+BLOCK = 32
+"""Tokens of a block, in which prefixes are compared."""
+_SESSIONS = 65536
+_WEIGHT_OF_NEWEST = 0.05
+"""Of the newest completion in the running mean of lengths."""
+
+
+def prefix_hashes(token_ids: TokenIds) -> list[bytes]:
+    """Return the hash of each prefix that ends with a whole block, shortest first."""
+    data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
+    state, hashes = blake2b(digest_size=8), []
+    for start in range(0, len(data) - size + 1, size):
+        state.update(data[start : start + size])
+        hashes.append(state.copy().digest())
+    return hashes
+
+
+class PrefixMemory:
+    """Prefixes that a server was sent, as hashes of blocks; the ones used longest ago are forgotten first."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most = most_tokens // BLOCK
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def shared(self, hashes: Sequence[bytes]) -> int:
+        """Return the tokens of the longest remembered prefix."""
+        known = next((place for place, each in enumerate(hashes) if each not in self._blocks), len(hashes))
+        return known * BLOCK
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """Remember a prompt's prefixes."""
+        # The end of a prompt is forgotten before its beginning, without which it could not be found.
+        for each in reversed(hashes[: self._most]):
+            self._blocks[each] = None
+            self._blocks.move_to_end(each)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything: the server's cache is empty."""
+        self._blocks.clear()
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """What a server is chosen for.
+
+    Attributes:
+        session_id: Empty for a request of no session.
+        token_ids: The prompt.
+        max_tokens: Most tokens that may be sampled, if limited.
+        sampled: Tokens that another server sampled already.
+        avoid: Number of a server that just failed, taken only if there is no other.
+        hashes: Of the prompt's prefixes.
+    """
+
+    session_id: str
+    token_ids: TokenIds
+    max_tokens: int | None = None
+    sampled: int = 0
+    avoid: int | None = None
+    hashes: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A request on a server: ``tokens`` are those that it counts for until it is released."""
+
+    server: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """What the router knows of a server.
+
+    Attributes:
+        prefixes: Prefixes that its cache may hold.
+        tokens: Tokens in flight: prompts, and completions of the mean length.
+        requests: Requests in flight.
+        served: Requests so far.
+        failures: Failed connections and health checks in a row.
+        ejected: Whether it gets no requests.
+        held: Whether health checks do not readmit it.
+        version: Weights that it answered with last.
+    """
+
+    prefixes: PrefixMemory
+    tokens: int = 0
+    requests: int = 0
+    served: int = 0
+    failures: int = 0
+    ejected: bool = False
+    held: bool = False
+    version: int | None = None
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """Decisions so far.
+
+    Attributes:
+        session: Requests sent to the server of their session.
+        prefix: Requests sent to the server with the longest shared prefix.
+        load: Requests sent to the least loaded server.
+        moved: Those of ``prefix`` and ``load`` whose session was on another server.
+        waited: Requests that waited for a server with room.
+        ejections: Servers ejected.
+        resumed: Completions resumed on another server than the one that failed.
+        resumed_tokens: Tokens that were not sampled again for it.
+    """
+
+    session: int = 0
+    prefix: int = 0
+    load: int = 0
+    moved: int = 0
+    waited: int = 0
+    ejections: int = 0
+    resumed: int = 0
+    resumed_tokens: int = 0
+
+
+class Router:
+    """Chooses a server for each request, and counts what is in flight.
+
+    With ``policy: affinity`` a request goes to the server of its session, else to the one with the longest shared
+    prefix, else to the one with the fewest tokens in flight. A server is taken for its cache only while its tokens in
+    flight exceed the least loaded server's by at most the shared tokens plus ``imbalance`` times the mean.
+    """
+
+    def __init__(self, count: int, config: RoutingConfig | None = None, *, sessions: int = _SESSIONS) -> None:
+        """Route over ``count`` servers, remembering the servers of at most so many ``sessions``."""
+        self.config = config or RoutingConfig()
+        self.servers = [ServerLoad(PrefixMemory(self.config.prefix_tokens)) for _ in range(count)]
+        self.counts = RoutingCounts()
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._most_sessions = sessions
+        self._mean_completion = 0.0
+        self._waiting: deque[tuple[RoutedRequest, asyncio.Future[Assignment]]] = deque()
+
+    @property
+    def active(self) -> bool:
+        """Whether requests are in flight or waiting, or a server could be readmitted."""
+        return bool(self._waiting) or any(each.requests or (each.ejected and not each.held) for each in self.servers)
+
+    async def acquire(self, request: RoutedRequest) -> Assignment:
+        """Choose a server and count the request on it, after waiting for one with room.
+
+        Raises ConnectionFailed if all servers are ejected.
+        """
+        if len(self.servers) > 1 and self.config.policy == "affinity":
+            request.hashes = prefix_hashes(request.token_ids)
+        # While others wait, no server has room: none is overtaken here.
+        found = self._place(request)
+        if found is not None:
+            return found
+        self.counts.waited += 1
+        place: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
+        entry = (request, place)
+        self._waiting.append(entry)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif not place.cancelled() and place.exception() is None:
+                # It was given a server in the moment in which it was cancelled.
+                self.release(place.result())
+            self._admit_waiting()
+            raise
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a server with room."""
+        return len(self._waiting)
+
+    def release(self, assignment: Assignment) -> None:
+        """Count a request as no longer in flight."""
+        server = self.servers[assignment.server]
+        server.requests -= 1
+        server.tokens -= assignment.tokens
+        self._admit_waiting()
+
+    def completed(self, number: int, version: int | None, sampled: int | None) -> None:
+        """Note the answer of a server.
+
+        Args:
+            number: The server.
+            version: Weights that it sampled with last.
+            sampled: Length of the completion; None if it goes on.
+        """
+        server = self.servers[number]
+        server.failures = 0
+        if sampled is not None:
+            change = sampled - self._mean_completion
+            self._mean_completion += change * (_WEIGHT_OF_NEWEST if self._mean_completion else 1.0)
+        if version is not None:
+            if server.version is not None and version > server.version:
+                # Its cache was computed with other weights.
+                server.prefixes.clear()
+            server.version = version
+
+    def failed(self, number: int) -> bool:
+        """Note that a connection or health check failed; return whether the server is ejected."""
+        server = self.servers[number]
+        server.failures += 1
+        if server.failures >= self.config.eject_after:
+            self.eject(number)
+        return server.ejected
+
+    def eject(self, number: int, *, hold: bool = False) -> None:
+        """Send a server no more requests until :meth:`admit`; ``hold`` keeps health checks from readmitting it.
+
+        The only server of a client is not ejected.
+        """
+        server = self.servers[number]
+        if len(self.servers) == 1:
+            return
+        server.held = server.held or hold
+        if not server.ejected:
+            server.ejected = True
+            server.prefixes.clear()
+            self.counts.ejections += 1
+        self._admit_waiting()
+
+    def admit(self, number: int) -> None:
+        """Send a server requests again."""
+        server = self.servers[number]
+        if server.ejected:
+            # It takes its turn with the others, not all turns that it missed.
+            server.served = max(each.served for each in self.servers)
+        server.ejected = server.held = False
+        server.failures = 0
+        self._admit_waiting()
+
+    def home(self, session_id: str) -> int | None:
+        """Return the server of a session, if it is known."""
+        return self._sessions.get(session_id)
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            request, place = self._waiting[0]
+            try:
+                found = None if place.done() else self._place(request)
+            except ConnectionFailed as error:
+                place.set_exception(error)
+            else:
+                if found is not None:
+                    place.set_result(found)
+                elif not place.done():
+                    return
+            self._waiting.popleft()
+
+    def _place(self, request: RoutedRequest) -> Assignment | None:
+        """Count a request on the server chosen for it; None if none has room. Raises ConnectionFailed."""
+        healthy = [number for number, each in enumerate(self.servers) if not each.ejected]
+        if not healthy:
+            raise ConnectionFailed(f"none of {len(self.servers)} servers is healthy")
+        most = self.config.max_requests
+        free = [each for each in healthy if most is None or self.servers[each].requests < most]
+        if not free:
+            return None
+        free = [each for each in free if each != request.avoid] or free
+        number = self._choose(request, free)
+        tokens = len(request.token_ids) + request.sampled
+        expected = round(self._mean_completion)
+        tokens += expected if request.max_tokens is None else min(expected, request.max_tokens)
+        server = self.servers[number]
+        if request.sampled and request.avoid not in (None, number):
+            self.counts.resumed += 1
+            self.counts.resumed_tokens += request.sampled
+        request.avoid = None
+        server.prefixes.add(request.hashes)
+        server.tokens += tokens
+        server.requests += 1
+        server.served += 1
+        return Assignment(number, tokens)
+
+    def _choose(self, request: RoutedRequest, free: Sequence[int]) -> int:
+        servers = self.servers
+        if self.config.policy == "round_robin":
+            return min(free, key=lambda each: (servers[each].served, each))
+        least = min(free, key=lambda each: (servers[each].tokens, servers[each].served, each))
+        if len(servers) == 1 or self.config.policy == "least_loaded":
+            self.counts.load += 1
+            return least
+        slack = servers[least].tokens + self.config.imbalance * sum(servers[each].tokens for each in free) / len(free)
+        shared = {each: servers[each].prefixes.shared(request.hashes) for each in free}
+        home = self._sessions.get(request.session_id) if request.session_id else None
+        if home is not None and home in shared and servers[home].tokens <= slack + shared[home]:
+            self.counts.session += 1
+            number = home
+        else:
+            within = [each for each in free if servers[each].tokens <= slack + shared[each]]
+            number = min(within, key=lambda each: (-shared[each], servers[each].tokens, servers[each].served, each))
+            if shared[number] > shared[least]:
+                self.counts.prefix += 1
+            else:
+                self.counts.load += 1
+            self.counts.moved += home is not None and home != number
+        if request.session_id:
+            self._sessions[request.session_id] = number
+            self._sessions.move_to_end(request.session_id)
+            if len(self._sessions) > self._most_sessions:
+                self._sessions.popitem(last=False)
+        return number
+
+
+class HealthChecks:
+    """Asks servers for their health while requests are in flight, ejects those that do not answer, and readmits them.
+
+    What is in flight on a server that stays silent is abandoned, so that it can be resumed on another one.
+    """
+
+    def __init__(self, router: Router, ask: Callable[[int], Awaitable[bool]], abandon: Callable[[int], None]) -> None:
+        """Check the servers of a router.
+
+        Args:
+            router: What ejects and readmits.
+            ask: Whether a server answers.
+            abandon: Fails all requests in flight on a server.
+        """
+        self._router = router
+        self._ask = ask
+        self._abandon = abandon
+        self._silent = [0] * len(router.servers)
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Check from now on, as long as something is in flight; nothing for a single server."""
+        if len(self._silent) < 2:
+            return
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.done() or loop is not self._loop:
+            self._loop, self._task = loop, loop.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop checking; idempotent."""
+        task, self._task = self._task, None
+        if task is not None and self._loop is asyncio.get_running_loop():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while self._router.active:
+            await asyncio.sleep(self._router.config.health_interval)
+            await asyncio.gather(*(self._check(number) for number in range(len(self._silent))))
+
+    async def _check(self, number: int) -> None:
+        if self._router.servers[number].held:
+            return
+        try:
+            async with asyncio.timeout(self._router.config.health_timeout):
+                healthy = await self._ask(number)
+        except (TimeoutError, ConnectionFailed):
+            healthy = False
+        self._note(number, healthy)
+
+    def _note(self, number: int, healthy: bool) -> None:
+        server = self._router.servers[number]
+        if server.held:
+            return
+        if healthy:
+            self._silent[number] = 0
+            if server.ejected:
+                self._router.admit(number)
+            return
+        self._silent[number] += 1
+        self._router.failed(number)
+        if self._silent[number] >= self._router.config.eject_after:
+            self._router.eject(number)
+            self._abandon(number)
