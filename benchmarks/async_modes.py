@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.async_side import GROUPS, LEAST_S, MEMBERS, MODES, MOST_S, STALENESS, TAIL, TURNS
-from harness.lookup_model import LOOKUP, SMALL_MODEL, versions, write_model
+from harness.lookup_model import SOURCES, versions, write_model
 from harness.measure import (
     Sample,
     cached,
@@ -47,7 +47,7 @@ HERE = Path(__file__).parent
 
 def model() -> Path:
     """Return the model that all modes begin with, made when it is first asked for."""
-    sources = contents(LOOKUP / "teacher.py", *sorted(SMALL_MODEL.glob("*.py")))
+    sources = contents(*SOURCES)
     inputs = {"width": WIDTH, "layers": LAYERS, "sft": SFT, "files": sources, "versions": versions()}
     return cached("async-modes", inputs, _build) / "sft" / "model"
 

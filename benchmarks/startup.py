@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.lookup_model import LOOKUP, SMALL_MODEL, versions, write_model
+from harness.lookup_model import SOURCES, versions, write_model
 from harness.measure import (
     Sample,
     cached,
@@ -62,9 +62,7 @@ def build_model(directory: Path) -> None:
 
 
 def model_dir() -> Path:
-    shared = [SMALL_MODEL / name for name in ("make_model.py", "conversations.py", "chat_template.jinja")]
-    files = [LOOKUP / "teacher.py", *shared]
-    return cached("startup-model", {**contents(*files), **versions(), "demonstrations": DEMONSTRATIONS}, build_model)
+    return cached("startup-model", {**contents(*SOURCES), **versions(), "demonstrations": DEMONSTRATIONS}, build_model)
 
 
 def importing(statement: str) -> Sample:

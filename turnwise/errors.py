@@ -150,6 +150,10 @@ class DiskError(TrainError):
     """A run cannot write to disk: it stops, and resumes once there is room."""
 
 
+class RankDied(TrainError):
+    """A rank process of a learner ended unexpectedly, and its share of the weights with it."""
+
+
 class CheckpointError(TurnwiseError):
     """A checkpoint is missing, incomplete, or does not fit the run."""
 

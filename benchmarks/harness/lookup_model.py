@@ -11,7 +11,12 @@ from typing import Any
 from harness.measure import ROOT
 
 LOOKUP = ROOT / "examples" / "lookup"
-SMALL_MODEL = ROOT / "examples" / "small_model"
+_OFFLINE = ROOT / "turnwise" / "trainer" / "offline"
+SOURCES = (
+    LOOKUP / "teacher.py", ROOT / "turnwise" / "envs" / "demonstrations.py", _OFFLINE / "small_model.py",
+    _OFFLINE / "small_model.jinja",
+)  # fmt: skip
+"""What decides the model: a change of these makes it anew."""
 
 
 def versions() -> dict[str, str]:
@@ -21,9 +26,10 @@ def versions() -> dict[str, str]:
 
 def write_model(directory: Path, demonstrations: int, **size: int) -> list[dict[str, Any]]:
     """Write a model with random weights and the tokenizer of some demonstrations, and return those."""
-    sys.path[:0] = [str(LOOKUP), str(SMALL_MODEL)]
+    sys.path.insert(0, str(LOOKUP))
     import teacher
-    from make_model import make_model
+
+    from turnwise.trainer.offline.small_model import make_model
 
     rows = list(asyncio.run(teacher.demonstrations(demonstrations, 0)))
     make_model(directory, rows, 0, **size)

@@ -104,10 +104,9 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 
 def _warm_start(base: Path, directory: Path) -> None:
-    sys.path.append(str(ROOT / "examples" / "small_model"))
-    from conversations import conversation
     from rich.console import Console
 
+    from turnwise.envs.demonstrations import conversation
     from turnwise.envs.library.calculator import CalculatorEnv, tasks
     from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft

@@ -20,7 +20,7 @@ from harness.measure import ROOT, cached, contents
 from harness.trl_lookup import TOOLS
 
 EXAMPLE = ROOT / "examples" / "lookup"
-SMALL_MODEL = ROOT / "examples" / "small_model"
+SMALL_MODEL = ROOT / "turnwise" / "trainer" / "offline" / "small_model.py"
 DEMONSTRATIONS = 4480
 SFT: dict[str, Any] = {
     "steps": 160,
@@ -50,7 +50,7 @@ def checkpoint(vocabulary: int) -> Path:
         "sft": SFT,
         "model": MODEL,
         "tools": TOOLS,
-        "files": contents(template, EXAMPLE / "teacher.py", *sorted(SMALL_MODEL.glob("*.py")), Path(__file__)),
+        "files": contents(template, EXAMPLE / "teacher.py", SMALL_MODEL, Path(__file__)),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
     }
     return cached("trl-lookup", inputs, lambda directory: _build(directory, vocabulary, template)) / "sft" / "model"
@@ -65,15 +65,15 @@ def trl_template(name: str) -> Path:
 
 
 def _build(directory: Path, vocabulary: int, template: Path) -> None:
-    sys.path[:0] = [str(EXAMPLE), str(SMALL_MODEL)]
+    sys.path.insert(0, str(EXAMPLE))
     import torch
-    from make_model import rendered, words_of
     from rich.console import Console
     from teacher import demonstrations
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
+    from turnwise.trainer.offline.small_model import rendered, words_of
 
     rows = [{**row, "tools": TOOLS} for row in asyncio.run(demonstrations(DEMONSTRATIONS, 0))]
     data = directory / "demonstrations.jsonl"

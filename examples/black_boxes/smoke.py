@@ -20,6 +20,7 @@ from turnwise import EvalConfig, Message, RolloutConfig, ScriptedClient, Task, l
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.trainer.offline.small_model import TEMPLATE
 
 HERE = Path(__file__).parent
 CONTEXT = 400_000
@@ -38,7 +39,7 @@ def renderer_in(folder: Path) -> TemplateRenderer:
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": special[0]}))
-    shutil.copy(HERE.parent / "small_model" / "chat_template.jinja", folder)
+    shutil.copy(TEMPLATE, folder / "chat_template.jinja")
     return load_renderer(folder)
 
 

@@ -20,9 +20,9 @@ import random
 import re
 from typing import Any
 
-from conversations import conversation
 from env import SPEC, Bench, CodeRepair, alike, tasks
 
+from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
 from turnwise.sandboxes import SandboxManager
 from turnwise.types import ToolCall

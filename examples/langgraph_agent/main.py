@@ -28,18 +28,25 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    ours = ("rollout.agent.name=langgraph", f"rollout.agent.config.graph={GRAPH}", "rollout.max_turns=8", "steps=32")
+    # At the rate of lookup the policy was certain before it was right, in some runs.
+    ours = (
+        "rollout.agent.name=langgraph",
+        f"rollout.agent.config.graph={GRAPH}",
+        "rollout.max_turns=8",
+        "steps=32",
+        "policies.main.optim.lr=5e-4",
+    )
     return run(Job("lookup", LOOKUP, demonstrations, count=4480, overrides=ours), __doc__)
 
 
 async def smoke() -> int:
     """Play one episode: both scouts look the team and its manager up, and the judge takes what they found."""
-    from make_model import make_model
     from teacher import demonstrations
 
     from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, ScriptedClient, load_tasks
     from turnwise.chat.renderer import load_renderer
     from turnwise.rollout.core import RolloutParts
+    from turnwise.trainer.offline.small_model import make_model
 
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), await demonstrations(50, seed=0), seed=0)

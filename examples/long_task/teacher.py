@@ -15,8 +15,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from conversations import conversation
-
+from turnwise.envs.demonstrations import conversation
 from turnwise.envs.library.trail import TrailEnv, tasks
 from turnwise.envs.solution import tool_call
 from turnwise.types import ToolCall

@@ -157,7 +157,7 @@ def warm_start(
 ) -> Path:
     """Make demonstrations, and tokenizer and model or those given, and fine-tune; skipped where the result exists."""
     # torch and transformers are imported here, after the arguments were understood.
-    from make_model import make_model
+    from turnwise.trainer.offline.small_model import make_model
 
     warm = directory / "sft" / "model"
     if warm.exists():

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from conversations import conversation
-
+from turnwise.envs.demonstrations import conversation
 from turnwise.envs.library.calculator import CalculatorEnv, Problem, problem
 from turnwise.envs.library.calculator import tasks as calculator_tasks
 from turnwise.envs.solution import tool_call

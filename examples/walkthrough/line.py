@@ -49,8 +49,9 @@ from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, Too
 sys.path.insert(0, str(Path(__file__).parents[1] / "lookup"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "small_model"))
 
-from make_model import make_model
 from teacher import demonstrations
+
+from turnwise.trainer.offline.small_model import make_model
 
 DEMONSTRATIONS = 200
 ROLLOUT = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=4, max_tokens_per_turn=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,20 @@ import pytest
 import torch
 
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
+from support.trainer.ranks import pair_of_ranks
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner
+from turnwise.trainer.learn.rank_processes import RankProcesses
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learner_checker import check_learner
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "torch": {"optim": {"lr": 1e-3}},
     "torch-lora": {"optim": {"lr": 1e-2}, "model": {"lora": {"rank": 4}}},
+    "fsdp": {"optim": {"lr": 1e-3}, "engine": "fsdp"},
+    "fsdp-lora": {"optim": {"lr": 1e-2}, "model": {"lora": {"rank": 4}}, "engine": "fsdp"},
 }
 
 
@@ -37,15 +42,24 @@ def settings(model: Path, name: str) -> PolicyConfig:
     return PolicyConfig.model_validate({**given, "model": {"path": model, "device": "cpu", **given.get("model", {})}})
 
 
-def maker(model: Path, name: str) -> Callable[[], Learner]:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    """One pair of ranks holds all learners of this module."""
+    with pair_of_ranks() as ranks:
+        yield ranks
+
+
+def maker(model: Path, name: str, ranks: RankProcesses) -> Callable[[], Learner]:
+    if name.startswith("fsdp"):
+        return lambda: FSDPLearner(ranks, settings(model, name), 100)
     # Copied, not loaded each time: that takes longer than all of the rest.
     learner = open_learner(settings(model, name), 100)
     return lambda: copy.deepcopy(learner)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_keeps_the_contract(model: Path, name: str) -> None:
-    assert check_learner(maker(model, name), vocabulary=VOCABULARY) == []
+def test_it_keeps_the_contract(model: Path, name: str, ranks: RankProcesses) -> None:
+    assert check_learner(maker(model, name, ranks), vocabulary=VOCABULARY) == []
 
 
 def test_every_engine_is_among_them() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.trainer.lookup_run import MODEL, example, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, lines, shared, silent, train_config
 from turnwise.agents.context.config import SubAgentConfig
 from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.library.lookup import LookupEnv, table, tasks
@@ -16,6 +16,7 @@ from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import make_model
 from turnwise.trainer.run.train import run_train
 
 SUB_AGENT = {"prompt": "Help.", "description": "Help."}
@@ -59,7 +60,7 @@ def demonstrations() -> list[dict[str, Any]]:
 def build(directory: Path) -> None:
     base = directory / "base"
     rows = demonstrations()
-    example("make_model").make_model(base, rows, seed=0, width=64, layers=2)
+    make_model(base, rows, seed=0, width=64, layers=2)
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_sft(

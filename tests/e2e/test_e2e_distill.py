@@ -18,6 +18,7 @@ from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import make_model
 from turnwise.trainer.run.train import run_train
 
 DISTILL = EXAMPLE.parent / "objectives" / "distill.yaml"
@@ -85,7 +86,7 @@ def success(figures: dict[str, Any] | None) -> float:
 @pytest.mark.timeout(900)
 def test_a_student_of_wrong_demonstrations_becomes_nearly_as_good_as_its_teacher(tmp_path: Path) -> None:
     rows = asyncio.run(example("teacher").demonstrations(DEMONSTRATIONS, seed=0))
-    example("make_model").make_model(tmp_path / "base", rows, seed=0)
+    make_model(tmp_path / "base", rows, seed=0)
     # The teacher has seen the right ones alone; the student all of them, of which four in five are wrong.
     good = [row for row in rows if right(row["messages"])]
     expert = shown(tmp_path, "expert", good, TEACHER_STEPS)

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from support.processes.warm import run_command
-from support.trainer.lookup_run import environment, example, lines, shared, silent
+from support.trainer.lookup_run import environment, lines, shared, silent
 from turnwise.envs import invoke, make, schemas, tool_call
+from turnwise.envs.demonstrations import wire
 from turnwise.envs.library.seeded import tasks
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import make_model
 from turnwise.types import Message, text_of
 
 ENV = Path(__file__).parents[2] / "examples" / "hello" / "env.py"
@@ -24,7 +26,6 @@ ENV = Path(__file__).parents[2] / "examples" / "hello" / "env.py"
 
 async def demonstrations(count: int) -> list[dict[str, Any]]:
     """Return conversations that look at both dice and say their sum, or (every second one) a number that is none."""
-    wire = example("conversations").wire
     rows = []
     for seed in range(count):
         env = make(f"{ENV}:Dice")
@@ -44,7 +45,7 @@ async def demonstrations(count: int) -> list[dict[str, Any]]:
 def build(directory: Path) -> None:
     """Make a model that looks at the dice, and is right now and then."""
     rows = asyncio.run(demonstrations(200))
-    example("make_model").make_model(directory / "base", rows, seed=0)
+    make_model(directory / "base", rows, seed=0)
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from turnwise.cli import check, inspect, serve, train
+from turnwise.cli import check, envs, inspect, serve, start, train
 from turnwise.cli import inspect as evaluate
 from turnwise.errors import TurnwiseError
 from turnwise.plugins import load_extensions
@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(start.init)
+app.command("make-model")(start.make_model)
 app.command("train")(train.train)
 app.command("sft")(train.sft)
 app.command("dpo")(train.dpo)
@@ -37,6 +39,7 @@ app.command("compare")(inspect.compare)
 app.command("view")(inspect.view)
 app.command("audit")(inspect.audit)
 app.command("timeline")(inspect.timeline)
+app.add_typer(envs.app, name="envs")
 app.command("check-env")(check.check_env)
 app.command("check-sandbox")(check.check_sandbox)
 app.command("mcp")(serve.mcp)

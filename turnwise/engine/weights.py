@@ -7,11 +7,12 @@ A complete file never changes, and its pages live as long as something maps them
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,23 @@ def weights_directory(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"turnwise-{name}-", dir=parent))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightStream(Iterator[tuple[str, torch.Tensor]]):
+    """Weights that are nowhere as a whole: each tensor is written and dropped before the next one is made.
+
+    Attributes:
+        described: Type and shape of each tensor by name; no two share a storage.
+        tensors: The tensors, by these names.
+    """
+
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    tensors: Iterator[tuple[str, torch.Tensor]]
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        """Return the next name and tensor."""
+        return next(self.tensors)
+
+
 def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     directory: str | Path,
@@ -73,9 +91,13 @@ def write_weights(
     Raises:
         FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
     """
-    stored = _stored(tensors, version)
-    if previous is not None and _holds(previous, stored, adapter):
-        return replace(previous, version=version)
+    stream = tensors
+    if not isinstance(stream, WeightStream):
+        stored = _stored(tensors, version)
+        if previous is not None and _holds(previous, stored, adapter):
+            return replace(previous, version=version)
+        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+        stream = WeightStream(described, iter(stored.items()))
     home = Path(directory)
     home.mkdir(parents=True, exist_ok=True)
     path = home / f"weights-{version:08d}.safetensors"
@@ -83,12 +105,18 @@ def write_weights(
     # First, so that there is room for the new one.
     _remove_versions(home, version - 1, keep - 1)
     with undo_on_error(lambda: partial.unlink(missing_ok=True)):
-        _fill(partial, stored)
+        checksums = write_weight_file(partial, stream)
     partial.rename(path)
     entries = tuple(
-        TensorEntry(name, tuple(tensor.shape), _dtype_name(tensor), checksum(tensor)) for name, tensor in stored.items()
+        TensorEntry(name, shape, str(dtype).removeprefix("torch."), checksums[name])
+        for name, (dtype, shape) in stream.described.items()
     )
-    return WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
+    manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
+    if stream is tensors and previous is not None and _holds(previous, _mapped(manifest), adapter):
+        # Of a stream it is known only now.
+        path.unlink()
+        return replace(previous, version=version)
+    return manifest
 
 
 def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
@@ -136,23 +164,29 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in safetensors format."""
+def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
+    """Write tensors in safetensors format, one after the other; return their checksums by name."""
     # Widest elements first: then each tensor is aligned, and none needs a gap before it, which the format forbids.
-    order = sorted(stored, key=lambda name: -stored[name].element_size())
-    ends = list(itertools.accumulate(stored[name].nbytes for name in order))
+    order = sorted(stream.described, key=lambda name: -stream.described[name][0].itemsize)
+    sizes = [stream.described[name][0].itemsize * math.prod(stream.described[name][1]) for name in order]
+    ends = list(itertools.accumulate(sizes))
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, start, end in zip(order, [0, *ends], ends, strict=False):
-        tensor = stored[name]
-        head[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    starts = dict(zip(order, [0, *ends], strict=False))
+    for name, end in zip(order, ends, strict=True):
+        dtype, shape = stream.described[name]
+        head[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
     raw = orjson.dumps(head)
     raw += b" " * (-(8 + len(raw)) % 64)
+    checksums = {}
     # A partial file of a failed write is not filled again: a reader may have it open.
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
         out.write(len(raw).to_bytes(8, "little") + raw)
-        for name in order:
-            out.write(bytes_of(stored[name]).data)
+        for name, tensor in stream:
+            out.seek(8 + len(raw) + starts[name])
+            out.write(bytes_of(tensor).data)
+            checksums[name] = checksum(tensor)
+    return checksums
 
 
 def _remove_versions(home: Path, newest: int, keep: int) -> None:

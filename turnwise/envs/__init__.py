@@ -1,7 +1,8 @@
 """Environments at the level of messages, with Gymnasium's method names."""
 
 from turnwise.envs.checker import CheckReport, Finding, check_env
-from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import Env, Solution, StepResult, as_messages, invoke, schemas
+from turnwise.envs.demonstrations import conversation, solved_conversation
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
 from turnwise.envs.single_turn import SingleTurnEnv
@@ -26,6 +27,7 @@ __all__ = [
     "RecordTranscript",
     "ShapeReward",
     "SingleTurnEnv",
+    "Solution",
     "StepResult",
     "TimeLimit",
     "ToolEnv",
@@ -34,12 +36,14 @@ __all__ = [
     "Wrapper",
     "as_messages",
     "check_env",
+    "conversation",
     "env_names",
     "invoke",
     "make",
     "play_solution",
     "register",
     "schemas",
+    "solved_conversation",
     "tool_call",
     "wrap",
 ]

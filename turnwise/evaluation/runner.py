@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from turnwise.append_file import private_directory, write_private
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig, EvalPlan
+from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
 from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
@@ -34,9 +34,9 @@ from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
+from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.preflight import load_checked
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -117,8 +117,15 @@ class EvalProgress:
     """Progress of an evaluation: counts, display, and metrics of finished episodes."""
 
     def __init__(
-        self, plan: EvalPlan, requests: Sequence[RolloutRequest], *, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: EvalPlan,
+        requests: Sequence[RolloutRequest],
+        *,
+        restored: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin with ``restored`` episodes that earlier processes finished."""
+        self._restored = restored
         self.total = sum(request.group_size for request in requests)
         self._plan = plan
         self._requests = list(requests)
@@ -139,10 +146,11 @@ class EvalProgress:
 
     @property
     def time_left(self) -> float | None:
-        """Estimated remaining seconds by the rate so far; None before the first episode."""
-        if self.ended == 0:
+        """Estimated remaining seconds by the rate of this process; None before its first episode."""
+        here = self.ended - self._restored
+        if here <= 0:
             return None
-        return (self._clock() - self._started) / self.ended * (self.total - self.ended)
+        return (self._clock() - self._started) / here * (self.total - self.ended)
 
     def wrote(self, trajectory: Trajectory) -> None:
         """Count the episode of a written trajectory."""
@@ -260,7 +268,8 @@ class _Model:
 def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResult:
     """Evaluate a model on an environment, print the metrics and write the results.
 
-    The directory then holds ``config.yaml``, ``trajectories.jsonl`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
+    A directory of an interrupted or killed evaluation is continued: what is finished in it is not rolled out again. It
+    then holds ``config.yaml``, ``trajectories.jsonl`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
     ``episodes.jsonl`` and ``summary.json``. On Ctrl-C finished episodes are still summarised.
 
     Args:
@@ -273,7 +282,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         KeyboardInterrupt: It was interrupted; the summary counts the unfinished episodes.
     """
     console = console or Console()
-    folder = _folder(config)
+    folder = output_directory(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
     ended = any(summary.success.episodes for summary in result.parts.values())
@@ -287,26 +296,12 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     if result.unfinished:
         console.print(
             f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
-            "first, so these results may differ from those of the full evaluation",
+            "first, so these results may differ from those of the full evaluation. The same command with "
+            f"-o {folder} finishes it",
             soft_wrap=True,
         )
         raise KeyboardInterrupt
     return result
-
-
-def _folder(config: EvalConfig) -> Path:
-    if config.out is None:
-        name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
-        folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        number = 2
-        while folder.exists():
-            folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
-    else:
-        folder = config.out
-    taken = [name for name in ("trajectories.jsonl", "ledger.jsonl", "summary.json") if (folder / name).exists()]
-    if taken:
-        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: choose another directory")
-    return folder
 
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
@@ -320,7 +315,11 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
     private_directory(folder)
     write_private(folder / "config.yaml", dump_config(config))
+    finished = FinishedMembers(folder)
+    if finished.restored:
+        console.print(f"{folder}: {finished.restored} episodes are finished; the others are rolled out", soft_wrap=True)
     async with AsyncExitStack() as stack:
+        stack.callback(finished.close)
         model = await _model(config, folder, stack)
         # The ledger closes the client too, and marks its end: nothing is in flight any more. Hosted endpoints return
         # text, so there are no tokens to record.
@@ -338,19 +337,18 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
                 await model.recover(error)
             await frozen.recover(error)
 
-        writer = TrajectoryWriter(folder / "trajectories.jsonl")
-        stack.callback(writer.close)
-        progress = EvalProgress(config, eval_requests(config, loaded.tasks))
+        progress = EvalProgress(config, eval_requests(config, loaded.tasks), restored=finished.restored)
 
         def write(trajectory: Trajectory) -> None:
-            writer.write(trajectory)
+            finished.write(trajectory)
             progress.wrote(trajectory)
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
         parts = RolloutParts(
-            renderer, write=write, recover=recover, frozen=frozen.policies, custom=config.custom, notify=console.print
-        )
+            renderer, run_part=str(finished.part), write=write, finished=finished, recover=recover,
+            frozen=frozen.policies, custom=config.custom, notify=console.print,
+        )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
         result = await _watched(producer, config, loaded.tasks, progress, console)

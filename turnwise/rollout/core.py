@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from turnwise.errors import InferenceError
 from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
+from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.tasks.core import Task
@@ -71,6 +72,7 @@ class RolloutParts:
         write: Called with every trajectory, failed and cancelled ones included.
         rolling: Returns a context manager entered around each group's rollout, by its id, for the timeline.
         journal: Journal of finished members of groups to train.
+        finished: Journal of finished members of held-out groups, for an evaluation that can be resumed.
         recover: Awaited after an inference failure, before the retry. Raises to end the run.
         custom: The raw ``custom`` section of the configuration.
         frozen: Further policies by name, never trained.
@@ -84,6 +86,7 @@ class RolloutParts:
     write: Callable[[Trajectory], None] | None = None
     rolling: Callable[[str], AbstractContextManager[None]] | None = None
     journal: Journal | None = None
+    finished: FinishedMembers | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
     frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)

@@ -38,6 +38,7 @@ from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.config import MemberRule
@@ -225,13 +226,15 @@ class _Asked:
         name: Prefix of its episode ids in this process.
         done: Trajectories of members that an earlier process finished.
         journal: The journal of its members, or None.
+        rewarded: Whether an earlier process finished the whole group, its reward included.
     """
 
     request: RolloutRequest
     group_id: str
     name: str
     done: dict[int, list[Trajectory]]
-    journal: Journal | None
+    journal: Journal | FinishedMembers | None
+    rewarded: bool = False
 
 
 class RolloutProducer(RolloutManager):
@@ -392,7 +395,7 @@ class RolloutProducer(RolloutManager):
     async def _group(self, request: RolloutRequest, name: str) -> TrajectoryGroup:
         asked = self._begin(request, name)
         rewarder = self._rewarder
-        if rewarder is None:
+        if rewarder is None or asked.rewarded:
             return await self._members(asked)
         try:
             for done in asked.done.values():
@@ -404,11 +407,14 @@ class RolloutProducer(RolloutManager):
             rewarder.abandon(name, why, StopReason.CANCELLED, but_kept=self._closing)
 
     def _begin(self, request: RolloutRequest, name: str) -> _Asked:
-        journal = self._parts.journal if request.partition == "train" else None
+        held_out = request.partition != "train"
+        journal = self._parts.finished if held_out else self._parts.journal
         found = None if journal is None else journal.found(request.key)
-        if found is None:
+        whole = found is not None and len(found.members) == request.group_size
+        # Written members of a held-out group have their rewards, which were compared with all of it.
+        if found is None or (held_out and self._rewarder is not None and not whole):
             return _Asked(request, name, name, {}, journal)
-        return _Asked(request, found.group_id, name, found.members, journal)
+        return _Asked(request, found.group_id, name, found.members, journal, held_out and whole)
 
     async def _members(self, asked: _Asked) -> TrajectoryGroup:
         request = asked.request
@@ -474,7 +480,7 @@ class RolloutProducer(RolloutManager):
         if asked.journal is not None:
             pending = self._rewarder is not None
             asked.journal.member(asked.request.key, asked.group_id, member, trajectories, pending=pending)
-            if self._rewarder is not None:
+            if self._rewarder is not None and asked.request.partition == "train":
                 self._rewarder.keep(asked.name, trajectories)
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:

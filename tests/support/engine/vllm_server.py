@@ -15,6 +15,7 @@ from support.trainer.lookup_run import MODEL, example, silent
 from turnwise.inference.config import InferenceConfig
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import make_model
 
 ROOT = Path(__file__).parents[3]
 # Starting takes three imports of vLLM, one after the other.
@@ -53,10 +54,9 @@ def train_checkpoint(directory: Path, steps: int = 100) -> None:
 
     After 38 ``steps`` it is right in two of three episodes.
     """
-    make_model = example("make_model")
     rows = asyncio.run(right_conversations(3000, seed=0))
     base = directory / "base"
-    make_model.make_model(base, rows, seed=0)
+    make_model(base, rows, seed=0)
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_sft(

@@ -30,8 +30,8 @@ import numpy
 # What a server, a training run, an evaluation and a gateway import by the time that they work.
 IMPORTED = (
     "turnwise.cli", "turnwise.trainer.run.train", "turnwise.trainer.observe.audit", "turnwise.trainer.offline.sft",
-    "turnwise.trainer.loops.modes", "turnwise.evaluation.runner", "turnwise.engine.causal_lm",
-    "turnwise.engine.server", "turnwise.engine.reward_model", "turnwise.gateway.server",
+    "turnwise.trainer.loops.modes", "turnwise.trainer.learn.fsdp_rank", "turnwise.evaluation.runner",
+    "turnwise.engine.causal_lm", "turnwise.engine.server", "turnwise.engine.reward_model", "turnwise.gateway.server",
     "turnwise.rollout.remote", "turnwise.envs.library.lookup",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto", "torch._dynamo", "torch.distributed.tensor",
@@ -84,6 +84,7 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
     from warm import WarmPopen, inherit
 
     from turnwise.inference.process import ServerProcess
+    from turnwise.trainer.learn.rank_processes import RankProcesses
 
     link, theirs = socket.socketpair()
     # Not where descriptors of the program will be.
@@ -98,6 +99,7 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
     theirs.close()
     inherit(ours, request["env"])
     ServerProcess.launcher = WarmPopen
+    RankProcesses.launcher = WarmPopen
     return None
 
 

@@ -33,6 +33,7 @@ from turnwise.config import dump_config
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import make_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lookup"
 SMALL_MODEL = EXAMPLE.parent / "small_model"
@@ -58,10 +59,10 @@ MODEL = Path("sft") / "model"
 
 def build_model(directory: Path) -> None:
     """Make a model that writes calls and answers, mostly wrong ones, in ``directory / MODEL``."""
-    make_model, teacher = example("make_model"), example("teacher")
+    teacher = example("teacher")
     rows = list(asyncio.run(teacher.demonstrations(400, seed=0)))
     base = directory / "base"
-    make_model.make_model(base, rows, seed=0)
+    make_model(base, rows, seed=0)
     config = Qwen3Config.from_pretrained(base)
     for name, value in {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16,

@@ -25,6 +25,7 @@ COMMANDS = (
     "gateway",
     "view",
     "audit",
+    "envs",
     "check-env",
     "check-sandbox",
     "timeline",

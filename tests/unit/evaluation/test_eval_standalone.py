@@ -136,22 +136,24 @@ import asyncio, os, signal
 from turnwise.envs.library.lookup import LookupEnv
 
 class Stops(LookupEnv):
-    resets, at = 0, 0
+    resets = 0
 
     async def reset(self, task=None, *, seed=None):
         Stops.resets += 1
-        if Stops.resets == self.at:
+        at = int(os.environ["STOPS_AT"])
+        if Stops.resets == at:
             os.kill(os.getpid(), signal.SIGINT)
-        if Stops.resets >= self.at:
+        if Stops.resets >= at:
             await asyncio.Event().wait()
         return super().reset(task, seed=seed)
 """
 
 
-def interrupt(model: Path, folder: Path, at: int) -> Path:
+def interrupt(model: Path, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Evaluate one episode after the other, and press Ctrl-C when the one of this number begins."""
     file = folder / "stops.py"
-    file.write_text(STOPS.replace("at = 0, 0", f"at = 0, {at}"))
+    file.write_text(STOPS)
+    monkeypatch.setenv("STOPS_AT", str(at))
     before = children()
     options = (f"rollout.env.name={file}:Stops", "rollout.concurrency=1")
     assert evaluate(model, folder / "out", *options) == 130
@@ -159,10 +161,10 @@ def interrupt(model: Path, folder: Path, at: int) -> Path:
     return folder / "out"
 
 
-def test_ctrl_c_keeps_and_summarises_what_has_ended(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = interrupt(model, tmp_path, at=4)
+    out = interrupt(model, tmp_path, 4, monkeypatch)
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "interrupted: 6 episodes were unfinished and are not counted" in text
     assert re.search(r"not finished +6", text)
@@ -176,9 +178,25 @@ def test_ctrl_c_keeps_and_summarises_what_has_ended(
     assert len(ended) == 3
     assert run("audit", str(out), "--no-recompute") == 0
 
+    monkeypatch.setenv("STOPS_AT", "99")
+    options = (f"rollout.env.name={tmp_path / 'stops.py'}:Stops", "rollout.concurrency=3")
+    assert evaluate(model, out, *options, "rollout.temperature=0.5") == 1
+    assert "an unfinished evaluation with another rollout.temperature: give the command" in capsys.readouterr().err
+    assert evaluate(model, out, *options) == 0
+    assert "3 episodes are finished; the others are rolled out" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    assert "unfinished" not in summary
+    assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
+    whole = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    assert [each.id for each in whole[:3]] == [each.id for each in ended]
+    assert len(whole) == 9
+    assert run("audit", str(out)) == 0
 
-def test_ctrl_c_before_an_episode_has_ended(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = interrupt(model, tmp_path, at=1)
+
+def test_ctrl_c_before_an_episode_has_ended(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = interrupt(model, tmp_path, 1, monkeypatch)
     assert "interrupted before any episode finished" in capsys.readouterr().out
     assert orjson.loads((out / "summary.json").read_bytes())["unfinished"] == 9
 

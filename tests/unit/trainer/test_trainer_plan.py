@@ -20,6 +20,7 @@ from turnwise.config import load_config
 from turnwise.envs import ToolEnv
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.small_model import make_model
 from turnwise.trainer.run import plan as module
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.run.directory import RunDirectory, config_digest, read_start
@@ -44,7 +45,7 @@ class Hanging(ToolEnv):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = list(asyncio.run(example("teacher").demonstrations(40, 0)))
     directory = tmp_path_factory.mktemp("dry-run") / "model"
-    example("make_model").make_model(directory, rows, 0)
+    make_model(directory, rows, 0)
     return directory
 
 

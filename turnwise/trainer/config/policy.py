@@ -175,7 +175,8 @@ class PolicyConfig(Section):
         model: The model.
         optim: The optimizer.
         schedule: The learning-rate schedule.
-        engine: The learner (``trainer/learn/learner.py``): a registered name, or a custom class as ``pkg.mod:Class``.
+        engine: The learner (``trainer/learn/learner.py``): ``torch``, ``fsdp``, another registered name, or a custom
+            class as ``pkg.mod:Class``.
         engine_options: Options of that engine by name.
         critic: The critic that ``algorithm.advantage: gae`` reads.
     """

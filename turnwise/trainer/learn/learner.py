@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from torch import Tensor
 
@@ -59,6 +59,23 @@ class StepResult:
     skipped: str | None = None
 
 
+class EngineProcesses(Protocol):
+    """The processes of an engine that computes outside of the trainer's.
+
+    Attributes:
+        lost: Whether the weights are gone with a process that died, so that nothing can be saved.
+    """
+
+    lost: bool
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+
+
+def no_check(config: PolicyConfig, options: Mapping[str, Any]) -> None:
+    """Check nothing: whatever is configured can be tried."""
+
+
 class Learner(ABC):
     """Trains one policy.
 
@@ -67,12 +84,21 @@ class Learner(ABC):
     be on another device than the model. Methods that are not abstract are optional for an engine.
 
     Attributes:
+        check: Checks what ``create`` with these options needs of the configuration and of this machine, and returns
+            what would compute, for the plan of a run (None for ``model.device``); raises TrainError. By default
+            nothing is checked.
+        placement_options: Engine options that say where is computed, not what is learned: a resumed run may change
+            them.
+        processes: The engine's processes, which a run ends; None for an engine in this process.
         steps: Optimizer steps taken so far, skipped ones included.
         skipped: Number of skipped steps by reason.
         total_steps: Optimizer steps of the whole run, for the schedule. A loop adjusts it between steps where another
             budget ends the run.
     """
 
+    check: ClassVar[staticmethod[[PolicyConfig, Mapping[str, Any]], str | None]] = staticmethod(no_check)
+    placement_options: ClassVar[frozenset[str]] = frozenset()
+    processes: EngineProcesses | None = None
     steps: int
     total_steps: int
     skipped: Counter[str]
@@ -192,7 +218,10 @@ class Learner(ABC):
 
 L = TypeVar("L", bound=type[Learner])
 
-ENGINES: dict[str, type[Learner] | str] = {"torch": "turnwise.trainer.learn.torch_learner:TorchLearner"}
+ENGINES: dict[str, type[Learner] | str] = {
+    "torch": "turnwise.trainer.learn.torch_learner:TorchLearner",
+    "fsdp": "turnwise.trainer.learn.fsdp_learner:FSDPLearner",
+}
 """Learners by the name that a configuration uses: classes, or references to them."""
 
 
@@ -242,6 +271,16 @@ def chosen_engine(config: PolicyConfig) -> ConfiguredFunction:
         arguments=("config", "total_steps"),
         data=("model_path",),
     )
+
+
+def check_engine(config: PolicyConfig) -> str | None:
+    """Check what the configured engine needs; return what would compute, or None for ``model.device``.
+
+    Raises:
+        RegistryError: No such engine, or a wrong option.
+        TrainError: The policy cannot be trained with it here.
+    """
+    return find_engine(config.engine).check(config, chosen_engine(config).options)
 
 
 def open_learner(config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Learner:

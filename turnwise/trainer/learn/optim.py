@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,6 +110,13 @@ class OptimizerSet:
         """Zero the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield name, parameter and live state of each parameter; the state is empty before its first update."""
+        for names, optimizer in zip(self.names, self.optimizers, strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for name, parameter in zip(names, parameters, strict=True):
+                yield name, parameter, optimizer.state[parameter]
 
     def move(self, device: torch.device) -> int:
         """Move the state to a device; return its bytes."""

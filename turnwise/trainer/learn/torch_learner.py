@@ -17,6 +17,7 @@ from torch import Tensor
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
@@ -65,11 +66,41 @@ def return_freed_memory() -> bool:
 
 
 OPTIMIZER_FILE = "optimizer.pt"
+SHARDED_FILE = "fsdp.json"
+"""What a checkpoint of the engine ``fsdp`` has instead: its counters."""
 
 # So many updates in a row without a finite gradient do not heal by themselves.
 _MOST_BAD_STEPS = 10
 
 _log = logging.getLogger(__name__)
+
+
+class LossTotals:
+    """Losses and statistics of micro-batches, added up on the device."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, result: LossSums, normalizer: float) -> Tensor:
+        """Add a micro-batch; return its loss divided by the normaliser, to be differentiated."""
+        loss = result.loss / normalizer
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        for name, value in result.sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in result.maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+        return loss
+
+    def stats(self, tokens: int) -> Stats:
+        """Return the statistics, given the number of trained tokens."""
+        return Stats(
+            loss=0.0 if self._loss is None else float(self._loss),
+            tokens=tokens,
+            means={name: float(value) / max(1, tokens) for name, value in self._sums.items()},
+            maxima={name: float(value) for name, value in self._maxima.items()},
+        )
 
 
 class TorchLearner(Learner):
@@ -119,25 +150,11 @@ class TorchLearner(Learner):
         self._check_here("forward_backward")
         if not normalizer > 0:
             raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
-        total: Tensor | None = None
-        sums: dict[str, Tensor] = {}
-        maxima: dict[str, Tensor] = {}
+        totals = LossTotals()
         for batch in batches:
             result = objective(batch, self.policy.forward(batch, entropy=objective.entropy))
-            loss = result.loss / normalizer
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-            for name, value in result.sums.items():
-                sums[name] = sums[name] + value if name in sums else value
-            for name, value in result.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        tokens = sum(batch.trained_tokens for batch in batches)
-        return Stats(
-            loss=0.0 if total is None else float(total),
-            tokens=tokens,
-            means={name: float(value) / max(1, tokens) for name, value in sums.items()},
-            maxima={name: float(value) for name, value in maxima.items()},
-        )
+            totals.add(result, normalizer).backward()  # type: ignore[no-untyped-call]
+        return totals.stats(sum(batch.trained_tokens for batch in batches))
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradients, update the parameters, and zero the gradients."""
@@ -150,13 +167,17 @@ class TorchLearner(Learner):
             self.skipped["no_gradient"] += 1
             return StepResult(0.0, rates, "no_gradient")
         limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = self._clip(parameters, limit)
         if not norm < float("inf"):
             self._skip_bad_step(norm)
             return StepResult(norm, rates, "non_finite")
         self._bad_steps = 0
         self._optimizers.step(factor)
         return StepResult(norm, rates)
+
+    def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
+        """Clip gradients by their global norm, and return it."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
@@ -204,6 +225,11 @@ class TorchLearner(Learner):
         """Restore parameters, optimizer state and counters, bit for bit."""
         file = directory / OPTIMIZER_FILE
         if not file.is_file():
+            if (directory / SHARDED_FILE).is_file():
+                raise CheckpointError(
+                    f"checkpoint {directory} was written by the engine fsdp ({SHARDED_FILE}), whose optimizer state "
+                    "the engine torch cannot load: resume with policies.main.engine: fsdp (one rank suffices)"
+                )
             raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -46,32 +46,44 @@ class LoRA:
 
     def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict of the bare model with the adapters merged, given that of the model with adapters."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            if ".lora_" in name:
-                continue
-            owner, _, last = name.rpartition(".")
-            target = owner.removesuffix(".base_layer")
-            if target in self._layers and last == "weight":
-                layer = self._layers[target]
-                factors = (layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach())
-                found[f"{target}.weight"] = merged(tensor.detach(), *factors, self.info.scale)
-            else:
-                found[f"{target}.{last}"] = tensor.detach()
-        return found
+        return {
+            whole: self.whole_tensor(name, tensor)
+            for name, tensor in state.items()
+            if (whole := self.whole_name(name)) is not None
+        }
+
+    def whole_name(self, name: str) -> str | None:
+        """Return the name in the bare model of a tensor of the model with adapters; None for a factor."""
+        if ".lora_" in name:
+            return None
+        owner, _, last = name.rpartition(".")
+        return f"{owner.removesuffix('.base_layer')}.{last}"
+
+    def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+        """Return a tensor of the bare model, the adapter merged; ``gathered`` makes whole tensors of sharded ones."""
+        owner, _, last = name.rpartition(".")
+        layer = self._layers.get(owner.removesuffix(".base_layer")) if last == "weight" else None
+        if layer is None:
+            return gathered(tensor)
+        factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
+        return merged(gathered(tensor), *factors, self.info.scale)
 
     def off(self) -> AbstractContextManager[None]:
         """Return a context in which adapters are disabled."""
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
 
-    def save(self, directory: Path) -> None:
-        """Write them in peft's format: ``PeftModel.from_pretrained`` reads the directory."""
+    def save(self, directory: Path, factors: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Write them in peft's format: ``PeftModel.from_pretrained`` reads the directory.
+
+        ``factors`` are those of :meth:`tensors` as whole tensors, where the model's are sharded.
+        """
         settings = self._wrapped.peft_config[_NAME]
         settings.inference_mode = True
         settings.save_pretrained(str(directory))
         settings.inference_mode = False
-        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in self.tensors()}
+        given = self.tensors() if factors is None else factors
+        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in given}
         save_file(tensors, directory / ADAPTER_WEIGHTS)
 
     def load(self, directory: Path) -> None:
@@ -80,6 +92,13 @@ class LoRA:
         Raises:
             CheckpointError: There are none, or of another rank or other targets.
         """
+        saved = self.read(directory)
+        with torch.no_grad():
+            for name, tensor in self.tensors():
+                tensor.copy_(saved[name])
+
+    def read(self, directory: Path) -> dict[str, Tensor]:
+        """Return saved factors by the names of :meth:`tensors`; raises as :meth:`load` does."""
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if not (directory / file).is_file():
                 raise CheckpointError(f"checkpoint {directory} lacks {file}")
@@ -87,15 +106,12 @@ class LoRA:
             saved = load_file(directory / ADAPTER_WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} cannot be read: {error}") from error
-        own = {f"{PREFIX}{name}": tensor for name, tensor in self.tensors()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        shapes = {f"{PREFIX}{name}": tuple(tensor.shape) for name, tensor in self.tensors()}
         if {name: tuple(tensor.shape) for name, tensor in saved.items()} != shapes:
             raise CheckpointError(
                 f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora"
             )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(saved[name])
+        return {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
 
 
 def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:

@@ -127,14 +127,7 @@ class Policy:
         Raises:
             TrainError: An id outside of the vocabulary, or segments out of order.
         """
-        # The last token of a row may be trained and not be read.
-        ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
-        lowest, highest = int(min(ends)), int(max(ends))
-        if lowest < 0 or highest >= self.vocab_size:
-            raise TrainError(
-                f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
-                f"{self.vocab_size} entries: the rollout used another tokenizer than this model's"
-            )
+        check_ids(batch, self.vocab_size)
         device = self.device
         with self._autocast():
             return self._hidden(batch, device)[0].index_select(0, batch.predictors.to(device))
@@ -177,13 +170,16 @@ class Policy:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self.lora.save(directory)
-        # Tells readers of the folder which model it is, without the weights.
+        self.save_settings(directory)
+        if extra is not None:
+            extra(directory)
+
+    def save_settings(self, directory: Path) -> None:
+        """Write what tells readers of the folder which model it is, without the weights, and the tokenizer files."""
         self.model.config.save_pretrained(directory)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(directory)
         copy_companions(self.source, directory)
-        if extra is not None:
-            extra(directory)
 
     def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
         layout = PackedLayout.of(batch.segments, device)
@@ -195,6 +191,22 @@ class Policy:
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+
+def check_ids(batch: MicroBatch, vocab_size: int) -> None:
+    """Check that a model with so many ids can score a micro-batch.
+
+    Raises:
+        TrainError: It has an id outside of the vocabulary.
+    """
+    # The last token of a row may be trained and not be read.
+    ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
+    lowest, highest = int(min(ends)), int(max(ends))
+    if lowest < 0 or highest >= vocab_size:
+        raise TrainError(
+            f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
+            f"{vocab_size} entries: the rollout used another tokenizer than this model's"
+        )
 
 
 def final_logits(model: Any, states: Tensor) -> Tensor:

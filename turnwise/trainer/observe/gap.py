@@ -105,6 +105,10 @@ class GapWatch:
         arrays = (each.detach().float().cpu().numpy() for each in (trainer, rollout))
         self._parts.append(_Part(tuple(rows), sequences.cpu().numpy(), *arrays))
 
+    def join(self, other: GapWatch) -> None:
+        """Add the records of another process, whose rows are those of :meth:`packed` here."""
+        self._parts += other._parts
+
     @property
     def has_tokens(self) -> bool:
         """Whether any tokens were recorded."""

@@ -34,7 +34,7 @@ from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
-from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.learner import Learner, find_engine, open_learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.observe.loggers import LoggedRun
@@ -56,7 +56,10 @@ _FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "infe
 def config_digest(config: TrainConfig) -> str:
     """Return a digest of the configuration keys that a resumed run must not change."""
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
-    kept = config.model_dump(mode="json", exclude={**free, "replay": {"memory_mb"}})
+    placement = set(find_engine(config.policy.engine).placement_options)
+    kept = config.model_dump(
+        mode="json", exclude={**free, "replay": {"memory_mb"}, "policies": {"main": {"engine_options": placement}}}
+    )
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 

@@ -32,6 +32,7 @@ from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
+from turnwise.trainer.learn.learner import check_engine
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import try_adapters
 from turnwise.trainer.model.reference import reference_path
@@ -169,8 +170,8 @@ class _Checker:
 
     async def devices(self) -> str:
         trainer, server = self._config.policy.model.device, self._config.inference.device
-        found = pick_device(trainer), pick_device(server)
-        return "; ".join((f"trains on {found[0]}, samples on {found[1]}", *self._warnings))
+        trains = check_engine(self._config.policy) or pick_device(trainer)
+        return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
 
     async def chat_format(self) -> str:
         if not self._has_model:

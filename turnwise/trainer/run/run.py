@@ -334,6 +334,8 @@ async def open_run(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.lock())
         start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
+        if start.learner.processes is not None:
+            stack.callback(start.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy(after=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
@@ -428,6 +430,7 @@ async def _assemble(
 
 
 def _save_unsaved(run: TrainRun) -> None:
-    """Save the last finished step, unless it is saved or the weights are torn."""
-    if run.state.step > run.saved_step and not run.torn:
+    """Save the last finished step, unless it is saved or the weights are torn or lost."""
+    lost = run.learner.processes is not None and run.learner.processes.lost
+    if run.state.step > run.saved_step and not run.torn and not lost:
         run.save()

@@ -1,4 +1,4 @@
-"""A model of about a million parameters with its own tokenizer, made in place: nothing is downloaded."""
+"""Small models with their own tokenizers, made from demonstrations of an environment: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.chat.template import ChatTemplate
 
-TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+TEMPLATE = Path(__file__).with_name("small_model.jinja")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
@@ -26,11 +26,19 @@ def make_model(
     *,
     width: int = 128,
     layers: int = 4,
+    context: int = 512,
     words: str | None = None,
 ) -> int:
-    """Write a new model to a directory in Hugging Face format; return its number of parameters.
+    """Write a new model with random weights to a directory in Hugging Face format; return its number of parameters.
 
-    ``words`` is what stands alone for the tokenizer, as a regular expression, where it is not the words of the data.
+    Args:
+        directory: The directory, created if missing.
+        conversations: Demonstrations in OpenAI's form, ``{"messages": [...], "tools": [...]}``: the tokenizer's text.
+        seed: Of the weights.
+        width: Hidden size.
+        layers: Number of layers.
+        context: Maximum number of tokens of a sequence.
+        words: A regular expression of what stands alone for the tokenizer; by default the words of the data.
     """
     directory.mkdir(parents=True, exist_ok=True)
     template = TEMPLATE.read_text()
@@ -54,7 +62,7 @@ def make_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=width // 4,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         initializer_range=0.04,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
@@ -85,12 +93,13 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def words_of(conversations: list[dict[str, Any]]) -> str:
+def words_of(conversations: list[dict[str, Any]], longest: int | None = None) -> str:
     """Return an expression for the words that are data: arguments of calls and answers of tools.
 
-    Numbers are not words: each digit is a token.
+    Numbers are not words: each digit is a token. Nor is what has more than ``longest`` characters: long texts do not
+    occur twice.
     """
-    found = set()
+    found: set[str] = set()
     for conversation in conversations:
         for message in map(with_objects, conversation["messages"]):
             found.update(
@@ -98,7 +107,8 @@ def words_of(conversations: list[dict[str, Any]]) -> str:
             )
             if message["role"] == "tool":
                 found.add(message["content"])
-    data = sorted(word for word in found if not any(character.isdigit() for character in word))
+    short = (word for word in found if word and (longest is None or len(word) <= longest))
+    data = sorted(word for word in short if not any(character.isdigit() for character in word))
     return rf"\b(?:{'|'.join(map(re.escape, data))})\b" if data else ""
 
 

@@ -1,0 +1,106 @@
+"""``turnwise envs``: what is registered, and what one environment begins with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from turnwise.cli.app import app
+from turnwise.envs import EnvSpec
+from turnwise.envs.catalogue import count_tasks, describe, first_observation
+from turnwise.envs.registration import env_names
+from turnwise.errors import RegistryError
+
+OWN = '''
+from turnwise import Task, ToolEnv, function_tool
+
+closed = []
+
+class Own(ToolEnv):
+    """An environment of one's own: it counts.
+
+    More is said here.
+    """
+
+    def __init__(self, start: int, step=2):
+        self.start = start
+
+    @function_tool
+    def add(self, number: int) -> int:
+        """Add a number."""
+        return self.start + number
+
+    def reset(self, task=None, *, seed=None):
+        return [{"role": "user", "content": f"Count from {self.start} [bold]to[/bold] {task.prompt}."}], {}
+
+    def close(self):
+        closed.append(self.start)
+
+def tasks():
+    yield Task("first", "nine")
+    yield Task("second", "ten")
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_every_registered_environment_is_listed_with_what_it_is() -> None:
+    found = {each["name"]: each for each in json.loads(run("envs", "--json"))}
+    assert sorted(found) == env_names()
+    # Tests register environments, too.
+    shipped = {name: each for name, each in found.items() if each["reference"].startswith("turnwise.")}
+    assert len(shipped) >= 17
+    assert [name for name, each in shipped.items() if each["problem"] or not each["summary"]] == []
+    assert found["lookup"]["tools"] == ["team_of", "manager_of"]
+    assert found["lookup"]["tasks"] == "turnwise.envs.library.lookup:tasks"
+    text = run("envs")
+    assert all(name in text for name in env_names())
+    assert "cancel_order, change_order_address" in text
+    assert "and 11 more" in text
+
+
+def test_one_is_shown_with_its_first_observation(own: str) -> None:
+    text = run("envs", "show", f"{own}:Own", "start=7", "--tasks", f"{own}:tasks")
+    for told in (
+        "An environment of one's own: it counts.", "configuration: start, step=2", ":tasks (2)", "task first",
+        "Count from 7 [bold]to[/bold] nine.", "add(number)  Add a number.", "turnwise check-env", "start=7",
+    ):  # fmt: skip
+        assert told in text, told
+    assert "More is said here" not in text
+
+
+async def test_an_episode_that_was_begun_is_closed(own: str) -> None:
+    first = await first_observation(EnvSpec(f"{own}:Own", {"start": 3}), f"{own}:tasks")
+    assert first.task is not None
+    assert (first.task.id, [each.name for each in first.tools]) == ("first", ["add"])
+    assert describe(f"{own}:Own").reference.endswith(":Own")
+    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == own)
+    assert module.closed == [3]
+
+
+def test_an_endless_source_is_counted_up_to_a_limit() -> None:
+    assert count_tasks("turnwise.envs.library.lookup:tasks?n=5") == 5
+    assert count_tasks("turnwise.envs.library.lookup:tasks?n=5000") == 1000
+
+
+def test_what_is_not_there_is_named() -> None:
+    with pytest.raises(RegistryError, match="there is no environment 'lokup'; did you mean 'lookup'"):
+        run("envs", "show", "lokup")
+    assert "nowhere" in describe("nowhere:Env").problem
+    with pytest.raises(RegistryError, match="missing a required argument: 'env_id'"):
+        run("envs", "show", "gymnasium")

@@ -1,0 +1,124 @@
+"""``turnwise init`` and ``make-model``: a new environment is checked, evaluated and trained from the first minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from support.processes.warm import run_command
+from turnwise.cli.app import app
+from turnwise.envs import EnvSpec, check_env, registration
+from turnwise.errors import ConfigError, EnvError
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
+
+SILENT = """
+from turnwise import ToolEnv
+
+class Silent(ToolEnv):
+    def reset(self, task=None, *, seed=None):
+        return "hm", {}
+"""
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "price-check"
+    run("init", "price-check", "--dir", str(home))
+    # What it registers is gone after the test.
+    monkeypatch.setattr(registration, "_ENVS", dict(registration._ENVS))
+    monkeypatch.syspath_prepend(str(home / "src"))
+    yield home
+    for name in [each for each in sys.modules if each.partition(".")[0] == "price_check"]:
+        del sys.modules[name]
+
+
+async def test_a_new_environment_passes_the_checker(project: Path) -> None:
+    report = await check_env("price_check.env:PriceCheckEnv")
+    assert (report.errors, report.warnings) == ([], [])
+    assert "price-check" in registration.env_names()
+    settings = tomllib.loads((project / "pyproject.toml").read_text())
+    assert settings["project"]["entry-points"]["turnwise.plugins"] == {"price-check": "price_check"}
+    TrainConfig.model_validate(yaml.safe_load((project / "train.yaml").read_text()))
+    assert (project / ".github" / "workflows" / "ci.yml").exists()
+    assert "{{" not in "".join(
+        file.read_text() for file in project.rglob("*") if file.is_file() and file.suffix != ".pyc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Price", "NAME is 'Price': write lower-case words"),
+        ("price.check", "write lower-case words"),
+        ("class", "write lower-case words"),
+        ("lookup", "is taken by an environment"),
+        ("guess-number", "is taken by an environment"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused(name: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run("init", name, "--dir", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("here")
+    with pytest.raises(ConfigError, match="is not an empty directory: choose another one with --dir"):
+        run("init", "price-check", "--dir", str(tmp_path))
+    with pytest.raises(ConfigError, match="is not empty: choose another directory"):
+        write_first_model(FirstModel(EnvSpec("lookup")), [], tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path) -> None:
+    rows = await demonstrate(FirstModel(EnvSpec("lookup"), "turnwise.envs.library.lookup:tasks?n=3", demonstrations=5))
+    asked = [row["messages"][0]["content"] for row in rows]
+    assert asked[3:] == asked[:2]
+    assert [len(row["messages"]) for row in rows] == [6] * 5
+    # Another reset seed, so other hidden data.
+    assert rows[0]["messages"][1:] != rows[3]["messages"][1:]
+    file = tmp_path / "silent.py"
+    file.write_text(SILENT)
+    with pytest.raises(EnvError, match="Silent has no reference solution: write solve"):
+        await demonstrate(FirstModel(EnvSpec(f"{file}:Silent")))
+
+
+@pytest.mark.long
+def test_it_is_tested_evaluated_and_trained_by_the_commands_of_its_readme(tmp_path: Path) -> None:
+    run("init", "price-check", "--dir", str(tmp_path / "project"))
+    home = tmp_path / "project"
+    environment = {**os.environ, "PYTHONPATH": str(home / "src"), "TURNWISE_EXTERNAL_MODULES": "price_check"}
+
+    def turnwise(*arguments: str) -> str:
+        command = [sys.executable, "-m", "turnwise", *arguments]
+        done = run_command(command, cwd=home, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = run_command(tests, cwd=home, env=environment, capture_output=True, text=True)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "What do" in turnwise("envs", "show", "price-check")
+    turnwise("make-model", "model", "--env", "price-check", "--demonstrations", "60", "--steps", "3", "--width", "64")
+    turnwise("eval", "price-check", "--model", "model", "-n", "1", "--limit", "3", "--out", "evaluated")
+    summary = json.loads((home / "evaluated" / "summary.json").read_text())
+    assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [3, 3]
+    turnwise("train", "train.yaml", "smoke.yaml")
+    assert (home / "runs" / "price-check-smoke" / "checkpoints" / "step_000001").is_dir()
+    turnwise("audit", "runs/price-check-smoke")

@@ -1,0 +1,129 @@
+"""An evaluation that a kill ends anywhere, and another process finishes: as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chat.toy_renderer import ToyRenderer
+from turnwise.errors import FormatError
+from turnwise.evaluation import EvalPlan, EvalResult, evaluate
+from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.rollout.config import GroupRewardConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.core import RolloutParts
+from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES, FinishedMembers
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.trajectory import Trajectory
+
+PLAN = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
+SEEN: list[int] = []
+
+
+def guesses(request: ScriptedRequest) -> str:
+    """Answers by the sampling seed: what is asked again is answered alike, and nothing else is."""
+    SEEN.append(request.params.seed or 0)
+    people = ["aalto", "birk", "chen"]
+    return people[(request.params.seed or 0) % 3]
+
+
+def ranked(task: Any, trajectories: list[Trajectory]) -> list[float]:
+    """A reward that depends on the whole group."""
+    turns = [sum(segment.sampled for segment in each.segments) for each in trajectories]
+    return [value + len(turns) / 10 for value in turns]
+
+
+async def run(folder: Path, group_reward: bool = False) -> tuple[EvalResult, FinishedMembers]:
+    renderer = ToyRenderer()
+    reward = GroupRewardConfig(function=f"{__name__}:ranked", in_evaluation=True) if group_reward else None
+    config = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=2, retries=0, temperature=0.8, group_reward=reward)
+    finished = FinishedMembers(folder)
+    parts = RolloutParts(renderer, run_part=str(finished.part), write=finished.write, finished=finished)
+    producer = await RolloutProducer.create(config, ScriptedClient(renderer, guesses), None, parts)
+    try:
+        return await evaluate(producer, PLAN), finished
+    finally:
+        await producer.close()
+        finished.close()
+
+
+def figures(result: EvalResult) -> tuple[dict[str, Any], Counter[Any]]:
+    """Everything but ids, which name the process that made them, and times."""
+    record = {name: each for name, each in result.to_json().items() if name != "seconds"}
+    rows = Counter(
+        (name, row.task_id, row.reward, tuple(sorted(row.rewards.items())), row.turns, row.sampled_tokens)
+        for name, part in result.parts.items()
+        for row in part.rows
+    )
+    return record, rows
+
+
+def states(folder: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what both files hold after a kill at every append and in its middle, in the order of the appends."""
+    payloads = (folder / TRAJECTORIES).read_bytes().splitlines(keepends=True)
+    lines = (folder / FINISHED).read_bytes().splitlines(keepends=True)
+    held = b""
+    told = lines.pop(0)
+    for payload in payloads:
+        yield held + payload[: len(payload) // 2], told
+        held += payload
+        while lines and _end(lines[0]) <= len(held):
+            yield held, told + lines[0][: len(lines[0]) // 2]
+            told += lines.pop(0)
+        yield held, told
+    assert not lines
+
+
+def _end(line: bytes) -> int:
+    import orjson
+
+    return max(offset + length for _, offset, length, _ in orjson.loads(line)["trajectories"])
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "group reward"])
+def group_reward(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+async def test_killed_anywhere_and_finished_it_is_the_uninterrupted_one(group_reward: bool, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole, _ = await run(tmp_path / "whole", group_reward)
+    asked = len(SEEN)
+    found = list(states(tmp_path / "whole"))
+    for number, (payloads, lines) in enumerate(random.Random(1).sample(found, min(len(found), 20))):
+        folder = tmp_path / f"killed-{number}"
+        folder.mkdir()
+        (folder / TRAJECTORIES).write_bytes(payloads)
+        (folder / FINISHED).write_bytes(lines)
+        SEEN.clear()
+        again, finished = await run(folder, group_reward)
+        assert figures(again) == figures(whole)
+        assert finished.part == 1
+        # Without a group reward no finished episode is played again.
+        if not group_reward:
+            assert len(SEEN) <= asked - finished.restored
+        SEEN.clear()
+        third, finished = await run(folder, group_reward)
+        assert figures(third) == figures(whole)
+        assert (finished.restored, len(SEEN)) == (12, 0)
+
+
+async def test_a_damaged_trajectory_is_rolled_out_again(tmp_path: Path) -> None:
+    whole, _ = await run(tmp_path)
+    data = bytearray((tmp_path / TRAJECTORIES).read_bytes())
+    place = data.index(b"sampled_tokens") if b"sampled_tokens" in data else len(data) // 2
+    data[place] ^= 1
+    (tmp_path / TRAJECTORIES).write_bytes(bytes(data))
+    again, finished = await run(tmp_path)
+    assert finished.restored == 11
+    assert figures(again) == figures(whole)
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / FINISHED).write_text('{"event": "start"}\n{"key": "a"}\n')
+    with pytest.raises(FormatError, match=r"finished\.jsonl:2: not a finished member: .*Remove the line"):
+        FinishedMembers(tmp_path)

@@ -1,0 +1,314 @@
+"""The engine fsdp: equal to one process on any number of ranks, whose checkpoints any number of ranks resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.engine.tiny_lm import VOCABULARY, make_model, save_model
+from support.trainer.ranks import WarmRanks, pair_of_ranks
+from turnwise.engine.weights import WeightStream, read_weights, write_weights
+from turnwise.errors import CheckpointError, RankDied, TrainError
+from turnwise.trainer.algorithms.losses.core import LossSums
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
+from turnwise.trainer.algorithms.registry import ConfiguredFunction
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal
+from turnwise.trainer.learn.learner import Learner, check_engine, open_learner
+from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.observe.gap import GapWatch
+from turnwise.trajectory import TrainSample
+
+LENGTHS = (31, 9, 14, 6, 11, 7, 22)
+# AdamW's first step is lr * g / (|g| + eps): with both this large it is the gradient itself, to a millionth.
+SHOWS_GRADIENTS = {"lr": 1e6, "eps": 1e6, "max_grad_norm": None}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Of odd sizes, which two ranks cannot share equally.
+    made = make_model("qwen3", initializer_range=0.1, intermediate_size=97, vocab_size=VOCABULARY + 1)
+    return save_model(made, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[WarmRanks]:
+    with pair_of_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[WarmRanks]:
+    with pair_of_ranks(4) as ranks:
+        yield ranks
+
+
+def policy(path: Path, **changes: Any) -> PolicyConfig:
+    own = {"path": path, "device": "cpu", **changes.pop("model", {})}
+    return PolicyConfig.model_validate({"optim": {"lr": 1e-3}, "model": own, **changes})
+
+
+def rows() -> list[TrainRow]:
+    random = np.random.default_rng(3)
+    found = []
+    for number, length in enumerate(LENGTHS):
+        mask = np.zeros(length, np.bool_)
+        mask[length // 3 :] = True
+        sample = TrainSample(
+            input_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, -random.random(length) - 2.0, 0).astype(np.float32),
+            weight_versions=np.where(mask, 0, -1).astype(np.int32),
+            turn_ids=np.where(mask, 0, -1).astype(np.int32),
+            trajectory_id=f"t{number}",
+            group_id="g",
+            leaf=0,
+        )
+        found.append(TrainRow(sample, advantage=1.0 if number % 2 else -0.5, weight=1.0))
+    return found
+
+
+def batches(most: int = 32) -> list[MicroBatch]:
+    found = pack(rows(), most)
+    for each in found:
+        each.old_logprobs = each.rollout_logprobs
+    return found
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in learner.export_weights()}
+
+
+def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("world", ["two", "four"])
+def test_ranks_equal_one_process(model: Path, world: str, request: pytest.FixtureRequest) -> None:
+    ranks: WarmRanks = request.getfixturevalue(world)
+    shows = policy(model, optim=SHOWS_GRADIENTS)
+    before = weights(open_learner(shows, 5))
+    gradients, losses = [], []
+    for learner in (open_learner(shows, 5), FSDPLearner(ranks, shows, 5)):
+        stats = learner.forward_backward(batches(), PolicyObjective(), 40.0)
+        norm = learner.optim_step().grad_norm
+        losses.append({**stats.metrics(), "norm": norm})
+        gradients.append({name: before[name] - tensor for name, tensor in weights(learner).items()})
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert max(float(each.abs().max()) for each in gradients[0].values()) > 1e-2
+    assert gap(*gradients) < 1e-5
+
+    trains = policy(model)
+    one, sharded = open_learner(trains, 5), FSDPLearner(ranks, trains, 5)
+    for _ in range(5):
+        found = [learner.forward_backward(batches(), PolicyObjective(), 40.0).loss for learner in (one, sharded)]
+        assert found[1] == pytest.approx(found[0], abs=1e-5)
+        assert one.optim_step().learning_rates == sharded.optim_step().learning_rates
+    assert gap(weights(one), before) > 1e-3
+    assert gap(weights(one), weights(sharded)) < 1e-5
+    for left, right in zip(one.logprobs(batches()), sharded.logprobs(batches()), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
+
+
+def step(learner: Learner) -> None:
+    learner.forward_backward(batches(), PolicyObjective(), 40.0)
+    learner.optim_step()
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_four_and_on_one(
+    model: Path, two: WarmRanks, four: WarmRanks, tmp_path: Path
+) -> None:
+    config = policy(model)
+    saved = FSDPLearner(two, config, 9)
+    step(saved)
+    saved.save(tmp_path)
+    step(saved)
+    with pair_of_ranks(1) as one:
+        for ranks in (four, one):
+            resumed = FSDPLearner(ranks, config, 9, model_path=tmp_path)
+            resumed.load(tmp_path)
+            assert resumed.steps == 1
+            step(resumed)
+            assert gap(weights(saved), weights(resumed)) < 1e-5
+    # It is a model's folder as any other: one process scores with what two have written.
+    scored = open_learner(policy(tmp_path), 1).logprobs(batches())
+    with_it = FSDPLearner(two, policy(tmp_path), 1).logprobs(batches())
+    torch.testing.assert_close(torch.cat(scored), torch.cat(with_it), atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused(model: Path, two: WarmRanks, tmp_path: Path) -> None:
+    config = policy(model)
+    sharded, one = FSDPLearner(two, config, 9), open_learner(config, 9)
+    for learner, name in ((one, "torch"), (sharded, "fsdp")):
+        learner.save(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"written by the engine torch .*policies\.main\.engine: torch"):
+        sharded.load(tmp_path / "torch")
+    with pytest.raises(CheckpointError, match=r"written by the engine fsdp .*policies\.main\.engine: fsdp"):
+        one.load(tmp_path / "fsdp")
+    other = FSDPLearner(two, policy(save_model(make_model("qwen2"), tmp_path / "other")), 9)
+    with pytest.raises(CheckpointError, match="other names or shapes"):
+        other.load(tmp_path / "fsdp")
+    (tmp_path / "fsdp" / "optimizer" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="optimizer cannot be read"):
+        sharded.load(tmp_path / "fsdp")
+    # The ranks are in step after each of them.
+    step(sharded)
+
+
+def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks) -> None:
+    learner = FSDPLearner(two, policy(model), 9)
+    before = torch.cat(learner.logprobs(batches()))
+    step(learner)
+    with learner.initial_weights():
+        assert torch.equal(torch.cat(learner.logprobs(batches())), before)
+    assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
+
+
+def test_the_reference_of_adapters_that_go_on_has_those_that_they_began_with(
+    model: Path, two: WarmRanks, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    first = FSDPLearner(two, policy(model, model={"lora": {"rank": 4}}, optim={"lr": 1e-2}), 9)
+    step(first)
+    first.save(tmp_path)
+    further = FSDPLearner(two, policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2}), 9)
+    before = torch.cat(further.logprobs(batches()))
+    step(further)
+    with further.initial_weights():
+        assert torch.equal(torch.cat(further.logprobs(batches())), before)
+    assert not torch.equal(torch.cat(further.logprobs(batches())), before)
+
+
+def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
+    config = policy(model, model={"gradient_checkpointing": True})
+    half, full = (FSDPLearner(two, config, 9, sharding=Sharding(2, each)) for each in (True, False))
+    for learner in (half, full):
+        step(learner)
+    one, other = (torch.cat(learner.logprobs(batches())) for learner in (half, full))
+    assert 1e-4 < float((one - other).abs().max()) < 0.2
+    assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path: Path) -> None:
+    learner = FSDPLearner(two, policy(model), 9)
+    exported = learner.export_weights()
+    assert isinstance(exported, WeightStream)
+    living: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in exported:
+            living.append(weakref.ref(tensor))
+            most[0] = max(most[0], sum(each() is not None for each in living))
+            yield name, tensor
+            del tensor
+
+    written = write_weights(WeightStream(exported.described, watched()), tmp_path, 1)
+    assert len(living) > 10
+    assert most[0] <= 2
+    read = read_weights(written)
+    assert gap(weights(learner), read) == 0
+    # Unchanged ones are renumbered, changed ones are not.
+    again = write_weights(learner.export_weights(), tmp_path, 2, previous=written)
+    assert (again.version, again.path) == (2, written.path)
+    assert [each.name for each in tmp_path.iterdir()] == [Path(written.path).name]
+    step(learner)
+    assert write_weights(learner.export_weights(), tmp_path, 3, previous=again).path != written.path
+
+
+def test_what_was_measured_comes_back(model: Path, two: WarmRanks) -> None:
+    gaps = []
+    for learner in (open_learner(policy(model), 9), FSDPLearner(two, policy(model), 9)):
+        watch = GapWatch()
+        watch.packed(rows())
+        learner.forward_backward(batches(), PolicyObjective(watch=watch), 40.0)
+        gaps.append(watch.found())
+    assert [each.token for each in gaps[0].largest] == [each.token for each in gaps[1].largest]
+    assert gaps[1].metrics() == pytest.approx(gaps[0].metrics(), abs=1e-5)
+
+
+def fails_on_long_rows(logprobs: torch.Tensor, *_: Any, **__: Any) -> LossSums:
+    if len(logprobs) > 20:
+        raise ArithmeticError(f"{len(logprobs)} tokens")
+    return LossSums(-logprobs.sum())
+
+
+def test_a_loss_that_raises_leaves_the_ranks_in_step(model: Path, two: WarmRanks, tmp_path: Path) -> None:
+    learner = FSDPLearner(two, policy(model), 9)
+    before = weights(learner)
+    objective = PolicyObjective(ConfiguredFunction("mine", fails_on_long_rows, {}))
+    with pytest.raises(ArithmeticError, match="23 tokens"):
+        learner.forward_backward(batches(), objective, 40.0)
+    assert not two.lost
+    assert gap(before, weights(learner)) == 0
+    learner.save(tmp_path)
+    with pytest.raises(TrainError, match=r"cannot import this one: .*define it at the top level"):
+        learner.forward_backward(batches(), PolicyObjective(ConfiguredFunction("own", lambda *_: None, {})), 40.0)
+    outside = batches()
+    outside[0].target_ids[0] = VOCABULARY + 1
+    with pytest.raises(TrainError, match=f"holds the id {VOCABULARY + 1}"):
+        learner.logprobs(outside)
+
+
+def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
+    with pair_of_ranks() as ranks:
+        learner = FSDPLearner(ranks, policy(model), 9)
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        with pytest.raises(RankDied, match=r"rank 1 of 2 .* died \(signal 9\) in forward_backward: the same command"):
+            learner.forward_backward(batches(), CrossEntropyObjective(), 1.0)
+        assert ranks.lost
+        assert all(process.poll() is not None for process in ranks._processes)
+        with pytest.raises(RankDied, match="resume the run"):
+            learner.optim_step()
+
+
+def test_passes_have_micro_batches_of_similar_size() -> None:
+    # 90 and 80, then 60 to the rank that has 80, then 5 to the one that has 100.
+    assert deal([5, 90, 10, 80, 60], 2) == [[1, 2, 0], [3, 4]]
+    assert deal([7], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says"),
+    [
+        ({"optim": {"name": "muon"}}, {}, r"optim\.name is muon, .*choose adamw"),
+        ({"critic": {"kind": "shared"}}, {}, r"critic\.kind is shared, .*choose own"),
+        ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),
+        ({"model": {"device": "meta"}}, {}, r"model\.device is 'meta', .*choose cpu"),
+        ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(model: Path, changes: Any, options: Any, says: str) -> None:
+    config = policy(model, **changes, engine="fsdp", engine_options=options)
+    for check in (check_engine, lambda config: open_learner(config, 9)):
+        with pytest.raises(TrainError, match=says):
+            check(config)
+
+
+def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
+    options = {"ranks": 4, "mixed_precision": True}
+    assert check_engine(policy(model, engine="fsdp")) == "cpu in 2 ranks (gloo)"
+    assert (
+        check_engine(policy(model, engine="fsdp", engine_options=options)) == "cpu in 4 ranks (gloo, bfloat16 weights)"
+    )
+
+
+def test_a_torch_without_the_backend_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    with pytest.raises(TrainError, match=r"engine_options\.ranks is 3, which needs .* with gloo, .*install a build"):
+        check_engine(policy(model, engine="fsdp", engine_options={"ranks": 3}))
+
+
+def test_a_world_without_ranks_is_no_configuration(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine_options\.ranks"):
+        policy(model, engine="fsdp", engine_options={"ranks": 0})

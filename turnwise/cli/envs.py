@@ -1,0 +1,117 @@
+"""The commands ``turnwise envs`` and ``turnwise envs show``: which environments there are, and what one looks like."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.envs.catalogue import EnvInfo, FirstObservation
+
+app = typer.Typer(help="List environments; `turnwise envs show NAME` prints one with its first observation.")
+
+
+@app.callback(invoke_without_command=True)
+def envs(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False
+) -> None:
+    """List the registered environments: those of the package, of installed plugins and of your extensions."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from turnwise.envs.catalogue import catalogue
+
+    found = catalogue()
+    if as_json:
+        typer.echo(json.dumps([each.to_json() for each in found], ensure_ascii=False))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("environment", "what it is", "tools", "tasks"):
+        table.add_column(title, overflow="fold")
+    for each in found:
+        summary = Text(each.problem, style="red") if each.problem else Text(each.summary)
+        tasks = "-" if each.tasks is None else each.tasks.removeprefix("turnwise.envs.library.")
+        table.add_row(Text(each.name, style="bold"), summary, Text(_few(each.tools)), Text(tasks))
+    console = Console()
+    console.print(table)
+    console.print("any other: pkg.module:Class or path/to/file.py:Class", style="dim", highlight=False)
+
+
+@app.command("show")
+def show(
+    env: Annotated[
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
+    ],
+    config: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
+    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+) -> None:
+    """Print an environment: its configuration, tools, tasks, and the first observation of its first task."""
+    import asyncio
+
+    from rich.console import Console
+
+    from turnwise.envs.catalogue import describe, first_observation
+    from turnwise.errors import RegistryError
+
+    info = describe(env)
+    if info.problem:
+        raise RegistryError(info.problem)
+    console = Console()
+    _print_info(info, tasks, console)
+    spec = env_spec(env, config, functions, tool_config, mcp)
+    _print_observation(asyncio.run(first_observation(spec, tasks)), console)
+    given = "".join(f" {each}" for each in config or ())
+    console.print(f"\ncheck it: turnwise check-env {env}{given}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_info(info: EnvInfo, tasks: str | None, console: Console) -> None:
+    from rich.text import Text
+
+    from turnwise.envs.catalogue import MOST_TASKS, count_tasks
+
+    console.print(Text.assemble((info.name, "bold"), "  ", (info.reference, "dim")), soft_wrap=True)
+    console.print(Text(info.summary))
+    console.print(Text(f"configuration: {info.config or 'none'}", style="dim"), soft_wrap=True)
+    source = tasks or info.tasks
+    if source is None:
+        console.print(Text("tasks: none of its own; give --tasks, or it needs none", style="dim"))
+        return
+    number = count_tasks(source)
+    shown = f"{MOST_TASKS} or more" if number == MOST_TASKS else str(number)
+    console.print(Text(f"tasks: {source} ({shown})", style="dim"), soft_wrap=True)
+
+
+def _print_observation(first: FirstObservation, console: Console) -> None:
+    from rich.markup import escape
+    from rich.text import Text
+
+    if first.task is not None:
+        console.print(Text(f"\ntask {first.task.id}", style="bold"))
+    for message in first.messages:
+        content = message.get("content")
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+        console.print(f"[bold cyan]{escape(str(message.get('role')))}[/]", Text(text), sep="\n", soft_wrap=True)
+    for schema in first.tools:
+        names = ", ".join(schema.parameters.get("properties", {}))
+        said = schema.description.split("\n")[0]
+        console.print(Text.assemble((f"{schema.name}({names})", "bold yellow"), f"  {said}"), soft_wrap=True)
+
+
+def _few(names: tuple[str, ...], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "-"

@@ -1,0 +1,88 @@
+"""The output directory of an evaluation: a new one, or that of an unfinished evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError
+from turnwise.evaluation.config import EvalConfig
+from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES
+
+
+def output_directory(config: EvalConfig) -> Path:
+    """Return the directory to write to: a new one, or that of an unfinished evaluation with the same configuration.
+
+    Raises:
+        ConfigError: ``out`` holds a complete evaluation, or one that this configuration cannot continue.
+    """
+    folder = config.out
+    if folder is None:
+        name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
+        folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        number = 2
+        while folder.exists():
+            folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
+        return folder
+    taken = [name for name in (TRAJECTORIES, "ledger.jsonl", "summary.json") if (folder / name).exists()]
+    if not taken:
+        return folder
+    if not (folder / FINISHED).exists() or _is_complete(folder / "summary.json"):
+        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: choose another directory")
+    if config.rollout.agent_loop_manager_class is not None:
+        raise ConfigError(
+            f"out is {folder}, an unfinished evaluation by rollout.agent_loop_manager_class "
+            f"{config.rollout.agent_loop_manager_class!r}, which cannot be continued: choose another directory"
+        )
+    if differing := _differing(folder / "config.yaml", config):
+        raise ConfigError(
+            f"out is {folder}, an unfinished evaluation with another {', '.join(differing)}: give the command that "
+            f"began it (its configuration is {folder / 'config.yaml'}), or choose another directory"
+        )
+    return folder
+
+
+def _is_complete(summary: Path) -> bool:
+    """Whether an evaluation left no episode unfinished or failed."""
+    try:
+        figures = orjson.loads(summary.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    return not figures.get("unfinished") and not any(figures.get(part, {}).get("failed") for part in _PARTS)
+
+
+_PARTS = ("sampled", "greedy")
+# What decides how fast episodes are, and not what they are.
+_FREE = (("inference",), ("url",), ("rollout", "concurrency"), ("rollout", "retries"), ("out",))
+
+
+def _differing(file: Path, config: EvalConfig) -> list[str]:
+    """Return the keys in which an evaluation's configuration differs from the one in its directory."""
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration of an unfinished evaluation, {file}: {error}") from error
+    both = [before if isinstance(before, dict) else {}, yaml.safe_load(dump_config(config))]
+    for *sections, key in _FREE:
+        for each in both:
+            for section in sections:
+                each = each.get(section) or {}
+            each.pop(key, None)
+    first, second = (_flat(each) for each in both)
+    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

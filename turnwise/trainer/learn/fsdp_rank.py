@@ -1,0 +1,389 @@
+"""A rank of the engine ``fsdp``: a process with its shards of models and of their optimizer's state (torch's FSDP2)."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from turnwise.engine.weights import WeightStream, write_weight_file
+from turnwise.errors import CheckpointError
+from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.learn.learner import Stats, StepResult
+from turnwise.trainer.learn.rank_processes import Call, ModelFacts, Sharding, end_with_parent, serve
+from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
+from turnwise.trainer.model.policy import Policy, TokenScores, load_model
+from turnwise.trainer.observe.gap import GapWatch
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
+_WEIGHTS_FILE = "model.safetensors"
+_WAIT = timedelta(minutes=30)
+
+
+class OutOfStep(Exception):
+    """A rank left a collective operation: the others can no longer be answered."""
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Turn whatever is raised in collective operations into :class:`OutOfStep`; the rank's log has the traceback."""
+    try:
+        yield
+    except Exception as error:  # a failed all-gather, no memory: this rank alone knows of it
+        traceback.print_exc()
+        raise OutOfStep(f"{type(error).__name__}: {error}") from error
+
+
+class _Scoring(nn.Module):
+    """From a micro-batch to scores: the one call that needs all parameters, for FSDP to gather what no layer holds."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.model = policy.model
+        self._policy = policy
+
+    def forward(self, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        scores = self._policy.forward(batch, entropy=entropy)
+        return scores.logprobs, scores.entropy
+
+
+def _shard(policy: Policy, device: str, sharding: Sharding) -> Any:
+    """Spread a model's parameters over the ranks, layer by layer; return the module that scores."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mp_policy": half if sharding.mixed_precision else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+    }
+    layers = set(policy.model._no_split_modules or ())
+    for module in list(policy.model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, **settings)
+    root: Any = fully_shard(_Scoring(policy), **settings)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are divided by the normaliser of the whole step: gradients of ranks are added, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+    return root
+
+
+class _Optimizer(TorchLearner):
+    """The optimizer of a sharded model, with its counters."""
+
+    def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return float(_whole(norm))
+
+    def save_state(self, directory: Path) -> None:
+        """Write the state, each rank its shards; raises CheckpointError where the disk refuses."""
+        state = {f"{name}/{key}": each for name, _, held in self._optimizers.states() for key, each in held.items()}
+        try:
+            state_dict_saver.save(state, checkpoint_id=str(directory / OPTIMIZER_FOLDER))
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint {directory} cannot be written: {error}") from error
+        if dist.get_rank() == 0:
+            record = {
+                "ranks": dist.get_world_size(),
+                "parameters": self._optimizers.names,
+                "steps": self.steps,
+                "skipped": dict(self.skipped),
+                "bad_steps": self._bad_steps,
+            }
+            (directory / SHARDED_FILE).write_bytes(orjson.dumps(record))
+
+    def load_state(self, directory: Path) -> None:
+        """Read the state, which any number of ranks may have written."""
+        record = _read_counters(directory)
+        if record["parameters"] != self._optimizers.names:
+            raise CheckpointError(
+                "the optimizer state was saved for other parameters or another optim.name; resume with the "
+                "configuration of the run that saved it"
+            )
+        folder = str(directory / OPTIMIZER_FOLDER)
+        try:
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+            state: dict[str, Tensor] = {}
+            for name, parameter, held in self._optimizers.states():
+                held.clear()
+                if f"{name}/step" in saved:
+                    held |= {"step": torch.zeros((), dtype=torch.float32)}
+                    held |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state |= {f"{name}/{key}": each for key, each in held.items()}
+            if state:
+                state_dict_loader.load(state, checkpoint_id=folder)
+        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        self.steps, self._bad_steps = int(record["steps"]), int(record["bad_steps"])
+        self.skipped.clear()
+        self.skipped.update(record["skipped"])
+
+
+def _read_counters(directory: Path) -> dict[str, Any]:
+    file = directory / SHARDED_FILE
+    if not file.is_file():
+        if (directory / OPTIMIZER_FILE).is_file():
+            raise CheckpointError(
+                f"checkpoint {directory} was written by the engine torch ({OPTIMIZER_FILE}), whose optimizer state the "
+                "engine fsdp cannot load: resume with policies.main.engine: torch"
+            )
+        raise CheckpointError(f"checkpoint {directory} lacks {SHARDED_FILE}")
+    try:
+        record: dict[str, Any] = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return record
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its shards; all ranks have to call it at the same time."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor, which each rank has, to the rank's shard."""
+    if isinstance(target, DTensor):
+        # Without a source rank nothing is sent.
+        source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(source)
+
+
+IDLE = MicroBatch(
+    input_ids=torch.zeros((1, 2), dtype=torch.int64),
+    position_ids=torch.arange(2)[None],
+    segments=((0, 2, -1),),
+    rows=(0,),
+    predictors=torch.zeros(1, dtype=torch.int64),
+    target_ids=torch.zeros(1, dtype=torch.int64),
+    rollout_logprobs=torch.zeros(1),
+    advantages=torch.zeros(1),
+    weights=torch.zeros(1),
+    temperatures=torch.ones(1),
+    sequences=torch.zeros(1, dtype=torch.int64),
+    turns=torch.zeros(1, dtype=torch.int64),
+)
+"""What a rank computes in a pass that it has no micro-batch for: the others cannot gather weights without it."""
+
+
+@dataclass(slots=True)
+class RankModel:
+    """A model on a rank. All ranks call the same method at the same time.
+
+    Attributes:
+        policy: The model, sharded.
+        root: The module that scores.
+        optimizer: Its optimizer; None for a model that is not trained.
+    """
+
+    policy: Policy
+    root: Any
+    optimizer: _Optimizer | None
+    _weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    _described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, device: str, config: PolicyConfig, total_steps: int | None, path: Path, sharding: Sharding
+    ) -> tuple[RankModel, ModelFacts]:
+        """Load a model and shard it; ``total_steps`` is None for one that is not trained."""
+        model = config.model
+        policy = load_model(
+            path,
+            compute_dtype=model.compute_dtype,
+            gradient_checkpointing=model.gradient_checkpointing if total_steps is not None else False,
+            lora=model.lora,
+        )
+        if total_steps is None:
+            policy.model.requires_grad_(False)
+        with in_step():
+            root = _shard(policy, device, sharding)
+        made = cls(policy, root, None if total_steps is None else _Optimizer(policy, config, total_steps))
+        made._describe()
+        lora = policy.lora
+        exported = made._described
+        if lora is not None:
+            exported = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in lora.tensors()}
+        facts = ModelFacts(
+            exported, policy.vocab_size, None if lora is None else lora.info, lora is not None and not lora.continued
+        )
+        return made, facts
+
+    def _describe(self) -> None:
+        """List the tensors of the bare model, tied ones once, and how each is made whole."""
+        lora, seen = self.policy.lora, set()
+        for name, tensor in self.policy.model.state_dict(keep_vars=True).items():
+            whole = name if lora is None else lora.whole_name(name)
+            if whole is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            self._described[whole] = tensor.dtype, tuple(tensor.shape)
+            self._weights[whole] = _making(self.policy, name, tensor)
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
+    ) -> tuple[Stats, GapWatch | None]:
+        """Accumulate the gradient of the rank's micro-batches, in as many passes as the rank with the most needs."""
+        totals, failed = LossTotals(), None
+        with in_step():
+            for number in range(passes):
+                batch = batches[number] if number < len(batches) and failed is None else IDLE
+                logprobs, entropy = self.root(batch, entropy=objective.entropy)
+                loss = 0.0 * logprobs.sum()
+                if batch is not IDLE:
+                    try:
+                        loss = totals.add(objective(batch, TokenScores(logprobs, entropy)), normalizer)
+                    except Exception as error:  # noqa: BLE001 - a user's loss; the other ranks wait for more passes
+                        failed = error
+                loss.backward()
+        if failed is not None:
+            raise failed
+        watch = objective.watch if isinstance(objective, PolicyObjective) else None
+        return totals.stats(sum(batch.trained_tokens for batch in batches)), watch
+
+    def optim_step(self, total_steps: int) -> tuple[StepResult, int, dict[str, int]]:
+        """Update the rank's shards; return the result, and the steps so far with those that were skipped."""
+        optimizer = self._trained()
+        optimizer.total_steps = total_steps
+        result = optimizer.optim_step()
+        return result, optimizer.steps, dict(optimizer.skipped)
+
+    def logprobs(self, batches: Sequence[MicroBatch], passes: int, bare: bool) -> list[Tensor]:
+        """Score the rank's micro-batches, with ``bare`` without the adapters."""
+        lora = self.policy.lora
+        with in_step(), torch.no_grad(), lora.off() if bare and lora is not None else nullcontext():
+            found = [self.root(each, entropy=False)[0].cpu() for each in batches]
+            for _ in range(passes - len(batches)):
+                self.root(IDLE, entropy=False)
+            # What the last pass gathered would be taken for current after an update.
+            self.root.reshard()
+        return found
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a whole tensor of those that servers need, in the first rank; else None."""
+        lora = self.policy.lora
+        with in_step():
+            whole = self._weights[name]() if lora is None else _whole(dict(lora.tensors())[name])
+        return whole.cpu() if dist.get_rank() == 0 else None
+
+    def save_model(self, directory: Path, adapters: bool) -> None:
+        """Write the model in Hugging Face format, or only its adapters: the first rank one tensor after another."""
+        lora = self.policy.lora
+        first = dist.get_rank() == 0
+        if adapters and lora is not None:
+            factors = [(name, _whole(tensor)) for name, tensor in lora.tensors()]
+            if first:
+                lora.save(directory, factors)
+        else:
+            tensors = ((name, making().cpu()) for name, making in self._weights.items())
+            try:
+                if first:
+                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self._described, tensors))
+            finally:
+                # Also where the disk refuses: the other ranks take part in all of them.
+                for _ in tensors:
+                    pass
+        if first:
+            self.policy.save_settings(directory)
+
+    def save_state(self, directory: Path) -> None:
+        """Write the optimizer's state."""
+        self._trained().save_state(directory)
+
+    def load(self, directory: Path) -> tuple[int, dict[str, int]]:
+        """Read weights and optimizer state of a checkpoint; return the counters."""
+        optimizer = self._trained()
+        _read_counters(directory)
+        with torch.no_grad():
+            if self.policy.lora is not None:
+                saved: Mapping[str, Tensor] = self.policy.lora.read(directory)
+                for name, tensor in self.policy.lora.tensors():
+                    _place(tensor, saved[name])
+            else:
+                self._load_weights(directory / _WEIGHTS_FILE)
+        optimizer.load_state(directory)
+        return optimizer.steps, dict(optimizer.skipped)
+
+    def _load_weights(self, file: Path) -> None:
+        own = self.policy.model.state_dict(keep_vars=True)
+        try:
+            with safe_open(file, framework="pt") as saved:
+                shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
+                if shapes != {name: shape for name, (_, shape) in self._described.items()}:
+                    raise CheckpointError(f"{file} holds no weights for this model: other names or shapes")
+                for name in shapes:
+                    _place(own[name], saved.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+    def _trained(self) -> _Optimizer:
+        assert self.optimizer is not None, "a model that is not trained has no optimizer"
+        return self.optimizer
+
+
+def _making(policy: Policy, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    lora = policy.lora
+    return lambda: _whole(tensor) if lora is None else lora.whole_tensor(name, tensor, _whole)
+
+
+def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:
+    models: dict[int, RankModel] = {}
+
+    def run(call: Call) -> Any:
+        if call.method == "start":
+            (sys.path[:],) = call.arguments
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            with in_step():
+                dist.init_process_group(
+                    backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=_WAIT
+                )
+            return None
+        if call.method == "open":
+            models[call.model], facts = RankModel.open(device, *call.arguments)
+            return facts
+        methods: dict[str, Callable[..., Any]] = {
+            each.__name__: each
+            for each in (
+                RankModel.forward_backward, RankModel.optim_step, RankModel.logprobs, RankModel.weight,
+                RankModel.save_model, RankModel.save_state, RankModel.load,
+            )
+        }  # fmt: skip
+        return methods[call.method](models[call.model], *call.arguments)
+
+    return run
+
+
+def main(descriptor: str, rank: str, ranks: str, device: str, threads: str, rendezvous: str) -> None:
+    """Answer the calls of the process that trains, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(int(descriptor))
+    torch.set_num_threads(int(threads))
+    if device == "cuda":
+        torch.cuda.set_device(int(rank))
+    serve(Connection(int(descriptor)), _calls(int(rank), int(ranks), device, rendezvous), OutOfStep)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,347 @@
+"""Rank processes of a sharded learner: how they start, what they are sent, and what their death means."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from turnwise.errors import ConfigError, RankDied, TrainError
+from turnwise.model.core import AdapterInfo
+from turnwise.plugins import load_object, place_of, reference_to
+
+PROGRAM = "turnwise.trainer.learn.fsdp_rank"
+_LOG_END = 2000
+_START_SECONDS = 300.0
+_CLOSE_SECONDS = 5.0
+# How long the rank that began a failure may take to end, once another one has noticed.
+_BLAME_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How models are spread over ranks.
+
+    Attributes:
+        ranks: Number of rank processes.
+        mixed_precision: Whether weights are gathered, and computed with, in bfloat16; gradients are added in float32.
+        cpu_offload: Whether shards and optimizer state are in CPU memory, while a GPU computes.
+    """
+
+    ranks: int = 2
+    mixed_precision: bool = False
+    cpu_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the process that trains has to know of a sharded model.
+
+    Attributes:
+        exported: Type and shape of the weights that servers need, by name.
+        vocab_size: Ids that it scores.
+        adapter: Its adapters.
+        starts_bare: Whether without its adapters it is the initial model.
+    """
+
+    exported: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    vocab_size: int
+    adapter: AdapterInfo | None
+    starts_bare: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a method of a model that all ranks hold.
+
+    Attributes:
+        model: The model's number on the ranks.
+        method: The method of :class:`turnwise.trainer.learn.fsdp_rank.RankModel`, or ``open``, which makes one.
+        arguments: Its arguments.
+    """
+
+    model: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank answers to a call.
+
+    Attributes:
+        kind: ``result``; ``error`` where the ranks are still in step with each other; ``lost`` where they are not.
+        value: The result, or the exception.
+    """
+
+    kind: Literal["result", "error", "lost"]
+    value: Any = None
+
+
+class RankProcesses:
+    """The rank processes of one learner on this machine, one process group among them.
+
+    Each has one socket to this process. All get a call at the same time and answer it before the next one. They end
+    with this process, and with each other: a group that lacks a rank cannot go on.
+
+    Attributes:
+        launcher: Starts a process, with the signature of ``subprocess.Popen``.
+        pids: Process id of each rank.
+        lost: Whether a rank died, so that the group ended.
+    """
+
+    launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+
+    def __init__(self, ranks: int, device: Literal["cpu", "cuda"], threads: int) -> None:
+        """Start the ranks, and wait until their process group stands.
+
+        Args:
+            ranks: Their number.
+            device: Where they compute: ``cpu`` with gloo, ``cuda`` with NCCL and one GPU each.
+            threads: CPU threads of each.
+
+        Raises:
+            TrainError: They do not start.
+        """
+        self.lost = False
+        self._home = Path(tempfile.mkdtemp(prefix="turnwise-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._links, self._home, 0.0)
+        try:
+            for rank in range(ranks):
+                self._launch(rank, ranks, device, threads)
+        except OSError as error:
+            self._finalizer()
+            raise TrainError(f"rank {len(self._processes)} of {ranks} could not be started: {error}") from error
+        self.pids = [process.pid for process in self._processes]
+        self.call([Call(-1, "start", (sys.path,))] * ranks, timeout=_START_SECONDS)
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.pids)
+
+    def _launch(self, rank: int, ranks: int, device: str, threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._links.append(Connection(ours.detach()))
+            words = (theirs.fileno(), rank, ranks, device, threads, self._home / "rendezvous")
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            if "lo" in (name for _, name in socket.if_nameindex()):
+                # All ranks are on this machine: no other one can connect.
+                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            with open(self._log(rank), "ab") as log:
+                process = type(self).launcher(
+                    [sys.executable, "-m", PROGRAM, *map(str, words)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    # A Ctrl-C is for this process, which ends them in order.
+                    start_new_session=True,
+                    env=environment,
+                )
+        self._processes.append(process)
+
+    def call(self, calls: Sequence[Call], *, timeout: float | None = None) -> list[Any]:
+        """Have every rank run its call; return their results, by rank.
+
+        Raises:
+            RankDied: A rank ended, or did not answer within ``timeout`` seconds.
+            Exception: What the call raised in the first rank that it raised in.
+        """
+        if self.lost or not self._finalizer.alive:
+            raise RankDied("the ranks of the engine fsdp have ended: resume the run with the same command")
+        sent = [encode(call) for call in calls]
+        answers: dict[int, Answer] = {}
+        try:
+            for rank, message in enumerate(sent):
+                self._send(rank, message, calls[rank])
+            while len(answers) < len(sent):
+                open_links = {id(link): rank for rank, link in enumerate(self._links) if rank not in answers}
+                ready = wait([self._links[rank] for rank in open_links.values()], timeout)
+                if not ready:
+                    late = min(open_links.values())
+                    raise self._death(late, calls[late], f"did not answer within {timeout:g} s")
+                for link in ready:
+                    rank = open_links[id(link)]
+                    answers[rank] = self._receive(rank, calls[rank])
+        except BaseException:  # also an interrupt: an answer that nobody reads would be taken for that of the next call
+            self._lose()
+            raise
+        for rank in sorted(answers):
+            if answers[rank].kind == "error":
+                error: Exception = answers[rank].value
+                raise error
+        return [answers[rank].value for rank in range(len(sent))]
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        if self._finalizer.detach() is not None:
+            _end(self._processes, self._links, self._home, _CLOSE_SECONDS)
+
+    def _send(self, rank: int, message: bytes, call: Call) -> None:
+        try:
+            self._links[rank].send_bytes(message)
+        except OSError as error:
+            raise self._death(rank, call) from error
+
+    def _receive(self, rank: int, call: Call) -> Answer:
+        try:
+            answer = decode(self._links[rank].recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._death(rank, call) from error
+        assert isinstance(answer, Answer)
+        if answer.kind == "lost":
+            raise self._death(rank, call, f"failed with {answer.value}") from None
+        return answer
+
+    def _death(self, rank: int, call: Call, how: str | None = None) -> RankDied:
+        """Describe how a rank ended; the group ends with it."""
+        patience = time.monotonic() + _BLAME_SECONDS
+        for process in self._processes:
+            # The others fail because of the one that was killed, and may have said so first.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, patience - time.monotonic()))
+        killed = [number for number, process in enumerate(self._processes) if (process.returncode or 0) < 0]
+        if killed and rank not in killed:
+            rank, how = killed[0], None
+        self._lose()
+        process = self._processes[rank]
+        if how is None:
+            status = process.returncode
+            how = f"died ({f'signal {-status}' if status < 0 else f'exit code {status}'})"
+        text = self._log(rank).read_bytes()[-_LOG_END:].decode("utf-8", "replace").strip()
+        return RankDied(
+            f"rank {rank} of {len(self._processes)} of the engine fsdp (process {process.pid}) {how} in {call.method}: "
+            f"the same command resumes from the last checkpoint; the end of its log:\n{text or '(empty)'}"
+        )
+
+    def _lose(self) -> None:
+        if not self.lost:
+            self.lost = True
+            _end(self._processes, self._links, None, 0.0)
+
+    def _log(self, rank: int) -> Path:
+        return self._home / f"rank-{rank}.log"
+
+
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]], links: Sequence[Connection], home: Path | None, seconds: float
+) -> None:
+    """End the ranks, after so many seconds by force, and remove their folder."""
+    for link in links:
+        link.close()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if seconds:
+                process.wait(seconds)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    if home is not None:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def end_with_parent(descriptor: int) -> None:
+    """End this process once the other end of its socket is closed, also in the middle of a call."""
+
+    def watch() -> None:
+        poll = select.poll()
+        # Nothing but a hang-up, which is always reported.
+        poll.register(descriptor, 0)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors travel as arrays; functions and classes of a program or a file by their reference."""
+
+    def reducer_override(self, given: Any) -> Any:
+        if type(given) is Tensor:
+            return torch.from_numpy, (given.detach().cpu().contiguous().numpy(),)
+        if isinstance(given, (types.FunctionType, type)) and not _importable(given):
+            return load_object, (reference_to(given, "function"), "function")
+        return NotImplemented
+
+
+def _importable(given: Any) -> bool:
+    module: str = given.__module__
+    return module != "__main__" and place_of(module) == module
+
+
+def encode(given: Any) -> bytes:
+    """Return the bytes from which :func:`decode` makes an object again, in a process of the same installation.
+
+    Raises:
+        TrainError: A part of it, such as a loss, cannot be imported there.
+    """
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5).dump(given)
+    except (pickle.PicklingError, ConfigError, AttributeError, TypeError) as error:
+        raise TrainError(
+            f"the engine fsdp runs losses in rank processes, which cannot import this one: {error}; define it at the "
+            "top level of a module, or choose the engine torch"
+        ) from error
+    return out.getvalue()
+
+
+def decode(data: bytes) -> Any:
+    """Return the object of :func:`encode`."""
+    return pickle.loads(data)
+
+
+Rank: TypeAlias = Callable[[Call], Any]
+"""Runs a call."""
+
+
+def serve(link: Connection, run: Rank, out_of_step: type[Exception]) -> None:
+    """Answer calls until the other end is closed.
+
+    An exception of the class ``out_of_step`` ends the rank; all others are answered.
+    """
+    while True:
+        try:
+            message = link.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = Answer("result", run(decode(message)))
+        except out_of_step as error:
+            link.send_bytes(encode(Answer("lost", str(error))))
+            return
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: raised again by the caller
+            answer = Answer("error", _portable(error))
+        link.send_bytes(encode(answer))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an exception, or where it cannot be sent one of ours that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever the pickling of a user's exception raises
+        return TrainError(f"{type(error).__name__}: {error}")
+    return error

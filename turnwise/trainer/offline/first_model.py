@@ -1,0 +1,143 @@
+"""A first model for an environment: made and warmed up on the environment's own reference solutions."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from turnwise.envs.demonstrations import solved_conversation
+from turnwise.envs.registration import EnvSpec
+from turnwise.errors import ConfigError, TaskError
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import iter_tasks
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.offline.small_model import TEMPLATE, make_model, rendered, words_of
+
+DEMONSTRATIONS = "demonstrations.jsonl"
+_LONGEST_CONTEXT = 8192
+_CONTEXT_STEP = 512
+_LONGEST_WORD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FirstModel:
+    """What a first model is made of.
+
+    Attributes:
+        env: The environment, which has a reference solution (``solve``).
+        tasks: Source of tasks; by default the environment's.
+        demonstrations: Number of tasks that are solved, each with its own reset seed; the tasks are taken in order, and
+            again from the first where there are fewer.
+        steps: Optimizer steps of the warm start; 0 leaves the weights random.
+        seed: Of the weights, the reset seeds and the order of the demonstrations.
+        width: Hidden size.
+        layers: Number of layers.
+    """
+
+    env: EnvSpec
+    tasks: str | None = None
+    demonstrations: int = 400
+    steps: int = 60
+    seed: int = 0
+    width: int = 128
+    layers: int = 4
+
+
+async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
+    """Play the reference solution of each task; return the conversations in OpenAI's form.
+
+    Raises:
+        EnvError: The environment has no reference solution, or it failed.
+        TaskError: There are no tasks.
+    """
+    async with plan.env.toolbox() as toolbox:
+        tools = await toolbox.tools()
+        source = plan.tasks or plan.env.make(tools).default_tasks
+        rows = []
+        for number, task in enumerate(itertools.islice(_endless(source), plan.demonstrations)):
+            rows.append(await solved_conversation(plan.env.make(tools), task, plan.seed * 1_000_003 + number))
+        return rows
+
+
+def _endless(source: str | None) -> Iterator[Task | None]:
+    if source is None:
+        yield from itertools.repeat(None)
+    found = False
+    while True:
+        for task in iter_tasks(source or ()):
+            found = True
+            yield task
+        if not found:
+            raise TaskError(f"{source}: it contains no tasks")
+
+
+def write_first_model(
+    plan: FirstModel, rows: list[dict[str, Any]], directory: Path, *, console: Console | None = None
+) -> int:
+    """Write a model with its tokenizer and the demonstrations; return its number of parameters.
+
+    Args:
+        plan: What it is made of.
+        rows: The demonstrations.
+        directory: A new or empty directory. It is written when the model is complete.
+        console: Output of the warm start; by default the terminal.
+
+    Raises:
+        ConfigError: The directory is not empty, or a demonstration is longer than the longest context.
+    """
+    console = console or Console()
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty: choose another directory, or remove it first")
+    # A token has at least one byte.
+    longest = max(len(text.encode()) for text in rendered(rows, TEMPLATE.read_text()))
+    # Room for a model that is not as brief as the solution.
+    context = max(2, -(-longest // _CONTEXT_STEP)) * _CONTEXT_STEP
+    if context > _LONGEST_CONTEXT:
+        raise ConfigError(
+            f"a demonstration has {longest:,} bytes, and a small model's context has at most {_LONGEST_CONTEXT:,} "
+            "tokens: choose shorter tasks with --tasks, or a pretrained model"
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as folder:
+        home = Path(folder)
+        parameters = make_model(
+            home / "initial", rows, plan.seed, width=plan.width, layers=plan.layers, context=context,
+            words=words_of(rows, _LONGEST_WORD),
+        )  # fmt: skip
+        console.print(
+            f"{len(rows)} demonstrations, a model of {parameters:,} parameters, context {context:,} tokens",
+            highlight=False,
+        )
+        data = home / DEMONSTRATIONS
+        data.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        model = home / "initial" if plan.steps == 0 else _warm(plan, home, data, console)
+        shutil.copy(data, model / DEMONSTRATIONS)
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        model.rename(directory)
+    return parameters
+
+
+def _warm(plan: FirstModel, home: Path, data: Path, console: Console) -> Path:
+    config = {
+        "name": "warm",
+        "runs": home,
+        "seed": plan.seed,
+        "data": data,
+        "model": {"path": home / "initial"},
+        "steps": plan.steps,
+        "conversations": 32,
+        "optim": {"name": "muon", "lr": 4e-3, "muon": {"lr": 0.02}},
+        "schedule": {"kind": "wsd", "warmup_steps": min(5, plan.steps), "decay_fraction": 0.4},
+    }
+    return run_sft(SFTConfig.model_validate(config), console=console).model
