@@ -35,7 +35,7 @@ ROWS, LENGTH = 8, 128
 
 
 def main() -> None:
-    arguments = parse(parser(__doc__ or "", repeats=9, quick_repeats=3))
+    arguments = parse(parser(__doc__ or "", repeats=9, quick_repeats=1))
     with tempfile.TemporaryDirectory() as folder:
         weights = make_model(Path(folder))
         results = {ranks: measure(Path(folder), ranks, arguments.repeats, weights) for ranks in (2, 4)}

@@ -5,9 +5,10 @@ update is ``SharedMemoryWriter.sync`` to one server: compare with the last versi
 checksums, have the server read and check it and take it over, remove the last version. The measure is its CPU seconds
 in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
 
-``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; null for an engine that is not there or takes no
-weights). ``still_builtin`` is what a running request saw: the longest wait between two of its tokens, less the usual
-one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps of an update.
+``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; vLLM's is null where there is no Python that
+has it, and with ``--quick``). ``still_builtin`` and ``still_vllm`` are what a running request saw: the longest wait
+between two of its tokens, less the usual one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps
+of an update of a built-in server.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from harness.measure import ROOT, machine, measured, parse, parser, report
 from harness.smollm2 import add_arguments, base_model
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
-from turnwise.errors import InferenceError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.vllm import VLLMConfig, VLLMReplica
-from turnwise.model.core import Replica
+from turnwise.inference.replica import ServerReplica
+from turnwise.inference.vllm import VLLMReplica, find_install
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.types import SamplingParams, TokenPrompt
@@ -59,19 +59,24 @@ async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
         found = await updates(tensors, builtin, repeats)
         found["still_s"] = await standstill(tensors, builtin)
     result: dict[str, Any] = {"ratio_builtin": _ratio(found), "ratio_vllm": None, "builtin": found}
-    result["still_builtin"] = round(found["still_s"] / statistics.median(found["read_wall_s"]), 2)
+    result["still_builtin"] = _still(found)
     result["parts"] = parts(tensors, model)
     if vllm_python is not None:
-        config = VLLMConfig(python=Path(vllm_python), dtype="float32", max_context=1024, eager=True)
+        given = {"engine": "vllm", "dtype": "float32", "max_context": 1024, "kv_tokens": 8192}
+        config = InferenceConfig.model_validate({**given, "vllm": {"python": vllm_python}})
         vllm = VLLMReplica(model, config, log_file=_log("vllm"))
         async with launched(vllm):
-            try:
-                result["vllm"] = await updates(tensors, vllm, repeats)
-                result["ratio_vllm"] = _ratio(result["vllm"])
-            except InferenceError as error:
-                result["vllm_reason"] = str(error)
+            await vllm.prepare_updates()
+            found = await updates(tensors, vllm, repeats)
+            found["still_s"] = await standstill(tensors, vllm)
+        result |= {"vllm": found, "ratio_vllm": _ratio(found), "still_vllm": _still(found)}
+        result["vllm_version"] = (await find_install(config.vllm)).version
     size = sum(each.nbytes for each in tensors.values())
     report({**result, "bytes": size, "machine": machine("turnwise", "torch", "transformers", "numpy")})
+
+
+def _still(samples: dict[str, Any]) -> float:
+    return round(float(samples["still_s"] / statistics.median(samples["read_wall_s"])), 2)
 
 
 def _log(name: str) -> Path:
@@ -79,7 +84,7 @@ def _log(name: str) -> Path:
 
 
 @asynccontextmanager
-async def launched(replica: BuiltinReplica | VLLMReplica) -> AsyncIterator[None]:
+async def launched(replica: ServerReplica) -> AsyncIterator[None]:
     """Start a server, and stop it at the end."""
     await replica.launch()
     try:
@@ -101,7 +106,7 @@ def read(tensors: dict[str, torch.Tensor]) -> None:
         flat[: flat.size - flat.size % 8].view(np.int64).sum()
 
 
-async def updates(tensors: dict[str, torch.Tensor], replica: Replica, repeats: int) -> dict[str, Any]:
+async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repeats: int) -> dict[str, Any]:
     """Measure reads and updates in turn; the first update is not counted."""
     samples: dict[str, list[float]] = {"read_s": [], "read_wall_s": [], "update_s": [], "update_wall_s": []}
     writer = SharedMemoryWriter()
@@ -110,10 +115,10 @@ async def updates(tensors: dict[str, torch.Tensor], replica: Replica, repeats: i
             change(tensors)
             with measured() as reading:
                 read(tensors)
-            there = await _cpu(replica)
+            there = await replica.cpu_seconds()
             with measured() as updating:
                 await writer.sync(tensors.items(), [replica], number + 1)
-            spent = updating.cpu_s + await _cpu(replica) - there
+            spent = updating.cpu_s + await replica.cpu_seconds() - there
             if number:
                 for name, value in (
                     ("read_s", reading.cpu_s),
@@ -128,17 +133,7 @@ async def updates(tensors: dict[str, torch.Tensor], replica: Replica, repeats: i
     return samples
 
 
-async def _cpu(replica: Replica) -> float:
-    """Return the CPU seconds of a server's processes so far."""
-    from harness.trl_gate import tree_cpu_seconds
-
-    if isinstance(replica, BuiltinReplica):
-        return await replica.cpu_seconds()
-    # The only descendants that run are those of the server.
-    return tree_cpu_seconds() - time.process_time()
-
-
-async def standstill(tensors: dict[str, torch.Tensor], replica: BuiltinReplica) -> float:
+async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -> float:
     """Return the longest wait of a running request during an update, less its usual one, in wall seconds."""
     client, writer, arrivals = HTTPClient([replica.url]), SharedMemoryWriter(), [time.perf_counter()]
     grown = asyncio.Event()

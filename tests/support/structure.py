@@ -36,7 +36,7 @@ LONGEST_CHAIN: Final = 20
 
 LIBRARY: Final = f"{PACKAGE}/envs/library/"
 """The environments that ship: each may be as small as it is."""
-RUN_ELSEWHERE: Final = ("inside", "boot", "guard", "vllm_side", "shipped")
+RUN_ELSEWHERE: Final = ("inside", "boot", "guard", "vllm_side", "sglang_side", "shipped")
 """Folders of code that runs in a sandbox or in vLLM's Python, apart from the rest of the package."""
 
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)

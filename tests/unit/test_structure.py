@@ -225,8 +225,9 @@ def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree)
     graph = grimp.build_graph("turnwise", include_external_packages=True, exclude_type_checking_imports=True)
     forbidden = {contract["type"]: contract for contract in tree.contracts}["forbidden"]["source_modules"]
     covered = {each for module in forbidden for each in (module, *graph.find_descendants(module))}
-    # Above the rooms without torch, or run by vLLM in a process of its own.
-    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", "turnwise.engine.vllm_side")
+    # Above the rooms without torch, or run by vLLM or SGLang in a process of its own.
+    elsewhere = ("turnwise.engine.vllm_side", "turnwise.engine.sglang_side")
+    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", *elsewhere)
     own = {module for module in graph.modules if module.startswith("turnwise.") and not module.startswith(above)}
     packages = {each for each in own if graph.find_children(each) or each.count(".") == 1}
     needing = graph.find_downstream_modules("torch")

@@ -1,4 +1,4 @@
-"""The commands ``turnwise eval``, ``compare``, ``view``, ``audit`` and ``timeline``: evaluations and files of runs."""
+"""The commands that make evaluations (``eval``, ``rescore``) and read files of runs (``compare``, ``view``, ...)."""
 
 from __future__ import annotations
 
@@ -94,6 +94,34 @@ def compare(
         typer.echo(json.dumps(result.to_json()))
         return
     Console().print(comparison_table(result, (str(before), str(after)), most=number))
+
+
+def rescore(
+    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
+    scorer: Annotated[
+        str,
+        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
+    ],
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
+    ] = None,
+    partition: Annotated[
+        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
+    ] = None,
+    success_reward: Annotated[
+        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
+    ] = 1.0,
+) -> None:
+    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
+    from rich.console import Console
+
+    from turnwise.evaluation.metrics import result_table
+    from turnwise.evaluation.rescore import RescoreSettings, run_rescore
+
+    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
+    Console().print(result_table(result, f"{source} by {scorer}"))
+    typer.echo(f"written to {out}")
 
 
 def evaluate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -156,18 +156,48 @@ def reward_model(
 
 def export(
     source: Annotated[Path, typer.Argument(help="Run directory, checkpoint, or directory of a model or adapter.")],
-    target: Annotated[Path, typer.Argument(help="Output directory; it must be missing or empty.")],
+    target: Annotated[
+        Path, typer.Argument(help="Output file or directory; it must be missing (a model's may be empty).")
+    ],
+    to: Annotated[
+        Literal["model", "jsonl", "sft", "csv", "parquet", "hf"],
+        typer.Option("--to", help="A model, or the run's trajectories: conversations, a dataset, tables."),
+    ] = "model",
     step: Annotated[
         int | None, typer.Option("--step", help="Export the run's checkpoint of this step; by default the newest.")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Export the run's best checkpoint (checkpoint.best).")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapter, for peft.")] = False,
+    partition: Annotated[
+        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Only conversations of this policy.")] = None,
+    min_reward: Annotated[
+        float | None, typer.Option("--min-reward", help="Only conversations with at least this reward.")
+    ] = None,
+    best_per_task: Annotated[
+        int | None, typer.Option("--best-per-task", min=1, help="Most conversations of a task, best first.")
+    ] = None,
 ) -> None:
-    """Export a model in Hugging Face format, merging an adapter into its base model."""
-    from turnwise.trainer.run.train import export_model
+    """Export a model in Hugging Face format, merging an adapter into its base model, or a run's trajectories."""
+    from turnwise.errors import ConfigError
 
-    folder = export_model(source, target, step=step, best=best, adapter=adapter)
-    typer.echo(f"{target} (from {folder})")
+    models = {"--step": step is not None, "--best": best, "--adapter": adapter}
+    chosen = (partition, policy, min_reward, best_per_task)
+    names = ("--partition", "--policy", "--min-reward", "--best-per-task")
+    runs = {name: value is not None for name, value in zip(names, chosen, strict=True)}
+    if wrong := [name for name, given in (runs if to == "model" else models).items() if given]:
+        one = "a model has none" if to == "model" else "they choose a model: leave out --to"
+        raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {one}")
+    if to == "model":
+        from turnwise.trainer.run.train import export_model
+
+        typer.echo(f"{target} (from {export_model(source, target, step=step, best=best, adapter=adapter)})")
+        return
+    from turnwise.evaluation.export import Choice, export_run
+
+    count = export_run(source, target, to, Choice(partition, policy, min_reward, best_per_task))
+    typer.echo(f"{target}: {count} {'episodes' if to in ('csv', 'parquet') else 'conversations'} of {source}")
 
 
 def convert_gguf(

@@ -15,16 +15,14 @@ import orjson
 
 from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.engines import emulates_bfloat16
 
 if TYPE_CHECKING:
     import torch
 
 _BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _LONGEST_HEADER: Final = 100_000_000
-_CPUINFO: Final = Path("/proc/cpuinfo")
 _NVIDIA: Final = Path("/dev/nvidiactl")
-# x86: AVX-512's and AMX's; ARM's is plain bf16. What has none of them multiplies bfloat16 in float32 steps.
-_NATIVE: Final = frozenset(("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
 _LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -133,29 +131,17 @@ def _gigabytes(amount: int) -> str:
     return f"{amount / 1e9:,.1f} GB"
 
 
-def emulates_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether this processor is known to lack instructions for bfloat16; False where that is unknown."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return False
-    flags = next(
-        (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))), ()
-    )
-    return bool(flags) and _NATIVE.isdisjoint(flags)
-
-
-def emulation_warning(key: str, dtype: str, size: ModelSize | None, cpuinfo: Path = _CPUINFO) -> str | None:
+def emulation_warning(key: str, dtype: str, size: ModelSize | None, *cpuinfo: Path) -> str | None:
     """Return a warning about a data type that the processor emulates; None if there is nothing to say.
 
     Args:
         key: The configuration key of the data type.
         dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
         size: Of the model, which names the checkpoint's.
-        cpuinfo: What the system says about its processors.
+        *cpuinfo: What the system says about its processors; by default ``/proc/cpuinfo``.
     """
     taken = size is not None and size.dtype == "BF16" if dtype == "auto" else dtype == "bfloat16"
-    if not taken or not emulates_bfloat16(cpuinfo):
+    if not taken or not emulates_bfloat16(*cpuinfo):
         return None
     said = f"{key} is {dtype}" + (", the checkpoint's bfloat16" if dtype == "auto" else "")
     return (

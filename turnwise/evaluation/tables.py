@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,12 +36,18 @@ def read_run(path: Path | str, *, success_reward: float = 1.0) -> RunTables:
         FormatError: There is no such file.
         ConfigError: pandas is not installed.
     """
+    file = run_file(path)
+    _pandas()
+    return RunTables(file, success_reward)
+
+
+def run_file(path: Path | str) -> Path:
+    """Return the trajectories' file of a run directory, or the file itself. Raises FormatError if there is none."""
     path = Path(path)
     file = path / _FILE if path.is_dir() else path
     if not file.is_file():
         raise FormatError(f"no such file: {file}: give a run directory that holds {_FILE}, or such a file")
-    _pandas()
-    return RunTables(file, success_reward)
+    return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class RunTables:
                 for call in _calls(turn.sampled):
                     function = call.get("function", call)
                     arguments = function.get("arguments")
-                    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+                    text = arguments if isinstance(arguments, str) else _json(arguments)
                     yield {
                         **_ids(trajectory), "turn_id": turn.turn_id, "call_id": call.get("id"),
                         "tool": function.get("name"), "arguments": text, "answer": answers.get(call.get("id")),
@@ -211,6 +218,14 @@ def _turn(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
 
 def _calls(segment: Segment) -> list[dict[str, Any]]:
     return [call for message in segment.messages for call in message.get("tool_calls") or ()]
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        # A model may write numbers of more than 64 bits.
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _answers(contexts: Iterable[Segment]) -> dict[str | None, str]:

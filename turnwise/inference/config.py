@@ -50,19 +50,59 @@ class VLLMConfig(BaseModel):
     @field_validator("arguments")
     @classmethod
     def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
-        for argument in arguments:
-            name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
-            if argument.startswith("--") and name in _VLLM_ARGUMENTS:
-                raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
-        return arguments
+        return _without_reserved(arguments, _VLLM_ARGUMENTS)
+
+
+_SGLANG_ARGUMENTS = (
+    "model", "model-path", "served-model-name", "host", "port", "dtype", "device", "context-length",
+    "max-running-requests", "max-total-tokens", "chunked-prefill-size", "disable-radix-cache", "disable-cuda-graph",
+    "sampling-defaults", "weight-version", "enable-metrics", "log-level", "tp-size", "tensor-parallel-size",
+    "stream-output", "incremental-streaming-output",
+)  # fmt: skip
+
+
+class SGLangConfig(BaseModel):
+    """Settings of SGLang servers besides those that every engine has.
+
+    Attributes:
+        python: Interpreter of the environment with SGLang. None takes that of the environment variable
+            ``TURNWISE_SGLANG_PYTHON``, else this process's own if it has SGLang, else ``.venv-sglang/bin/python`` in
+            the working directory or above it.
+        tensor_parallel: GPUs of one server, among which its matrices are divided.
+        gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to
+            SGLang.
+        eager: Disable CUDA graphs: faster to start, slower steps.
+        arguments: Further arguments of ``sglang.launch_server``, such as ``--attention-backend=triton``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    python: ConfigPath | None = None
+    tensor_parallel: int = Field(default=1, ge=1)
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    eager: bool = False
+    arguments: list[str] = []
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
+        return _without_reserved(arguments, _SGLANG_ARGUMENTS)
+
+
+def _without_reserved(arguments: list[str], reserved: tuple[str, ...]) -> list[str]:
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
+        if argument.startswith("--") and name in reserved:
+            raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
+    return arguments
 
 
 class InferenceConfig(BaseModel):
     """Settings of inference servers.
 
     Attributes:
-        engine: ``builtin``, ``vllm``, a name of :func:`turnwise.inference.engines.register_inference_engine`, or the
-            class of a replica as ``pkg.mod:Class``.
+        engine: ``builtin``, ``vllm``, ``sglang``, the class of a replica as ``pkg.mod:Class``, or a name of
+            :func:`turnwise.inference.engines.register_inference_engine`.
         url: Running servers of the engine (comma-separated) instead of launched ones.
         replicas: Number of servers that share the requests.
         dtype: ``auto`` takes the checkpoint's.
@@ -81,13 +121,15 @@ class InferenceConfig(BaseModel):
             servers only.
         log_level: Of the server's log file.
         launch_timeout: Seconds until a server that does not become ready counts as failed; None for the engine's:
-            180, vLLM 900.
-        close_timeout: Seconds before a server that does not stop is killed; None for the engine's: 5, vLLM 20.
+            180, vLLM and SGLang 900.
+        close_timeout: Seconds before a server that does not stop is killed; None for the engine's: 5, vLLM and SGLang
+            20.
         retries: Retries of a client after a connection error.
         retry_wait: Seconds before the first retry; doubled each time.
         max_restarts: Restarts of a server within ``restart_window``; one more death ends the run.
         restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
         vllm: Settings of ``engine: vllm`` alone.
+        sglang: Settings of ``engine: sglang`` alone.
         custom: Passed unchanged to another engine's class, which reads it from its ``config``.
     """
 
@@ -115,6 +157,7 @@ class InferenceConfig(BaseModel):
     max_restarts: int = Field(default=1, ge=0)
     restart_window: float = Field(default=3600.0, gt=0)
     vllm: VLLMConfig = VLLMConfig()
+    sglang: SGLangConfig = SGLangConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
 
     @property

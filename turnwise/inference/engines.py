@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import importlib.util
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +26,7 @@ R = TypeVar("R", bound=type[Replica])
 ENGINES: dict[str, type[Replica] | str] = {
     "builtin": "turnwise.inference.builtin:BuiltinReplica",
     "vllm": "turnwise.inference.vllm:VLLMReplica",
+    "sglang": "turnwise.inference.sglang:SGLangReplica",
 }
 """Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
 
@@ -28,6 +34,19 @@ _log = logging.getLogger(__name__)
 _SHIPPED = tuple(ENGINES)
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _GPU = Path("/dev/nvidiactl")
+_CPUINFO = Path("/proc/cpuinfo")
+# x86: AVX-512's and AMX's; ARM's is plain bf16. What has none of them multiplies bfloat16 in float32 steps.
+_NATIVE = frozenset(("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
+_PROBE = """
+import json, sys
+from importlib import metadata
+for name in sys.argv[1:]:
+    try:
+        print(json.dumps([name, metadata.version(name)]))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
 
 
 def register_inference_engine(name: str) -> Callable[[R], R]:
@@ -67,7 +86,7 @@ def model_settings(model: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError):
         # The engine's own words about it are better.
         return {}
-    return dict(settings.get("text_config") or settings)
+    return dict(settings.get("text_config") or settings) if isinstance(settings, dict) else {}
 
 
 def served_dtype(model: Path, dtype: str) -> str:
@@ -90,32 +109,112 @@ def served_dtype(model: Path, dtype: str) -> str:
     return "float32"
 
 
-def emulates_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this machine computes bfloat16 on a processor without instructions for it."""
-    if _GPU.exists():
-        return False
+def emulates_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Return whether this processor is known to lack instructions for bfloat16; False where that is unknown."""
     try:
-        flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)[0].split())
-    except (OSError, IndexError):
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
         # Another system, whose processor is not known.
         return False
-    return not flags & {"avx512_bf16", "amx_bf16", "bf16"}
+    return found is not None and _NATIVE.isdisjoint(found[1].split())
 
 
-async def check_engine(model: Path, config: InferenceConfig) -> None:
-    """Check the configured engine before its servers are started; log warnings. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class EngineEnvironment:
+    """The Python environment of an inference engine that pins packages of its own.
+
+    Attributes:
+        engine: Its name, of the key ``inference.ENGINE.python`` and of its module.
+        title: Its name in messages.
+        tested: The version that its adapter is tested with.
+        variable: Environment variable that names the interpreter.
+        packages: Distributions that hold it.
+    """
+
+    engine: str
+    title: str
+    tested: str
+    variable: str
+    packages: tuple[str, ...]
+
+    def find_python(self, given: Path | None) -> Path:
+        """Return the interpreter: the one given, the variable's, this one, or that of a folder. Raises ConfigError."""
+        key = f"inference.{self.engine}.python"
+        if given is not None:
+            found = given
+        elif self.variable in os.environ:
+            found, key = Path(os.environ[self.variable]).expanduser().absolute(), self.variable
+        elif (spec := importlib.util.find_spec(self.engine)) is not None and spec.origin is not None:
+            return Path(sys.executable)
+        else:
+            here, place = Path.cwd(), Path(f".venv-{self.engine}") / "bin" / "python"
+            near = (folder / place for folder in (here, *here.parents))
+            # Not resolved: an interpreter knows its environment by the path of its link.
+            found = next((each for each in near if each.exists()), here / place)
+            if not found.exists():
+                raise ConfigError(
+                    f"inference.engine is {self.engine}, but no interpreter with {self.title} was found: {key} and "
+                    f"{self.variable} are not set, this Python ({sys.executable}) has no {self.engine}, and there is "
+                    f"no {found}: name one that has it"
+                )
+        if not os.access(found, os.X_OK):
+            raise ConfigError(
+                f"{key} is {found}, which cannot be executed: name the interpreter of an environment with {self.title}"
+            )
+        return found
+
+    async def find_package(self, given: Path | None) -> tuple[Path, str, str]:
+        """Return interpreter, distribution and version. Raises ConfigError if the engine is not in it."""
+        python, key = self.find_python(given), f"inference.{self.engine}.python"
+        command = (str(python), "-I", "-c", _PROBE, *self.packages)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+        except OSError as error:
+            raise ConfigError(f"{key} is {python}, which cannot be executed: {error.strerror}") from error
+        told, failed = await process.communicate()
+        if process.returncode or not told.strip():
+            absent = f"its packages hold neither {' nor '.join(self.packages)}"
+            why = failed.decode(errors="replace").strip()[-300:] or absent
+            raise ConfigError(
+                f"{key} is {python}, which has no {self.title} ({why}): install {self.title} {self.tested} there, or "
+                "name another interpreter"
+            )
+        name, version = orjson.loads(told)
+        return python, name, version
+
+    def version_warnings(self, python: Path, version: str) -> list[str]:
+        """Return a warning about a version that the adapter is not tested with."""
+        if re.match(rf"{re.escape(self.tested)}(\D|$)", version):
+            return []
+        return [
+            f"inference.{self.engine}.python is {python} with {self.title} {version}; its interfaces were tested with "
+            f"{self.tested} only: install that if something fails"
+        ]
+
+
+async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
+    """Check the configured engine, without starting a server; return what works, and badly. Raises ConfigError."""
     if config.custom and config.engine in _SHIPPED:
         raise ConfigError(
             f"inference.custom is {config.custom!r}, which is for engines of others, and inference.engine is "
             f"{config.engine}: remove it"
         )
     warnings = await find_engine(config.engine).check(model, config)
-    if not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
+    on_cpu = config.device == "cpu" or not _GPU.exists()
+    if on_cpu and not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
         warnings.append(
-            f"inference.dtype is {config.dtype}, so servers compute in bfloat16, which this processor emulates: "
-            "inference.dtype=float32 is several times faster here"
+            f"inference.dtype is {config.dtype}, so servers compute in bfloat16, which this processor emulates (it has "
+            "neither AVX512_BF16 nor AMX): about four times slower than float32; set inference.dtype: float32, for "
+            "twice the memory of the weights"
         )
-    for warning in warnings:
+    return warnings
+
+
+async def check_engine(model: Path, config: InferenceConfig) -> None:
+    """Check the configured engine before its servers are started; log warnings. Raises ConfigError."""
+    for warning in await engine_warnings(model, config):
         _log.warning("%s", warning)
 
 

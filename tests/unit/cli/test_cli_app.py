@@ -18,6 +18,7 @@ COMMANDS = (
     "train",
     "sft",
     "eval",
+    "rescore",
     "compare",
     "export",
     "convert-gguf",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 
 from turnwise.config import load_config
 from turnwise.envs.library.calculator import CalculatorEnv, Problem
+from turnwise.errors import TaskError
 from turnwise.tasks import Task
-from turnwise.tasks.reader import load_tasks
+from turnwise.tasks.mix import load_mix
 from turnwise.tools.arithmetic import evaluate
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
@@ -23,17 +26,24 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 HERE = EXAMPLES / "smollm2"
 
 
-@pytest.fixture(scope="module")
-def chains() -> Iterator[ModuleType]:
+@contextlib.contextmanager
+def found() -> Iterator[None]:
+    """Let the modules of the example be imported."""
     folders = [str(HERE), str(EXAMPLES / "small_model")]
     sys.path[:0] = folders
     try:
-        import chains
-
-        yield chains
+        yield
     finally:
         for folder in folders:
             sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def chains() -> Iterator[ModuleType]:
+    with found():
+        import chains
+
+        yield chains
 
 
 def written(problem: Problem) -> str:
@@ -51,7 +61,7 @@ def test_a_chain_that_reads_from_left_to_right_needs_no_brackets(chains: ModuleT
         found = problem(task)
         assert len(found.steps) == operations
         assert evaluate(written(found)) == found.answer
-    for task in chains.tasks(100, operations=operations, brackets=True):
+    for task in chains.tasks(100, operations=operations, kind="brackets"):
         found = problem(task)
         signs = "".join(sign for sign, _ in found.steps)
         assert "*" in signs.lstrip("*")
@@ -63,7 +73,7 @@ def test_no_held_out_chain_is_trained_on_or_shown(chains: ModuleType) -> None:
         for tasks in (
             chains.tasks(400, split="train"),
             chains.tasks(200, split="test"),
-            chains.tasks(200, split="train", brackets=True),
+            chains.tasks(200, split="train", kind="brackets"),
         )
     )
     assert (len(train), len(test), len(brackets)) == (400, 200, 200)
@@ -81,6 +91,22 @@ def test_demonstrations_are_right_and_of_one_operation(chains: ModuleType) -> No
         assert str(evaluate(json.loads(call["function"]["arguments"])["expression"])) == row["messages"][-1]["content"]
 
 
+def test_every_other_demonstration_of_two_operations_has_brackets(chains: ModuleType) -> None:
+    rows = asyncio.run(chains.bracketed_demonstrations(21, 0))
+    assert len(rows) == 21
+    for number, row in enumerate(rows):
+        (call,) = row["messages"][1]["tool_calls"]
+        expression = json.loads(call["function"]["arguments"])["expression"]
+        shape = r"\d+ [+*-] \d+ [+*-] \d+" if number % 2 else r"\(\d+ [+-] \d+\) \* \d+"
+        assert re.fullmatch(shape, expression)
+        assert str(evaluate(expression)) == row["messages"][-1]["content"]
+
+
+def test_an_unknown_kind_of_chain_is_named(chains: ModuleType) -> None:
+    with pytest.raises(TaskError, match="kind is 'long': it must be one of plain, brackets, both"):
+        list(chains.tasks(1, kind="long"))
+
+
 async def test_one_call_with_the_whole_chain_is_worth_1_and_one_that_stops_early_is_not(chains: ModuleType) -> None:
     (task,) = chains.tasks(1)
     found = problem(task)
@@ -91,13 +117,18 @@ async def test_one_call_with_the_whole_chain_is_worth_1_and_one_that_stops_early
         assert env.score({"role": "assistant", "content": str(evaluate(expression))}) == worth
 
 
-def test_its_configurations_load_and_name_tasks_that_are_there(chains: ModuleType, tmp_path: Path) -> None:
-    config = load_config(TrainConfig, HERE / "train.yaml", [f"policies.main.model.path={tmp_path}"])
+@pytest.mark.parametrize(
+    ("trains", "warms"), [("train", "sft"), ("brackets", "brackets-sft"), ("lookup", "lookup-sft")]
+)
+def test_its_configurations_load_and_name_tasks_that_are_there(trains: str, warms: str, tmp_path: Path) -> None:
+    config = load_config(TrainConfig, HERE / f"{trains}.yaml", [f"policies.main.model.path={tmp_path}"])
     assert config.tasks is not None
     assert config.eval is not None
-    trained, held_out = (load_tasks(source, limit=50) for source in (config.tasks, config.eval.tasks))
-    assert not {task.prompt for task in trained} & {task.prompt for task in held_out}
-    sft = load_config(SFTConfig, HERE / "sft.yaml", [f"model.path={tmp_path}", "data=rows.jsonl"])
+    trained, held_out = (load_mix(source).tasks for source in (config.tasks, config.eval.tasks))
+    assert len(trained) >= 400
+    assert len(held_out) >= 32
+    assert not {task.id for task in trained} & {task.id for task in held_out}
+    sft = load_config(SFTConfig, HERE / f"{warms}.yaml", [f"model.path={tmp_path}", "data=rows.jsonl"])
     # A model's own template shows no tools; training takes the one that the warm start saved with the model.
     assert sft.renderer.chat_template == "hermes-short"
     assert config.renderer.chat_template is None

@@ -200,14 +200,13 @@ def test_a_class_that_takes_other_arguments_is_named(tmp_path: Path) -> None:
     [
         ("processor: 0\nflags\t\t: fpu avx2 avx512f\n", True),
         ("processor: 0\nflags\t\t: fpu avx2 avx512_bf16\n", False),
+        ("processor: 0\nflags\t\t: fpu amx_tile amx_bf16\n", False),
         ("processor: 0\nFeatures\t: fp asimd bf16\n", False),
+        ("processor: 0\nFeatures\t: fp asimd\n", True),
         ("hello", False),
     ],
 )
-def test_a_processor_without_instructions_for_a_dtype_is_told(
-    text: str, emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("turnwise.inference.engines._GPU", tmp_path / "no-gpu")
+def test_a_processor_without_instructions_for_a_dtype_is_told(text: str, emulated: bool, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert emulates_bfloat16(tmp_path / "cpuinfo") is emulated
     assert not emulates_bfloat16(tmp_path / "none")

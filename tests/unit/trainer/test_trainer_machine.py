@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.chat.model_dir import read_model_dir
-from turnwise.engine.capacity import emulates_bfloat16, emulation_warning, machine_memory, model_size
+from turnwise.engine.capacity import emulation_warning, machine_memory, model_size
 from turnwise.engine.server import ServerSpec, serve
 from turnwise.errors import ConfigError, InferenceError, RenderError
 from turnwise.inference.config import InferenceConfig
@@ -107,24 +107,6 @@ def test_a_gguf_file_in_the_place_of_a_folder_names_it_too(tmp_path: Path) -> No
     file.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model\.gguf, which holds its weights as GGUF only"):
         check_machine(policy(file), InferenceConfig(), key=KEY)
-
-
-FLAGS = {
-    "avx2": ("flags\t\t: fpu sse2 avx2 avx512f", True),
-    "avx512": ("flags\t\t: fpu avx2 avx512f avx512_bf16", False),
-    "amx": ("flags\t\t: fpu amx_tile amx_bf16", False),
-    "arm": ("Features\t: fp asimd bf16", False),
-    "old arm": ("Features\t: fp asimd", True),
-    "unknown": ("processor\t: 0", False),
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_processor_without_bfloat16_is_recognised(tmp_path: Path, name: str) -> None:
-    flags, emulated = FLAGS[name]
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n\n{flags}\n")
-    assert emulates_bfloat16(tmp_path / "cpuinfo") == emulated
-    assert not emulates_bfloat16(tmp_path / "nothing")
 
 
 def test_an_emulated_data_type_is_a_warning_with_key_value_and_remedy(tmp_path: Path) -> None:

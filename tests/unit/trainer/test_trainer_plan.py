@@ -73,6 +73,7 @@ async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
     checks = by_name(found)
     assert checks["run directory"] == f"ok: {tmp_path / 'runs' / 'run'}: a new run"
     assert "Qwen3ForCausalLM, context 512" in checks["model"]
+    assert checks["inference"] == "ok: builtin, 1 server"
     assert checks["chat format"] == "ok: hermes"
     assert "20 tasks" in checks["tasks"]
     assert "5 tasks" in checks["held-out tasks"]
@@ -81,6 +82,24 @@ async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
     assert found.plan[0] == "3 steps of 2 tasks x 4 episodes = 8 episodes, 24 in all"
     assert "2 sampled and 1 greedy per held-out task" in "\n".join(found.plan)
     assert not (tmp_path / "runs").exists()
+
+
+async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Path) -> None:
+    away = {"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}}
+    found = by_name(await dry_run(config(model, tmp_path / "runs", inference=away)))
+    assert found["inference"] == (
+        f"failed: inference.vllm.python is {tmp_path / 'python'}, which cannot be executed: name the interpreter of an "
+        "environment with vLLM"
+    )
+
+    def rollout(inference: dict[str, Any]) -> dict[str, Any]:
+        frozen = {"judge": {"start": True, "inference": inference}}
+        return {"env": {"name": "lookup"}, "group_size": 4, "frozen": frozen}
+
+    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout({"replicas": 2}))))
+    assert found["inference"] == "ok: builtin, 1 server; judge: builtin, 2 servers"
+    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout(away))))
+    assert found["inference"].startswith("failed: inference.vllm.python is")
 
 
 async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -> None:
@@ -271,7 +290,7 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     assert "✗ model: policies.main.model.path is" in said
     assert "✗ tasks: " in said
     assert "✗ held-out tasks: " in said
-    assert "3 of 9 checks failed, the run cannot start" in said
+    assert "3 of 10 checks failed, the run cannot start" in said
     assert not (tmp_path / "runs").exists()
 
 

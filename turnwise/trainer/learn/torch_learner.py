@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -52,16 +52,37 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
 
 
-def return_freed_memory() -> bool:
-    """Return freed blocks to the system, between two trainings of a process; return whether any were.
+class _HeapInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2`` (malloc.h): ten sizes, of which ``fordblks`` is that of all free blocks."""
 
-    What :func:`keep_freed_memory` holds for the next step of one model lies in pieces that another one's tensors do not
-    fill: without this the process holds both.
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def return_freed_memory(*, above: int = 0) -> bool:
+    """Return freed blocks to the system; return whether any were.
+
+    Between two trainings of a process: what :func:`keep_freed_memory` holds for the next step of one model lies in
+    pieces that another one's tensors do not fill. And while a trainer waits for rollouts, on a machine that servers
+    share.
+
+    Args:
+        above: Bytes of freed blocks up to which they are kept.
     """
     try:
-        return bool(ctypes.CDLL(None).malloc_trim(0))
+        library = ctypes.CDLL(None)
+        if above:
+            information = library.mallinfo2
+            information.restype = _HeapInfo
+            if information().fordblks <= above:
+                return False
+        return bool(library.malloc_trim(0))
     except (OSError, AttributeError, TypeError):
-        # Another C library, or another system.
+        # Another C library (or glibc before 2.33), or another system.
         return False
 
 

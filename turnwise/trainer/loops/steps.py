@@ -22,6 +22,7 @@ from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.batch.value_targets import critic_values
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.learn.distill import distilled
+from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.gap import Gaps, GapWatch
 from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
@@ -30,6 +31,10 @@ from turnwise.trainer.run.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
 
 Result = TypeVar("Result")
+
+# Freed blocks of a real model's step would lie idle during the next rollout; to find those of a small one again costs
+# more than they are worth.
+_MOST_IDLE = 1 << 29
 
 
 class Runner(Protocol):
@@ -355,6 +360,7 @@ def _update(run: TrainRun, experience: Experience, watch: GapWatch, changing: Ca
         watch=watch,
         changing=changing,
     )
+    return_freed_memory(above=_MOST_IDLE)
     if run.kl is not None:
         metrics |= run.kl.step(experience.metrics | metrics)
         run.state.kl_coef = run.kl.control.coef

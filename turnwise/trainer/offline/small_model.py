@@ -61,7 +61,8 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=width // 4,
+        # Serving engines have no kernels for smaller heads.
+        head_dim=max(32, width // 4),
         max_position_embeddings=context,
         initializer_range=0.04,
         tie_word_embeddings=True,

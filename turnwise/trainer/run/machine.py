@@ -59,8 +59,6 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     said: list[str | None] = []
     if trains.type == "cpu":
         said.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
-    if inference is not None and serves is not None and serves.type == "cpu":
-        said.append(emulation_warning("inference.dtype", inference.dtype, size))
     return [each for each in said if each is not None]
 
 

@@ -15,6 +15,7 @@ from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, EnvError, TurnwiseError
 from turnwise.gateway.frozen import load_renderers
+from turnwise.inference.engines import engine_warnings
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.rollout.managers import check_manager
@@ -87,6 +88,7 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     if config.policy.critic is not None:
         await checker.run("critic", _critic(config.policy))
     await checker.run("devices", checker.devices())
+    await checker.run("inference", check_inference(config))
     await checker.run("chat format", checker.chat_format())
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
@@ -110,6 +112,30 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     if config.hooks:
         await checker.run("hooks", _hooks(config))
     return DryRun(checker.checks, list(_plan(config)))
+
+
+async def check_inference(config: TrainConfig) -> str:
+    """Check the engines that are to serve the trained policy and the frozen ones, without starting a server.
+
+    Returns:
+        Each policy's engine and number of servers, and warnings about settings that work, and badly.
+
+    Raises:
+        ConfigError: An engine cannot be used as configured.
+    """
+    if not model_under(config.policy.model.path).is_dir():
+        raise _Wanting("wants a model")
+    start = config.policy.model.path
+    served = [("", start, config.inference)]
+    for name, frozen in config.rollout.frozen.items():
+        if frozen.hosted is None and not frozen.urls:
+            served.append((f"{name}: ", frozen.model or start, frozen.inference))
+    said = []
+    for whose, model, inference in served:
+        warnings = await engine_warnings(model_under(model), inference)
+        count = len(inference.urls) or inference.replicas
+        said.append("; ".join((f"{whose}{inference.engine}, {count} server{'s' * (count > 1)}", *warnings)))
+    return "; ".join(said)
 
 
 async def _hooks(config: TrainConfig) -> str:

@@ -1,0 +1,167 @@
+"""Exports of a run: what other programs read is what was recorded, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.cli import main
+from turnwise.errors import ConfigError, FormatError
+from turnwise.evaluation.export import Choice, export_run
+from turnwise.rollout.records import TrajectoryWriter
+from turnwise.trajectory import Segment, Trajectory
+from turnwise.types import StopReason, as_ids
+
+TOOLS = ({"type": "function", "function": {"name": "team_of", "parameters": {"type": "object"}}},)
+HUGE = 10**30
+
+
+def sampled(index: int, parent: int, message: dict[str, Any], fork: str | None = None) -> Segment:
+    ids = as_ids([index])
+    return Segment(
+        index, parent, "sampled", ids, (message,), f"t{index}", np.zeros(1, np.float32), ((0, 0, 1),), "stop", fork
+    )
+
+
+def recorded(name: str, reward: float, *, task: str = "a", error: str | None = None, **given: Any) -> Trajectory:
+    call = {"id": "c0", "type": "function", "function": {"name": "team_of", "arguments": {"person": "mía", "n": HUGE}}}
+    segments = [
+        Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Who?"},), tools=TOOLS),
+        sampled(1, 0, {"role": "assistant", "content": "", "tool_calls": [call]}),
+        Segment(2, 1, "context", as_ids([3]), ({"role": "tool", "tool_call_id": "c0", "content": "red"},)),
+        sampled(3, 2, {"role": "assistant", "content": "red"}),
+        sampled(4, 0, {"role": "assistant", "content": "?"}, fork="resample"),
+    ]
+    reason = StopReason.ERROR if error else StopReason.COMPLETED
+    return Trajectory(
+        name, name, f"g-{task}", task, segments=segments, rewards=[(None, "score", reward)], stop_reason=reason,
+        error=error, **given,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    for each in (
+        recorded("a0", 0.0),
+        recorded("a1", 1.0),
+        recorded("a2", 1.0),
+        recorded("b0", 0.5, task="b", partition="val"),
+        recorded("c0", 1.0, task="c", error="EnvError: broken"),
+        recorded("d0", 1.0, task="d", policy="judge"),
+    ):
+        writer.write(each)
+    writer.close()
+    with (folder / "trajectories.jsonl").open("ab") as file:
+        file.write(b'{"id": "half a line')
+    return folder
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_line_is_a_branch_in_openais_form(run: Path, tmp_path: Path) -> None:
+    assert export_run(run, tmp_path / "deep" / "all.jsonl", "jsonl") == 12
+    first, second = rows(tmp_path / "deep" / "all.jsonl")[:2]
+    assert [message["role"] for message in first["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant"]
+    (call,) = first["messages"][1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"person": "mía", "n": HUGE}
+    assert first["tools"] == second["tools"] == list(TOOLS)
+    assert (first["trajectory_id"], first["branch"], first["rewards"]) == ("a0", 0, {"score": 0.0})
+    assert (second["branch"], second["stop_reason"], second["error"]) == (1, "completed", None)
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "all.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (Choice(), ["a0", "a1", "a2", "b0", "c0", "d0"]),
+        (Choice(partition="val"), ["b0"]),
+        (Choice(policy="judge"), ["d0"]),
+        (Choice(min_reward=0.5), ["a1", "a2", "b0", "d0"]),
+        (Choice(best_per_task=1), ["a1", "b0", "c0", "d0"]),
+        (Choice(policy="main", min_reward=0.0, best_per_task=2), ["a1", "a2", "b0"]),
+    ],
+)
+def test_what_is_chosen(choice: Choice, expected: list[str], run: Path, tmp_path: Path) -> None:
+    assert export_run(run, tmp_path / "out", "jsonl", choice) == 2 * len(expected)
+    found = [row["trajectory_id"] for row in rows(tmp_path / "out")]
+    assert list(dict.fromkeys(found)) == expected
+
+
+def test_demonstrations_are_what_sft_reads(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "demonstrations.jsonl"
+    # The trajectory that ended in an error is left out.
+    assert export_run(run, file, "sft") == 10
+    assert all(set(row) == {"messages", "tools"} for row in rows(file))
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rows(file))
+
+
+def test_a_dataset_loads_with_a_split_for_each_partition(run: Path, tmp_path: Path) -> None:
+    import datasets
+
+    assert export_run(run, tmp_path / "data", "hf") == 12
+    found = datasets.load_dataset(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+    counts = {name: len(part) for name, part in found.items()}
+    calls, tools = found["train"][0]["messages"][1]["tool_calls"], found["train"][0]["tools"]
+    assert counts == {"train": 10, "val": 2}
+    assert json.loads(json.loads(calls)[0]["function"]["arguments"])["n"] == HUGE
+    assert json.loads(tools) == list(TOOLS)
+
+
+def test_tables_are_those_of_read_run(run: Path, tmp_path: Path) -> None:
+    import pandas
+
+    from turnwise import read_run
+
+    assert export_run(run, tmp_path / "episodes.csv", "csv", Choice(partition="train")) == 5
+    with (tmp_path / "episodes.csv").open() as file:
+        assert [row["episode_id"] for row in csv.DictReader(file)] == ["a0", "a1", "a2", "c0", "d0"]
+    assert export_run(run, tmp_path / "tables", "parquet") == 6
+    tables = read_run(run)
+    for name in ("episodes", "turns", "tool_calls", "tokens"):
+        found = pandas.read_parquet(tmp_path / "tables" / f"{name}.parquet")
+        assert len(found) == len(getattr(tables, name)()) > 0
+
+
+def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="holds nothing to export of min_reward 2"):
+        export_run(run, tmp_path / "out", "jsonl", Choice(min_reward=2.0))
+    with pytest.raises(ConfigError, match="--to csv writes tables, which are filtered by their reader"):
+        export_run(run, tmp_path / "out", "csv", Choice(min_reward=1.0))
+    with pytest.raises(ConfigError, match="run exists: name a file or folder that does not"):
+        export_run(run, run, "jsonl")
+    with pytest.raises(FormatError, match="no such file"):
+        export_run(tmp_path / "nowhere", tmp_path / "out", "jsonl")
+    with pytest.raises(ConfigError, match="out cannot be written: "):
+        export_run(run, run / "trajectories.jsonl" / "out", "jsonl")
+    (run / "trajectories.jsonl").write_bytes(b'{"id": 1}\n' + (run / "trajectories.jsonl").read_bytes())
+    with pytest.raises(FormatError, match="schema version"):
+        export_run(run, tmp_path / "out", "jsonl")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*more: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["export", str(run), str(tmp_path / "out.jsonl"), *more])
+        return int(ended.value.code or 0)
+
+    assert command("--to", "sft", "--min-reward", "1", "--best-per-task", "1") == 0
+    assert "out.jsonl: 4 conversations of " in capsys.readouterr().out
+    assert command("--to", "jsonl", "--step", "3") == 1
+    assert "--to is jsonl, with --step: they choose a model: leave out --to" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert command("--min-reward", "1") == 1
+    assert "--to is model, with --min-reward: a model has none" in " ".join(capsys.readouterr().err.split())

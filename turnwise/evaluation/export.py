@@ -1,0 +1,271 @@
+"""Exports of a run's trajectories: conversations for other programs, and tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeAlias
+
+import orjson
+
+from turnwise.errors import ConfigError, FormatError
+from turnwise.evaluation.tables import RunTables, read_run, run_file
+from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory import Trajectory
+
+Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
+TABLES = ("episodes", "turns", "tool_calls", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which trajectories are exported.
+
+    Attributes:
+        partition: Only ``train`` or only ``val``; None for both.
+        policy: Only trajectories of this policy; None for all.
+        min_reward: Minimum reward; None for any. Trajectories that ended in an error have none.
+        best_per_task: Most trajectories of a task, best first; ties prefer fewer sampled tokens. None for all.
+    """
+
+    partition: str | None = None
+    policy: str | None = None
+    min_reward: float | None = None
+    best_per_task: int | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything but the partition is chosen by."""
+        return (self.policy, self.min_reward, self.best_per_task) != (None, None, None)
+
+    def said(self) -> str:
+        """Return the choice in words."""
+        given = {name: getattr(self, name) for name in self.__slots__}
+        return ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "any kind"
+
+    def of(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
+        """Yield the chosen ones, in order; with ``best_per_task`` all are read first, and then the best only kept."""
+        found = (each for each in trajectories if self._fits(each))
+        if self.best_per_task is None:
+            yield from found
+            return
+        tasks: defaultdict[str, list[tuple[float, int, int, Trajectory]]] = defaultdict(list)
+        for number, each in enumerate(found):
+            ranked = tasks[each.task_id]
+            ranked.append((-each.reward, each.sampled_tokens, number, each))
+            ranked.sort(key=lambda entry: entry[:3])
+            del ranked[self.best_per_task :]
+        for _, _, _, each in sorted((entry for ranked in tasks.values() for entry in ranked), key=lambda kept: kept[2]):
+            yield each
+
+    def _fits(self, trajectory: Trajectory) -> bool:
+        if self.partition not in (None, trajectory.partition) or self.policy not in (None, trajectory.policy):
+            return False
+        return self.min_reward is None or (trajectory.error is None and trajectory.reward >= self.min_reward)
+
+
+def export_run(source: Path, target: Path, form: Format, choice: Choice | None = None) -> int:
+    """Write a run's trajectories in another form; the target appears whole or not at all.
+
+    ``jsonl`` has a conversation a line, one for each branch: ids of task, group, episode and trajectory, partition,
+    agent, policy, branch (its place among the trajectory's), reward, rewards by name, stop_reason, error, tools and
+    messages, both in OpenAI's form. ``sft`` has messages and tools alone, of trajectories without an error: what
+    ``turnwise sft`` and other trainers read. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
+    partition, that ``datasets.load_dataset`` reads. ``csv`` is the table of episodes, ``parquet`` a folder with the
+    four tables of :class:`turnwise.evaluation.tables.RunTables`.
+
+    Args:
+        source: A run directory, or a file of trajectories.
+        target: File or folder to write; must be missing.
+        form: The format.
+        choice: Which trajectories; all without one. Tables know partitions only.
+
+    Returns:
+        The number of conversations or, for tables, of episodes.
+
+    Raises:
+        ConfigError: The target exists or cannot be written, nothing is chosen, a table is asked for with a choice that
+            it cannot make, or a package is missing.
+        FormatError: There is no such file, or it is damaged.
+    """
+    choice = choice or Choice()
+    file = run_file(source)
+    if target.exists():
+        raise ConfigError(f"{target} exists: name a file or folder that does not")
+    if form in ("csv", "parquet") and choice.selects:
+        raise ConfigError(
+            f"--to {form} writes tables, which are filtered by their reader: leave out --policy, --min-reward and "
+            "--best-per-task, or choose jsonl, sft or hf"
+        )
+    writers: dict[str, Callable[[], int]] = {
+        "jsonl": lambda: _write_lines(conversations(choice.of(read_trajectories(file))), part),
+        "sft": lambda: _write_lines(_sft_rows(choice.of(read_trajectories(file))), part),
+        "hf": lambda: _write_dataset(conversations(choice.of(read_trajectories(file))), part),
+        "csv": lambda: _write_csv(read_run(file), choice.partition, part),
+        "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
+    }
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            part = Path(scratch) / target.name
+            count = writers[form]()
+            if not count:
+                raise ConfigError(f"{file} holds nothing to export of {choice.said()}: choose others")
+            os.rename(part, target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}: name another place") from error
+    return count
+
+
+def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
+    """Yield the branches of trajectories as rows; see :func:`export_run`. Raises FormatError without messages."""
+    for trajectory in trajectories:
+        rewards: defaultdict[str, float] = defaultdict(float)
+        for _, name, value in trajectory.rewards:
+            rewards[name] += value
+        for number, leaf in enumerate(trajectory.leaves()):
+            path = trajectory.path(leaf)
+            messages = [_openai(message) for segment in path for message in segment.messages]
+            if not messages:
+                raise FormatError(f"trajectory {trajectory.id} was recorded without its messages")
+            yield {
+                "task_id": trajectory.task_id, "group_id": trajectory.group_id, "episode_id": trajectory.episode_id,
+                "trajectory_id": trajectory.id, "partition": trajectory.partition, "agent": trajectory.agent,
+                "policy": trajectory.policy, "branch": number, "reward": trajectory.reward, "rewards": dict(rewards),
+                "stop_reason": str(trajectory.stop_reason), "error": trajectory.error,
+                "tools": [dict(tool) for tool in path[0].tools or ()], "messages": messages,
+            }  # fmt: skip
+
+
+def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
+    whole = (each for each in trajectories if each.error is None)
+    for row in conversations(whole):
+        # A conversation that ends with a tool's answer teaches nothing at its end; trainers refuse it.
+        messages = row["messages"]
+        while messages and messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
+        if messages:
+            yield {"messages": messages, "tools": row["tools"]}
+
+
+def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON text."""
+    found = dict(message)
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _text(call["function"].get("arguments"))}}
+            for call in calls
+        ]
+    return found
+
+
+def _text(value: Any) -> str:
+    # orjson refuses numbers of more than 64 bits, which a model may write.
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _write_lines(rows: Iterable[dict[str, Any]], file: Path) -> int:
+    count = 0
+    with file.open("wb") as out:
+        for row in rows:
+            out.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+            count += 1
+    return count
+
+
+def _write_dataset(rows: Iterable[dict[str, Any]], folder: Path) -> int:
+    """Write a parquet file a partition. Messages differ in their fields, so each is a column of JSON text's rows."""
+    arrow, parquet = _pyarrow()
+    schema = arrow.schema([(name, arrow.string()) for name in _TEXTS] + [
+        ("branch", arrow.int64()), ("reward", arrow.float64()), ("rewards", arrow.string()), ("tools", arrow.string()),
+        ("messages", arrow.list_(arrow.struct([(name, arrow.string()) for name in _MESSAGE]))),
+    ])  # fmt: skip
+    writers: dict[str, Any] = {}
+    waiting: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    counts: defaultdict[str, int] = defaultdict(int)
+
+    def flush(partition: str) -> None:
+        if partition not in writers:
+            file = folder / "data" / f"{partition}-00000-of-00001.parquet"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            writers[partition] = parquet.ParquetWriter(file, schema)
+        writers[partition].write_table(arrow.Table.from_pylist(waiting.pop(partition), schema=schema))
+
+    try:
+        for row in rows:
+            partition = row["partition"]
+            waiting[partition].append(_flat(row))
+            counts[partition] += 1
+            if len(waiting[partition]) == _ROWS:
+                flush(partition)
+        for partition in list(waiting):
+            flush(partition)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    if counts:
+        (folder / "README.md").write_text(_card(counts))
+    return sum(counts.values())
+
+
+_TEXTS = (
+    "task_id", "group_id", "episode_id", "trajectory_id", "partition", "agent", "policy", "stop_reason", "error",
+)  # fmt: skip
+_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
+_ROWS = 1_000
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose nested values of changing shape are JSON text."""
+    messages = [
+        {name: _optional(message.get(name)) if name != "role" else message["role"] for name in _MESSAGE}
+        for message in row["messages"]
+    ]
+    return row | {"rewards": _text(row["rewards"]), "tools": _text(row["tools"]), "messages": messages}
+
+
+def _optional(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _card(counts: Mapping[str, int]) -> str:
+    files = "".join(f"  - split: {name}\n    path: data/{name}-*.parquet\n" for name in counts)
+    said = ", ".join(f"{count} in `{name}`" for name, count in counts.items())
+    return (
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n\n"
+        f"Conversations recorded by Turnwise: {said}. `messages` are in OpenAI's form; their `tool_calls` and contents "
+        "of parts, and `tools` and `rewards`, are JSON text.\n"
+    )
+
+
+def _write_csv(tables: RunTables, partition: str | None, file: Path) -> int:
+    frame = tables.episodes(partition)
+    frame.to_csv(file, index=False)
+    return len(frame)
+
+
+def _write_tables(tables: RunTables, partition: str | None, folder: Path) -> int:
+    _pyarrow()
+    folder.mkdir()
+    count = 0
+    for name in TABLES:
+        frame = getattr(tables, name)(partition)
+        count = len(frame) if name == "episodes" else count
+        frame.to_parquet(folder / f"{name}.parquet", index=False)
+    if not count:
+        shutil.rmtree(folder)
+    return count
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(f"parquet files need pyarrow: pip install 'turnwise[parquet]' ({error})") from error

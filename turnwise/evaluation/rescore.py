@@ -1,0 +1,263 @@
+"""Rescoring: reward functions, rubrics and judges applied to recorded trajectories, without a model or environment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from turnwise.append_file import private_directory, write_private
+from turnwise.envs.core import Env
+from turnwise.envs.rewards.core import Rubric, as_rubric
+from turnwise.errors import ConfigError, EnvError, FormatError
+from turnwise.evaluation.metrics import EvalResult, Summary, summarize
+from turnwise.evaluation.tables import run_file
+from turnwise.rollout.records import TrajectoryWriter, read_trajectories
+from turnwise.tasks.config import TasksConfig
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import load_mix
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import Message
+
+SETTINGS_FILE = "rescore.json"
+"""In the output directory: the source, the scorer and the tasks, by which an interrupted command is continued."""
+
+_CONCURRENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RescoreSettings:
+    """What is rescored, and how.
+
+    Attributes:
+        source: Directory of an evaluation or a run, or a file of trajectories.
+        out: Directory to write.
+        scorer: A shipped reward function, ``pkg.module:name`` of a function or rubric, or a YAML file with the parts of
+            a rubric.
+        tasks: Source of the tasks, whose data functions may ask for; None: the one in the source's ``config.yaml``.
+        partition: Only ``train`` or only ``val``; None for both.
+        success_reward: Minimum reward of a success.
+    """
+
+    source: Path
+    out: Path
+    scorer: str
+    tasks: str | None = None
+    partition: str | None = None
+    success_reward: float = 1.0
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be equal for a command to continue another one."""
+        return {
+            "source": str(run_file(self.source).resolve()), "scorer": self.scorer, "tasks": self.tasks,
+            "partition": self.partition,
+        }  # fmt: skip
+
+
+class RecordedEnv(Env):
+    """The conversation of a recorded episode, for reward functions; nothing else of its environment was kept."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        """Hold a conversation."""
+        self.conversation = list(messages)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"env.{name} is not recorded: only functions of text, final, messages, task and data can be applied again"
+        )
+
+
+def load_scorer(scorer: str) -> Rubric:
+    """Return the rubric that a name, a reference or a YAML file stands for.
+
+    Raises:
+        ConfigError: There is no such function or file.
+    """
+    given: Any = scorer
+    if scorer.endswith((".yaml", ".yml")):
+        try:
+            given = yaml.safe_load(Path(scorer).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"--scorer is {scorer}, which cannot be read: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError(f"--scorer is {scorer}: write the parts of a rubric, name: function, one below the other")
+    return as_rubric(given)
+
+
+def run_rescore(settings: RescoreSettings, *, console: Console | None = None) -> EvalResult:
+    """Score the main session of each recorded episode anew, and write the results as an evaluation's directory.
+
+    Its rewards are replaced by those of the scorer, the scorer's metrics are added, and everything else stays: the
+    directory can be viewed, exported and compared (``turnwise compare BEFORE AFTER``). An interrupted command is
+    continued by the same one: what was scored is not scored again. Episodes that ended in an error stay failed.
+
+    Args:
+        settings: What is rescored.
+        console: For progress; by default the terminal.
+
+    Returns:
+        The metrics. Episodes whose scorer raised an error are counted as failed, and are tried again by the same
+        command.
+
+    Raises:
+        ConfigError: The scorer cannot be loaded, the output directory holds something else, or a task is missing.
+        FormatError: There are no trajectories, or they are damaged.
+        EnvError: No episode could be scored.
+    """
+    console = console or Console(stderr=True)
+    rubric = load_scorer(settings.scorer)
+    found = _chosen(settings)
+    tasks = _tasks(settings, {each.task_id for each in found})
+    private_directory(settings.out)
+    _claim(settings)
+    file = settings.out / "trajectories.jsonl"
+    done = {(each.id, each.attempt) for each in read_trajectories(file)} if file.exists() else set()
+    started = time.monotonic()
+    writer = TrajectoryWriter(file)
+    try:
+        with _shown(console, len(found), len(done)) as advance:
+            waiting = [each for each in found if (each.id, each.attempt) not in done]
+            errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
+    finally:
+        writer.close()
+    result = _result(settings, list(read_trajectories(file)), errors, time.monotonic() - started)
+    if errors and not any(summary.success.episodes for summary in result.parts.values()):
+        raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
+    result.write(settings.out)
+    return result
+
+
+def _chosen(settings: RescoreSettings) -> list[Trajectory]:
+    file = run_file(settings.source)
+    found = [each for each in read_trajectories(file) if settings.partition in (None, each.partition)]
+    if not found:
+        raise FormatError(f"{file} holds no trajectories of partition {settings.partition or 'train or val'}")
+    return found
+
+
+def _tasks(settings: RescoreSettings, wanted: set[str]) -> Mapping[str, Task]:
+    """Return the tasks by id. Those of a configuration may be fewer: a function that asks for one's data says so."""
+    source = settings.tasks
+    if source is None:
+        config = settings.source / "config.yaml"
+        said = (yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None) or {}
+        written = [each for each in (said.get("tasks"), (said.get("eval") or {}).get("tasks")) if each]
+        sources = [TypeAdapter(TasksConfig).validate_python(each) for each in written]
+        return {task.id: task for each in sources for task in load_mix(each).tasks}
+    tasks = {task.id: task for task in load_mix(source).tasks}
+    if missing := sorted(wanted - tasks.keys()):
+        raise ConfigError(
+            f"--tasks is {source}, which has no task {missing[0]!r} ({len(missing)} are missing that were rolled out): "
+            "name the source of the run's tasks"
+        )
+    return tasks
+
+
+def _claim(settings: RescoreSettings) -> None:
+    """Note what is rescored in the output directory, or check that it is the same."""
+    file, said = settings.out / SETTINGS_FILE, settings.described()
+    if not file.exists():
+        if taken := sorted(each.name for each in settings.out.iterdir()):
+            raise ConfigError(f"--out is {settings.out}, which holds {', '.join(taken[:3])}: name another directory")
+        write_private(file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
+        return
+    before = orjson.loads(file.read_bytes())
+    if differing := sorted(name for name in said if said[name] != before.get(name)):
+        raise ConfigError(
+            f"--out is {settings.out}, which holds a rescoring with another {', '.join(differing)}: give the command "
+            "that began it, or name another directory"
+        )
+
+
+@contextmanager
+def _shown(console: Console, total: int, done: int) -> Iterator[Any]:
+    columns = (TextColumn("rescoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=total, completed=done)
+        yield lambda: progress.advance(bar)
+
+
+async def _score_all(
+    trajectories: Sequence[Trajectory],
+    rubric: Rubric,
+    tasks: Mapping[str, Task],
+    writer: TrajectoryWriter,
+    advance: Any,
+) -> list[tuple[Trajectory, str]]:
+    """Score and write trajectories; return those whose scorer failed, with its error."""
+    room = asyncio.Semaphore(_CONCURRENT)
+    errors: list[tuple[Trajectory, str]] = []
+
+    async def one(trajectory: Trajectory) -> None:
+        async with room:
+            try:
+                writer.write(await rescored(trajectory, rubric, tasks.get(trajectory.task_id)))
+            except EnvError as error:
+                errors.append((trajectory, str(error)))
+            advance()
+
+    async with asyncio.TaskGroup() as running:
+        for each in trajectories:
+            running.create_task(one(each))
+    return errors
+
+
+async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) -> Trajectory:
+    """Return a trajectory with the rewards of a rubric; sessions other than ``main`` and failed ones as they are.
+
+    Raises:
+        EnvError: A function raised, timed out, returned no finite numbers, or wants data of a task that is not known.
+        FormatError: It was recorded without messages.
+    """
+    if trajectory.agent != "main" or trajectory.error is not None:
+        return trajectory
+    path = trajectory.path(trajectory.leaves()[-1]) if trajectory.segments else []
+    messages: list[Any] = [message for segment in path for message in segment.messages]
+    if not messages:
+        raise FormatError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be scored")
+    last = messages[-1]
+    # As when it ended: a message with calls, or none of the model's, was not its answer.
+    final = last if last["role"] == "assistant" and not last.get("tool_calls") else None
+    score = await rubric.score(RecordedEnv(messages), task, final)
+    turn = path[-1].turn_id if final is not None else None
+    kept = {name: value for name, value in trajectory.metrics.items() if not name.startswith("rubric/")}
+    rewards = [(turn, name, float(value)) for name, value in score.items()]
+    return replace(trajectory, rewards=rewards, metrics=kept | score.metrics)
+
+
+def _result(
+    settings: RescoreSettings, scored: Sequence[Trajectory], errors: Sequence[tuple[Trajectory, str]], seconds: float
+) -> EvalResult:
+    parts: dict[str, dict[str, TrajectoryGroup]] = {"sampled": {}, "greedy": {}}
+
+    def group(trajectory: Trajectory) -> TrajectoryGroup:
+        part = "greedy" if trajectory.group_id.endswith("greedy") else "sampled"
+        new = TrajectoryGroup(trajectory.group_id, trajectory.task_id, [])
+        return parts[part].setdefault(trajectory.group_id, new)
+
+    # Of an episode that was tried again, the last attempt counts.
+    attempts: defaultdict[str, int] = defaultdict(int)
+    for each in scored:
+        attempts[each.episode_id] = max(attempts[each.episode_id], each.attempt)
+    for each in scored:
+        if each.attempt == attempts[each.episode_id]:
+            group(each).trajectories.append(each)
+    for each, _ in errors:
+        group(each).failed += 1
+
+    def summary(name: str) -> Summary | None:
+        members = list(parts[name].values())
+        return summarize(members, success_reward=settings.success_reward) if members else None
+
+    return EvalResult(summary("sampled"), summary("greedy"), seconds)

@@ -1,0 +1,185 @@
+"""Replica of an SGLang server, launched in SGLang's own Python environment behind a bridge that speaks vLLM's wire.
+
+The bridge (``engine/sglang_side/``) has no password: bind it where only trusted clients reach it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
+from turnwise.inference import wire
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
+from turnwise.inference.process import ServerProcess
+from turnwise.inference.replica import ServerReplica
+from turnwise.inference.vllm import sum_of
+from turnwise.model.core import WeightManifest
+
+_ENGINE = Path(__file__).parents[1] / "engine"
+_SIDE = _ENGINE / "sglang_side"
+TESTED = "0.5"
+"""The version of SGLang whose documentation this adapter follows."""
+PYTHON_VARIABLE = "TURNWISE_SGLANG_PYTHON"
+_ENVIRONMENT = EngineEnvironment("sglang", "SGLang", TESTED, PYTHON_VARIABLE, ("sglang",))
+_LEAST_KV_TOKENS = 131072
+_COUNTERS = {
+    "requests": "sglang:num_requests",
+    "prompt_tokens": "sglang:prompt_tokens",
+    "reused_tokens": "sglang:cached_tokens",
+    "generated_tokens": "sglang:generation_tokens",
+}
+
+
+def context_of(model: Path, config: InferenceConfig) -> int | None:
+    """Return the maximum tokens of a sequence; None where neither configuration nor model says."""
+    longest = config.max_context or model_settings(model).get("max_position_embeddings")
+    return None if longest is None else int(longest)
+
+
+def command_line(model: Path, name: str, config: InferenceConfig, version: int) -> list[str]:
+    """Return the arguments of ``sglang.launch_server``, without its address."""
+    context = context_of(model, config)
+    given = {
+        "--model-path": model,
+        "--served-model-name": name,
+        "--dtype": served_dtype(model, config.dtype),
+        "--device": None if config.device == "auto" else config.device,
+        "--context-length": context,
+        "--max-running-requests": config.max_seqs,
+        "--max-total-tokens": config.kv_tokens or max(_LEAST_KV_TOKENS, context or 0),
+        "--chunked-prefill-size": config.max_batch_tokens,
+        "--tp-size": config.sglang.tensor_parallel,
+        # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
+        "--sampling-defaults": "openai",
+        "--weight-version": version,
+        "--log-level": config.log_level,
+    }
+    said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    flags = ["--enable-metrics"]
+    flags += [] if config.prefix_cache else ["--disable-radix-cache"]
+    flags += ["--disable-cuda-graph"] if config.sglang.eager else []
+    return [*said, *flags, *config.sglang.arguments]
+
+
+def environment(config: InferenceConfig, number: int) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``."""
+    # Variables of this process's own Python would lead SGLang's to packages that are not its.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    each = config.sglang.tensor_parallel
+    gpus = config.sglang.gpus[number * each : (number + 1) * each]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join((str(_SIDE), str(_ENGINE / "vllm_side"))),
+        "OMP_NUM_THREADS": str(config.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Log-probabilities of the logits divided by the temperature, which a policy gradient needs.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
+    }
+
+
+def _clashes(model: Path, config: InferenceConfig) -> list[str]:
+    """Return what cannot be together in a configuration, each naming key, value and remedy."""
+    sglang, context, found = config.sglang, context_of(model, config), []
+    if context is None:
+        found.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
+    elif config.kv_tokens is not None and config.kv_tokens < context:
+        found.append(
+            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence of {context} tokens: raise it, or "
+            "lower inference.max_context"
+        )
+    if ":" in config.device:
+        found.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.sglang.gpus")
+    if sglang.gpus and len(sglang.gpus) != (needed := config.replicas * sglang.tensor_parallel):
+        found.append(
+            f"inference.sglang.gpus is {sglang.gpus}, but {config.replicas} replicas of {sglang.tensor_parallel} GPUs "
+            f"(inference.replicas, inference.sglang.tensor_parallel) need {needed}"
+        )
+    return found
+
+
+class SGLangReplica(ServerReplica):
+    """An SGLang server and its bridge in a process group, which ends with its parent."""
+
+    _engine_launch_timeout = 900.0
+    _engine_close_timeout = 20.0
+
+    @classmethod
+    async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
+        """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
+        if config.urls:
+            return []
+        python, _, version = await _ENVIRONMENT.find_package(config.sglang.python)
+        if clashes := _clashes(model, config):
+            raise ConfigError("; ".join(clashes))
+        unused = (
+            f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: SGLang answers every "
+            "name; bind it (inference.host) where only trusted clients reach it"
+        )
+        return [*([unused] if config.allowed_hosts else []), *_ENVIRONMENT.version_warnings(python, version)]
+
+    async def _start(self, process: ServerProcess, *, paused: bool) -> int:
+        python, _, _ = await _ENVIRONMENT.find_package(self._config.sglang.python)
+        model, config = self._model.absolute(), self._config
+        name = self._name or model.name
+        own = {
+            "--host": config.host,
+            "--port": self._port,
+            "--model": model,
+            "--name": name,
+            "--context": context_of(model, config),
+            "--weight-version": self._weight_version,
+        }
+        given = [text for flag, value in own.items() for text in (flag, str(value))]
+        given += ["--paused"] if paused else []
+        script = [str(python), "-P", str(_SIDE / "turnwise_sglang_serve.py"), *given]
+        arguments = command_line(model, name, config, self._weight_version)
+        reported = await process.start(
+            lambda report, lifeline: [
+                *script, "--report", str(report), "--lifeline", str(lifeline), "--", *arguments,
+            ],
+            environment(config, self._number),
+        )  # fmt: skip
+        self._port = port = int(reported["port"])
+        async with undo_on_error_async(self.close):
+            await self._control.set_version(self.url, self._weight_version)
+        return port
+
+    async def prepare_updates(self) -> None:
+        """Check that SGLang has the routes that load weights, behind the bridge. Raises InferenceError."""
+        key = "inference.sglang.python" if self._given_url is None else "inference.url"
+        try:
+            found = await self._control.request(self._reachable(), "GET", "/missing_routes")
+        except RequestRefused as error:
+            raise InferenceError(
+                f"{key}: the server at {self.url} cannot take new weights ({error}): name the bridge of an SGLang "
+                "server, which turnwise_sglang_serve.py starts (docs/training.md, 'Running servers')"
+            ) from error
+        if missing := found["missing"]:
+            raise InferenceError(
+                f"{key}: the SGLang server at {self.url} cannot take new weights, for it has no {', '.join(missing)}: "
+                f"install SGLang {TESTED}"
+            )
+
+    async def _load_weights(self, manifest: WeightManifest) -> None:
+        url = self._reachable()
+        try:
+            await self._control.request(url, "POST", "/update_weights", wire.encode_manifest(manifest))
+        except RequestRefused as error:
+            raise RequestRefused(f"{url} cannot load weights version {manifest.version}: {error}") from error
+        except InferenceError as error:
+            # Part of the weights may be new: it must not serve them.
+            self._process.kill(f"an update to weights version {manifest.version} failed half-way ({error})")
+            raise InferenceError(f"{url} failed while it loaded weights version {manifest.version}: {error}") from error
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the server's counters: requests, tokens and CPU seconds."""
+        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
+        found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
+        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
+        if self.pid is not None:
+            found["cpu_seconds"] = self._running_cpu()
+        return found
