@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,13 +20,35 @@ from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
 
 TRAJECTORIES: Final = "trajectories.jsonl"
 REDACTED: Final = "***"
+MOST_TEXT: Final = 400
+"""Characters of an error or a warning that are kept."""
+MOST_CONFIG: Final = 100_000
+"""Characters of a configuration that is shown."""
 
-_SECRET = re.compile(r"(?:^|[_-])(?:api[_-]?key|key|secrets?|pass(?:word|wd|phrase)?|token|auth\w*|credentials?)$", re.I)
+_SECRET = re.compile(
+    r"(?:^|[_-])(?:api[_-]?key|key|secrets?|pass(?:word|wd|phrase)?|token|auth\w*|credentials?)$", re.I
+)
 """Keys whose texts are not shown. Those of variables' names (``key_env``) and files (``key_file``) end differently."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 
 Series = tuple[list[int], list[float]]
 """Steps and values of one metric, in order."""
+
+
+@dataclass(slots=True)
+class RunWarning:
+    """A warning that a run showed, once or more.
+
+    Attributes:
+        first: Step at which it was first shown.
+        last: Step at which it was last shown, with ``text``.
+    """
+
+    name: str
+    first: int
+    last: int
+    text: str
+    count: int = 1
 
 
 @dataclass(slots=True)
@@ -37,10 +60,10 @@ class RunFacts:
         kind: ``training``, ``evaluation`` or ``trajectories`` (of a gateway, or a file alone).
         series: Metrics of train steps and evaluations by name.
         meanings: What a metric means, by name; for those of docs/metrics.md.
-        warnings: (step, name, text) of the warnings that were shown.
-        summary: ``summary.json`` of an evaluation.
+        warnings: Those that were shown, one entry for each name.
         config: ``config.yaml`` without secrets.
         success_reward: Minimum reward of a success.
+        role: Role whose reward counts in an evaluation; None for all sessions of the trained policy.
         gaps: The tokens on which trainer and server differed most, by trajectory id: (segment, place, server's and
             trainer's log-probability, step).
         notes: What could not be read, and is missing in the report.
@@ -52,18 +75,40 @@ class RunFacts:
     trajectories: Path | None = None
     series: dict[str, Series] = field(default_factory=dict)
     meanings: dict[str, str] = field(default_factory=dict)
-    warnings: list[tuple[int, str, str]] = field(default_factory=list)
-    summary: dict[str, Any] | None = None
+    warnings: list[RunWarning] = field(default_factory=list)
     config: str | None = None
     success_reward: float = 1.0
+    role: str | None = None
     gaps: dict[str, list[tuple[int, int, float, float, int]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     models: list[Path] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what the page shows of the run besides its trajectories, as JSON values."""
-        shown = ("series", "meanings", "warnings", "summary", "config", "notes")
-        return {name: getattr(self, name) for name in shown}
+    def to_json(self, most: int) -> dict[str, Any]:
+        """Return what the page shows of the run besides its trajectories, as JSON values.
+
+        Args:
+            most: Most points of a curve: of a longer one, the least and the largest value of each stretch.
+        """
+        return {
+            "series": {name: thinned(steps, values, most) for name, (steps, values) in sorted(self.series.items())},
+            "meanings": self.meanings,
+            "warnings": [asdict(each) for each in self.warnings],
+            "config": self.config,
+            "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > most,
+        }
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], most: int) -> Series:
+    """Return at most ``most`` points of a curve, all of them true: its ends, and the extremes of equal stretches."""
+    count = len(steps)
+    if count <= most:
+        return list(steps), [float(f"{value:.6g}") for value in values]
+    kept = {0, count - 1}
+    stretches = max(1, (most - 2) // 2)
+    for number in range(stretches):
+        places = range(number * count // stretches, (number + 1) * count // stretches)
+        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+    return [steps[place] for place in sorted(kept)], [float(f"{values[place]:.6g}") for place in sorted(kept)]
 
 
 def read_facts(source: Path, name: str) -> RunFacts:
@@ -89,9 +134,9 @@ def read_facts(source: Path, name: str) -> RunFacts:
         facts.kind = "training"
         _read_series(facts, read_metrics(metrics))
         _read_gaps(facts, source / "diagnostics.jsonl")
-    elif (source / "summary.json").is_file() or (source / "episodes.jsonl").is_file():
+    elif any((source / each).is_file() for each in ("summary.json", "episodes.jsonl", "finished.jsonl")):
         facts.kind = "evaluation"
-        facts.summary = _read_summary(facts, source / "summary.json")
+        _note_unfinished(facts, source / "summary.json")
     return facts
 
 
@@ -100,27 +145,37 @@ def _checkpoints(run: Path) -> list[Path]:
     return [each for folder in found for each in (folder, folder / "model")]
 
 
-def _read_summary(facts: RunFacts, file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        facts.notes.append(f"{file.name} is missing: the evaluation has not ended, or was killed")
-        return None
+def _note_unfinished(facts: RunFacts, file: Path) -> None:
     try:
         summary = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
-        facts.notes.append(f"{file.name} is not JSON and is left out: {error}")
-        return None
-    return summary if isinstance(summary, dict) else None
+        unfinished = summary.get("unfinished")
+    except FileNotFoundError:
+        facts.notes.append(f"{file.name} is missing: the evaluation has not ended, or was killed")
+    except (AttributeError, orjson.JSONDecodeError) as error:
+        facts.notes.append(f"{file.name} cannot be read: {error}")
+    else:
+        if unfinished:
+            facts.notes.append(f"{unfinished} episodes are unfinished: the same turnwise eval command plays them")
 
 
 def _read_series(facts: RunFacts, records: Sequence[Mapping[str, Any]]) -> None:
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    warnings: dict[str, RunWarning] = {}
+    unread = 0
     for record in records:
-        if record.get("kind") == "warning":
-            facts.warnings.append((int(record["step"]), str(record["name"]), str(record["text"])))
-        elif record.get("kind") in ("train", "eval"):
-            numbers = {key: value for key, value in record.items() if value is not None}
-            for name, value in figures(numbers).items():
-                found[name][int(record["step"])] = value
+        try:
+            if record.get("kind") == "warning":
+                _add_warning(warnings, int(record["step"]), str(record["name"]), str(record["text"]))
+            elif record.get("kind") in ("train", "eval"):
+                step = int(record["step"])
+                for name, value in figures({key: each for key, each in record.items() if each is not None}).items():
+                    if math.isfinite(value):
+                        found[name][step] = value
+        except (AttributeError, KeyError, TypeError, ValueError):
+            unread += 1
+    facts.warnings = list(warnings.values())
+    if unread:
+        facts.notes.append(f"{unread} records of {METRICS_FILE} lack what their kind has, and are left out")
     for name, values in found.items():
         steps = sorted(values)
         facts.series[name] = steps, [values[step] for step in steps]
@@ -128,10 +183,19 @@ def _read_series(facts: RunFacts, records: Sequence[Mapping[str, Any]]) -> None:
             facts.meanings[name] = meant
 
 
+def _add_warning(warnings: dict[str, RunWarning], step: int, name: str, text: str) -> None:
+    text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+    if (known := warnings.get(name)) is None:
+        warnings[name] = RunWarning(name, step, step, text)
+    else:
+        known.last, known.text, known.count = step, text, known.count + 1
+
+
 def _read_gaps(facts: RunFacts, file: Path) -> None:
     """Read the tokens that differ most; the last line may be cut off."""
     if not file.is_file():
         return
+    unread = 0
     for line in file.read_bytes().split(b"\n"):
         if not line.endswith(b"}"):
             continue
@@ -141,8 +205,10 @@ def _read_gaps(facts: RunFacts, file: Path) -> None:
                 if "segment" in each:
                     place = (each["segment"], each["place"], each["rollout"], each["trainer"], record["step"])
                     facts.gaps.setdefault(each["trajectory"], []).append(place)
-        except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError) as error:
-            facts.notes.append(f"a line of {file.name} cannot be read and is left out: {error!r}")
+        except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError):
+            unread += 1
+    if unread:
+        facts.notes.append(f"{unread} lines of {file.name} cannot be read, and are left out")
 
 
 def _read_config(facts: RunFacts, file: Path) -> None:
@@ -158,13 +224,19 @@ def _read_config(facts: RunFacts, file: Path) -> None:
     if not isinstance(config, dict):
         facts.notes.append(f"{file.name} holds no mapping and is left out")
         return
-    facts.config = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True, width=120)
+    if len(text) <= MOST_CONFIG:
+        facts.config = text
+    else:
+        facts.notes.append(f"{file.name} has {len(text)} characters and is left out")
     for path in ("policies.main.model.path", "model"):
         if isinstance(model := _at(config, path), str):
             facts.models.append(Path(model))
     for path in ("success_reward", "eval.success_reward"):
         if isinstance(least := _at(config, path), (int, float)):
             facts.success_reward = float(least)
+    role = config.get("role")
+    facts.role = role if isinstance(role, str) else None
 
 
 def _at(config: Any, path: str) -> Any:
