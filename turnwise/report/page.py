@@ -24,6 +24,7 @@ from turnwise.report.trajectories import (
     episodes_of,
     error_counts,
     fitted,
+    pack,
     part_figures,
     read_rows,
     table_columns,
@@ -77,9 +78,9 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
     if not runs:
         raise ConfigError("no run is given: name at least one directory of a run")
     _check_out(out)
-    facts = [read_facts(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
+        facts = [read_facts(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
         with open(draft, "w", encoding="utf-8", errors="backslashreplace", opener=private_opener) as file:
             packed = _write(_Page(file), facts, max_bytes)
         size = draft.stat().st_size
@@ -90,7 +91,8 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
             )
         draft.replace(out)
     except OSError as error:
-        raise ConfigError(f"--out is {out}, which cannot be written: {error.strerror or error}") from error
+        place = out if error.filename in (None, str(draft)) else error.filename
+        raise ConfigError(f"{place} cannot be read or written: {error.strerror or error}") from error
     finally:
         draft.unlink(missing_ok=True)
     return Written(
@@ -103,6 +105,8 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
 
 
 def _check_out(out: Path) -> None:
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--out is {out}, but a report is an HTML file: name one that ends in .html")
     if out.is_dir():
         raise ConfigError(f"--out is {out}, which is a folder: name a file, such as {out / 'report.html'}")
     if not out.parent.is_dir():
@@ -216,14 +220,15 @@ def _write_run(page: _Page, number: int, facts: RunFacts, room: int) -> _PackedR
     page.data(f"run-{number}-tasks", text)
 
     groups, contents = by_priority(rows), Contents()
-    left = room * 5 // 8 - (page.size - begins)
-    for chunk in chunks(facts, groups, left, contents):
+    ranked = [row for group in groups for row in group][:MOST_ROWS]
+    # The table as it is before it says where contents are, and some more.
+    listing = min(room // 4, int(len(pack(table_columns(ranked))) * 1.25))
+    for chunk in chunks(facts, groups, room - room // 16 - listing - (page.size - begins), contents):
         page.data(f"run-{number}-chunk-{contents.chunks - 1}", chunk)
-    ranked = sorted((row for group in groups for row in group), key=lambda row: row.place is None)
+    ranked.sort(key=lambda row: row.place is None)
     text, listed = fitted(
-        lambda count: table_columns(sorted(ranked[:count], key=lambda row: row.offset)),
-        min(len(rows), MOST_ROWS), room // 4,
-    )  # fmt: skip
+        lambda count: table_columns(sorted(ranked[:count], key=lambda row: row.offset)), len(ranked), listing
+    )
     page.data(f"run-{number}-table", text)
     _note_left_out(facts, len(rows), listed, contents)
     _write_vocabulary(page, number, facts, contents, room - (page.size - begins))

@@ -129,7 +129,8 @@ def read_facts(source: Path, name: str) -> RunFacts:
         )
     facts = RunFacts(name, "trajectories", file if file.is_file() else None)
     _read_config(facts, source / "config.yaml")
-    facts.models = [*_checkpoints(source), *facts.models, source / "initial", source / "sft" / "model"]
+    made = (source / "initial", source / "sft" / "model")
+    facts.models = [*_checkpoints(source), *facts.models, *(each for each in made if each.is_dir())]
     if metrics.is_file():
         facts.kind = "training"
         _read_series(facts, read_metrics(metrics))
@@ -141,7 +142,8 @@ def read_facts(source: Path, name: str) -> RunFacts:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    found = sorted((run / "checkpoints").glob("step_*"), reverse=True)
+    # All have the run's tokenizer, so the newest will do, and the one before where that is half-written.
+    found = sorted((run / "checkpoints").glob("step_*"), reverse=True)[:2]
     return [each for folder in found for each in (folder, folder / "model")]
 
 

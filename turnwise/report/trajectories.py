@@ -34,6 +34,7 @@ _TOLERANCE = 1e-6
 _DIGITS = 4
 _LEVEL = 6
 _LARGE_GROUP = 8
+_LEAST_CHUNKS = 16
 _PLAIN = (
     "id", "episode_id", "group_id", "task_id", "agent", "policy", "rewards", "metrics", "turn_metrics", "turn_notes",
     "states", "partition", "attempt", "reasoning", "recorded", "baseline", "error",
@@ -329,7 +330,8 @@ def chunks(facts: RunFacts, groups: Iterable[Sequence[Row]], room: int, contents
     A chunk that does not fit is left out, and the next ones are tried a few times.
     """
     tries = 0
-    for batch in _batches(facts, groups):
+    # Of small room no large part may stay empty because a chunk does not fit.
+    for batch in _batches(facts, groups, min(CHUNK_BYTES, room // _LEAST_CHUNKS)):
         text = pack([orjson.Fragment(record.data) for record in batch])
         if contents.size + len(text) > room:
             tries += 1
@@ -346,8 +348,8 @@ def chunks(facts: RunFacts, groups: Iterable[Sequence[Row]], room: int, contents
         yield text
 
 
-def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]]) -> Iterator[list[_Record]]:
-    """Yield the records of as many groups as make a chunk; only a large group is divided."""
+def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> Iterator[list[_Record]]:
+    """Yield the records of as many groups as have ``least`` bytes; only a large group is divided."""
     if facts.trajectories is None:
         return
     held: list[_Record] = []
@@ -357,7 +359,7 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]]) -> Iterator[list[
             for row in group:
                 held.append(_read_record(file, row, facts))
                 size += len(held[-1].data)
-                if size >= CHUNK_BYTES * (1 if row is group[-1] else _LARGE_GROUP):
+                if size >= least * (1 if row is group[-1] else _LARGE_GROUP):
                     yield held
                     held, size = [], 0
     if held:

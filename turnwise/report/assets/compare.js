@@ -55,6 +55,12 @@ function paired(first, second, metric) {
   return { rows, before: mean((row) => row.before), after: mean((row) => row.after), difference, spread, only: [before.size - rows.length, after.size - rows.length] };
 }
 
+/** The trajectory of a task with the largest reward, or with the least one where `sign` is negative. */
+function extreme({ run, part }, task, sign) {
+  const rows = run.rows.filter((row) => row.task === task && row.part === part && row.chunk !== null);
+  return rows.reduce((best, row) => (best && (sign < 0 ? best.reward <= row.reward : best.reward >= row.reward) ? best : row), null);
+}
+
 function comparisonOf(first, second, state) {
   const found = paired(first, second, state.metric);
   if (!found.rows.length) return note("These two have no task in common, so there is nothing to compare task by task.");
@@ -63,9 +69,9 @@ function comparisonOf(first, second, state) {
   const kinds = { all: () => true, changed: (row) => row.difference !== 0, lost: (row) => row.difference < 0, gained: (row) => row.difference > 0 };
   const rows = found.rows.filter(kinds[state.only] || kinds.all);
   const sign = (value) => `${value > 0 ? "+" : ""}${rate(value)}`;
-  const newest = (side, task) => side.run.rows.filter((row) => row.task === task && row.part === side.part && row.chunk !== null).pop();
   const both = (row) => {
-    const [one, other] = [newest(first, row.task), newest(second, row.task)];
+    // Those that show the difference: where the task got worse, the best before and the worst after.
+    const [one, other] = [extreme(first, row.task, -row.difference), extreme(second, row.task, row.difference)];
     if (!one || !other) return el("span.faint", null, "not in the report");
     return el("a", { href: trajectoryAddress(one, { with: `${other.run.number}/${other.id}` }) }, "side by side");
   };

@@ -114,9 +114,9 @@ function tasksTable(state) {
   return sortable(columns, rows, { noun: "task", sort: state.sort, onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }) });
 }
 
-function bar(share) {
+function bar(share, text) {
   if (share === null || share === undefined) return "–";
-  return el("span.bar", { style: { "--share": `${Math.max(0, Math.min(1, share)) * 100}%` } }, rate(share));
+  return el("span.bar", { title: rate(share), style: { "--share": `${Math.max(0, Math.min(1, share)) * 100}%` } }, text || rate(share));
 }
 
 // Trajectories: filters, a search in their texts, and a table. The order of the table is that of j and k.
@@ -290,7 +290,7 @@ function stopsTable(run) {
   if (!rows.length) return note("This run has no trajectories.");
   const columns = stops.map((stop) => ({
     name: stop, key: stop, number: true, sort: (row) => (row.stops[stop] || 0) / row.episodes,
-    cell: (row) => (row.stops[stop] ? el("a", { href: address("trajectories", [], { run: run.number, part: row.part, stop }) }, bar(row.stops[stop] / row.episodes)) : ""),
+    cell: (row) => (row.stops[stop] ? el("a", { href: address("trajectories", [], { run: run.number, part: row.part, stop }) }, bar(row.stops[stop] / row.episodes, whole(row.stops[stop]))) : ""),
   }));
   return sortable([{ name: "Part", key: "part" }, { name: "Episodes", key: "episodes", number: true, text: (row) => whole(row.episodes) }, ...columns], rows, { noun: "part" });
 }

@@ -101,7 +101,7 @@ function headOf(row, record) {
   }
   const measured = record && Object.entries(record.metrics);
   return el("section.card.head", null, [
-    el("h2", null, runs.length > 1 && runName(row.run), el("span", null, row.id)),
+    el("h2", null, runs.length > 1 && [runName(row.run), " · "], row.id),
     el("p", null, "task ", el("a", { href: address("trajectories", [], { task: row.task }) }, row.task)),
     el("dl.pairs", null, items.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))),
     row.error !== null && el("p.error", null, record ? record.error : row.error),
@@ -139,7 +139,7 @@ function branchTabs(record, leaves, branch, side) {
     };
     return el(`button.tab${number + 1 === branch ? ".now" : ""}`, { onclick: open, "aria-pressed": String(number + 1 === branch) }, [
       `branch ${number + 1}`,
-      el("small", null, [fork && `${fork}, `, plural(own.filter((segment) => segment.kind === "sampled").length, "turn"), number > 0 && ` after ${plural(shared, "shared one")}`]),
+      el("small", null, [fork && `${fork}, `, plural(own.filter((segment) => segment.kind === "sampled").length, "turn"), shared > 0 && ` after ${plural(shared, "shared turn")}`]),
     ]);
   });
   return el("div.branches", null, tabs);
