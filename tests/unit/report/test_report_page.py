@@ -135,7 +135,7 @@ def large_run(folder: Path, seed: int, tasks: int = 60) -> Path:
     )  # fmt: skip
     metrics = {f"reward/by_name/{noise(8, draw)}" for _ in range(20)}
     write_metrics(
-        run, *({"kind": "train", "step": step, **{name: draw.random() for name in metrics}} for step in range(900))
+        run, *({"kind": "train", "step": step, **{name: draw.random() for name in metrics}} for step in range(1500))
     )
     return run
 
