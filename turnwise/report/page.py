@@ -33,7 +33,16 @@ from turnwise.report.trajectories import (
 from turnwise.version import __version__
 
 ASSETS: Final = Path(__file__).parent / "assets"
-SCRIPTS: Final = ("core.js", "curves.js", "tables.js", "trajectory.js", "tokens.js", "compare.js", "app.js")
+SCRIPTS: Final = (
+    "core.js",
+    "curves.js",
+    "overview.js",
+    "tables.js",
+    "trajectory.js",
+    "tokens.js",
+    "compare.js",
+    "app.js",
+)
 """The page's script in parts, in the order in which they are joined; each uses what those before it define."""
 
 FORMAT: Final = 1

@@ -1,21 +1,69 @@
 // The page: its bar, its views, keys, and what is shown where something fails.
 
-const VIEWS = { overview: viewOverview, curves: viewCurves, tasks: viewTasks, trajectories: viewTrajectories, failures: viewFailures, compare: viewCompare, trajectory: viewTrajectory };
-const TABS = [["overview", "Overview"], ["curves", "Curves"], ["tasks", "Tasks"], ["trajectories", "Trajectories"], ["failures", "Failures"], ["compare", "Compare"]];
-const KEYS = [["1 – 6", "the tabs"], ["/", "search"], ["j, k", "next and previous trajectory"], ["n, p", "next and previous turn"], ["t", "tokens of a trajectory"], ["Esc", "back to the list"], ["?", "these keys"]];
+const VIEWS = {
+  overview: viewOverview,
+  curves: viewCurves,
+  tasks: viewTasks,
+  trajectories: viewTrajectories,
+  failures: viewFailures,
+  compare: viewCompare,
+  trajectory: viewTrajectory,
+};
+const TABS = [
+  ["overview", "Overview"],
+  ["curves", "Curves"],
+  ["tasks", "Tasks"],
+  ["trajectories", "Trajectories"],
+  ["failures", "Failures"],
+  ["compare", "Compare"],
+];
+const KEYS = [
+  ["1 – 6", "the tabs"],
+  ["/", "search"],
+  ["j, k", "next and previous trajectory"],
+  ["n, p", "next and previous turn"],
+  ["t", "tokens of a trajectory"],
+  ["Esc", "back to the list"],
+  ["?", "these keys"],
+];
 
 const main = el("main", { id: "main", tabindex: "-1" });
 const bar_ = el("nav.bar", { "aria-label": "views" });
-const help = el("dialog", null, el("h2", null, "Keys"), el("dl.pairs", null, KEYS.map(([key, text]) => el("div", null, el("dt", null, el("kbd", null, key)), el("dd", null, text)))), el("form", { method: "dialog" }, el("button", null, "close")));
-let listAddress = address("trajectories");
+const help = el(
+  "dialog",
+  null,
+  el("h2", null, "Keys"),
+  el(
+    "dl.pairs",
+    null,
+    KEYS.map(([key, text]) => el("div", null, el("dt", null, el("kbd", null, key)), el("dd", null, text))),
+  ),
+  el("form", { method: "dialog" }, el("button", null, "close")),
+);
 
 function drawBar() {
   const { view } = readRoute();
   const now = view === "trajectory" ? "trajectories" : view;
-  const chip = (run) => el(`button.chip.run${run.shown ? ".now" : ""}`, { "aria-pressed": String(run.shown), title: `${run.name}: ${run.kind}`, onclick: () => toggle(run) }, runMark(run), run.name);
+  const chip = (run) =>
+    el(
+      `button.chip.run${run.shown ? ".now" : ""}`,
+      { "aria-pressed": String(run.shown), title: `${run.name}: ${run.kind}`, onclick: () => toggle(run) },
+      runMark(run),
+      run.name,
+    );
   fill(bar_, [
     el("strong.brand", null, "Turnwise"),
-    el("div.tabs", null, TABS.map(([name, title]) => el(`a${now === name ? ".now" : ""}`, { href: name === "trajectories" ? listAddress : address(name), "aria-current": now === name ? "page" : null }, title))),
+    el(
+      "div.tabs",
+      null,
+      TABS.map(([name, title]) =>
+        el(
+          `a${now === name ? ".now" : ""}`,
+          { href: name === "trajectories" ? listAddress : address(name), "aria-current": now === name ? "page" : null },
+          title,
+        ),
+      ),
+    ),
     el("div.runs", null, runs.length > 1 ? runs.map(chip) : runs.map(runName)),
     el("button.icon", { onclick: changeTheme, title: "dark or light", "aria-label": "dark or light" }, "◐"),
     el("button.icon", { onclick: () => help.showModal(), title: "keys", "aria-label": "keys" }, "?"),
@@ -29,19 +77,18 @@ function toggle(run) {
 }
 
 function changeTheme() {
-  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = dark ? "light" : "dark";
   render();
 }
 
 async function render() {
   const route = readRoute();
-  if (route.view === "trajectories") listAddress = location.hash || listAddress;
   drawBar();
   try {
     await (VIEWS[route.view] || viewOverview)(main, route);
-    // Filters that a view wrote into the address are those that the list comes back with.
-    if (route.view === "trajectories") listAddress = location.hash;
   } catch (error) {
     fill(main, el("p.error", null, `This view cannot be shown: ${error.message || error}`));
   }
@@ -62,7 +109,10 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const press = (title) => [...document.querySelectorAll(".controls button")].find((button) => button.title === title && !button.disabled)?.click();
+  const press = (title) =>
+    [...document.querySelectorAll(".controls button")]
+      .find((button) => button.title === title && !button.disabled)
+      ?.click();
   const reader = readRoute().view === "trajectory";
   const actions = {
     "/": () => document.querySelector(".controls input[type=search]")?.focus(),
@@ -75,7 +125,9 @@ function onKey(event) {
     Escape: () => reader && (location.hash = listAddress),
   };
   const tab = TABS[Number(event.key) - 1];
-  const action = tab ? () => (location.hash = tab[0] === "trajectories" ? listAddress : address(tab[0])) : actions[event.key];
+  const action = tab
+    ? () => (location.hash = tab[0] === "trajectories" ? listAddress : address(tab[0]))
+    : actions[event.key];
   if (!action) return;
   event.preventDefault();
   action();
@@ -85,7 +137,14 @@ async function start() {
   document.body.append(bar_, main, help);
   fill(main, note("reading …"));
   if (typeof DecompressionStream === "undefined") {
-    fill(main, el("p.error", null, "This browser cannot read the report: it needs Chrome 103, Firefox 113, Safari 16.4 or a newer one."));
+    fill(
+      main,
+      el(
+        "p.error",
+        null,
+        "This browser cannot read the report: it needs Chrome 103, Firefox 113, Safari 16.4 or a newer one.",
+      ),
+    );
     return;
   }
   try {

@@ -47,7 +47,8 @@ function figure(value) {
 }
 
 const rate = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
-const estimate = ([mean, error]) => (mean === null ? "–" : error === null ? rate(mean) : `${rate(mean)} ± ${rate(error)}`);
+const estimate = ([mean, error]) =>
+  mean === null ? "–" : error === null ? rate(mean) : `${rate(mean)} ± ${rate(error)}`;
 
 // Data: JSON, compressed (raw deflate), in base64, in a script element of type text/plain.
 
@@ -137,13 +138,16 @@ async function loadRuns() {
 
 function readRoute() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const decoded = path.split("/").filter(Boolean).map((part) => {
-    try {
-      return decodeURIComponent(part);
-    } catch {
-      return part;
-    }
-  });
+  const decoded = path
+    .split("/")
+    .filter(Boolean)
+    .map((part) => {
+      try {
+        return decodeURIComponent(part);
+      } catch {
+        return part;
+      }
+    });
   return { view: decoded[0] || "overview", parts: decoded.slice(1), query: new URLSearchParams(query || "") };
 }
 
@@ -157,11 +161,15 @@ function address(view, parts, query) {
   return `#/${path}${text ? `?${text}` : ""}`;
 }
 
+// Where the list of trajectories was left, with its filters.
+let listAddress = address("trajectories");
+
 /** Change keys of the address in place: no entry in the history, and no new view. */
 function setQuery(changes) {
   const route = readRoute();
-  const next = { ...Object.fromEntries(route.query), ...changes };
-  history.replaceState(null, "", address(route.view, route.parts, next));
+  const next = address(route.view, route.parts, { ...Object.fromEntries(route.query), ...changes });
+  history.replaceState(null, "", next);
+  if (route.view === "trajectories") listAddress = next;
 }
 
 const trajectoryAddress = (row, query) => address("trajectory", [row.run.number, row.id], query);
@@ -193,7 +201,8 @@ function input(label, value, onchange, attributes) {
     "aria-label": label,
     oninput: (event) => {
       clearTimeout(timer);
-      timer = setTimeout(() => onchange(event.target.value), 150);
+      // A view that was left while it waited has no say.
+      timer = setTimeout(() => control.isConnected && onchange(event.target.value), 150);
     },
     ...attributes,
   });
@@ -231,21 +240,40 @@ function sortable(columns, rows, options) {
     const pages = Math.max(1, Math.ceil(all.length / state.size));
     state.page = Math.min(state.page, pages - 1);
     const visible = all.slice(state.page * state.size, (state.page + 1) * state.size);
-    fill(head, columns.map((column) => heading(column)));
-    fill(body, visible.map((row) => el(`tr${options.rowClass ? options.rowClass(row) : ""}`, null, cells(row))));
+    fill(
+      head,
+      columns.map((column) => heading(column)),
+    );
+    fill(
+      body,
+      visible.map((row) => el(`tr${options.rowClass ? options.rowClass(row) : ""}`, null, cells(row))),
+    );
     const step = (by) => () => {
       state.page += by;
       draw();
     };
     fill(foot, [
-      el("span", null, all.length > state.size ? `${state.page * state.size + 1}–${state.page * state.size + visible.length} of ${whole(all.length)}` : plural(all.length, options.noun || "row", options.nouns)),
+      el(
+        "span",
+        null,
+        all.length > state.size
+          ? `${state.page * state.size + 1}–${state.page * state.size + visible.length} of ${whole(all.length)}`
+          : plural(all.length, options.noun || "row", options.nouns),
+      ),
       pages > 1 && el("button", { onclick: step(-1), disabled: state.page === 0, "aria-label": "previous page" }, "‹"),
-      pages > 1 && el("button", { onclick: step(1), disabled: state.page === pages - 1, "aria-label": "next page" }, "›"),
+      pages > 1 &&
+        el("button", { onclick: step(1), disabled: state.page === pages - 1, "aria-label": "next page" }, "›"),
     ]);
     if (options.ondraw) options.ondraw(all);
   };
   const cells = (row) =>
-    columns.map((column) => el(`td${column.number ? ".number" : ""}`, null, column.cell ? column.cell(row) : column.text ? column.text(row) : row[column.key]));
+    columns.map((column) =>
+      el(
+        `td${column.number ? ".number" : ""}`,
+        null,
+        column.cell ? column.cell(row) : column.text ? column.text(row) : row[column.key],
+      ),
+    );
   const heading = (column) => {
     const now = state.sort.replace("-", "") === column.key;
     const descending = state.sort.startsWith("-");
@@ -272,7 +300,15 @@ function foldable(text, limit, tag) {
   if (text.length <= limit) return el(kind, null, text);
   const holder = el("div");
   const draw = (open) =>
-    fill(holder, el(kind, null, open ? text : `${text.slice(0, Math.floor(limit * 0.8))} …`), el("button.more", { onclick: () => draw(!open) }, open ? "show less" : `show all ${whole(text.length)} characters`));
+    fill(
+      holder,
+      el(kind, null, open ? text : `${text.slice(0, Math.floor(limit * 0.8))} …`),
+      el(
+        "button.more",
+        { onclick: () => draw(!open) },
+        open ? "show less" : `show all ${whole(text.length)} characters`,
+      ),
+    );
   draw(false);
   return holder;
 }

@@ -1,42 +1,4 @@
-// Overview, tasks, trajectories and failures.
-
-const viewOverview = (main) => {
-  fill(main, shownRuns().map((run) => overviewOf(run)));
-};
-
-function overviewOf(run) {
-  const facts = [run.kind, plural(run.total, "trajectory", "trajectories"), plural(Object.keys(run.series).length, "curve")];
-  return el("section.card", null, [
-    el("h2", null, runName(run), el("small", null, facts.join(" · "))),
-    run.notes.length > 0 && el("ul.notes", null, run.notes.map((each) => el("li", null, each))),
-    partsTable(run),
-    run.warnings.length > 0 && el("h3", null, "Warnings"),
-    run.warnings.length > 0 && el("ul.warnings", null, run.warnings.map((each) => el("li", null, [
-      el("strong", null, each.name),
-      el("span.chip", null, each.count > 1 ? `${each.count} times, steps ${each.first} to ${each.last}` : `step ${each.last}`),
-      el("div", null, each.text),
-    ]))),
-    run.config && el("details", null, el("summary", null, "Configuration"), el("pre.code", null, run.config)),
-  ]);
-}
-
-function partsTable(run) {
-  const rows = run.partNames.map((part) => ({ part, ...run.parts[part] }));
-  if (!rows.length) return null;
-  const stops = (row) => Object.entries(row.stops).map(([stop, count]) =>
-    el("a.chip", { href: address("trajectories", [], { run: run.number, part: row.part, stop }) }, `${stop} ${whole(count)}`));
-  return sortable([
-    { name: "Part", key: "part", cell: (row) => el("a", { href: address("trajectories", [], { run: run.number, part: row.part }) }, row.part) },
-    { name: "Success", key: "success", number: true, sort: (row) => row.success[0], text: (row) => estimate(row.success), title: "share of episodes with a reward of at least success_reward; ± standard error, tasks as clusters" },
-    { name: "Reward", key: "reward", number: true, sort: (row) => row.reward[0], text: (row) => estimate(row.reward), title: "mean over episodes; ± standard error, tasks as clusters" },
-    { name: "Episodes", key: "episodes", number: true, text: (row) => whole(row.episodes) },
-    { name: "Tasks", key: "tasks", number: true, text: (row) => whole(row.tasks) },
-    { name: "Failed", key: "failed", number: true, text: (row) => whole(row.failed), title: "episodes that ended with an error; they are in no mean" },
-    { name: "Turns", key: "turns", number: true, text: (row) => figure(row.turns) },
-    { name: "Tokens", key: "tokens", number: true, text: (row) => figure(row.tokens), title: "sampled tokens per episode" },
-    { name: "Stop reasons", key: "stops", sort: (row) => Object.keys(row.stops)[0], cell: stops },
-  ], rows, { noun: "part" });
-}
+// Tasks and trajectories.
 
 // Tasks: one row for each, the runs side by side.
 
@@ -59,8 +21,23 @@ const viewTasks = (main, route) => {
   };
   fill(main, [
     el("div.controls", null, [
-      select("Part", parts.map((part) => [part, part]), state.part, set("part")),
-      select("Success", [["", "all"], ["never", "never solved"], ["some", "sometimes solved"], ["always", "always solved"]], state.solved, set("solved")),
+      select(
+        "Part",
+        parts.map((part) => [part, part]),
+        state.part,
+        set("part"),
+      ),
+      select(
+        "Success",
+        [
+          ["", "all"],
+          ["never", "never solved"],
+          ["some", "sometimes solved"],
+          ["always", "always solved"],
+        ],
+        state.solved,
+        set("solved"),
+      ),
       input("Task", state.q, set("q"), { placeholder: "part of a name" }),
     ]),
     holder,
@@ -86,37 +63,98 @@ function tasksOf(run, part) {
 }
 
 function tasksTable(state) {
-  const having = shownRuns().map((run) => [run, tasksOf(run, state.part)]).filter(([, tasks]) => tasks.size);
+  const having = shownRuns()
+    .map((run) => [run, tasksOf(run, state.part)])
+    .filter(([, tasks]) => tasks.size);
   const names = [...new Set(having.flatMap(([, tasks]) => [...tasks.keys()]))];
-  const kinds = { never: (rates) => rates.every((value) => value === 0), always: (rates) => rates.every((value) => value === 1), some: (rates) => rates.some((value) => value > 0 && value < 1) || new Set(rates).size > 1 };
-  const rows = names.map((task) => ({ task, of: having.map(([, tasks]) => tasks.get(task)) })).filter((row) => {
-    const rates = row.of.filter((each) => each && each.success !== null).map((each) => each.success);
-    return row.task.toLowerCase().includes(state.q.toLowerCase()) && (!state.solved || (rates.length > 0 && kinds[state.solved](rates)));
-  });
+  const kinds = {
+    never: (rates) => rates.every((value) => value === 0),
+    always: (rates) => rates.every((value) => value === 1),
+    some: (rates) => rates.some((value) => value > 0 && value < 1) || new Set(rates).size > 1,
+  };
+  const rows = names
+    .map((task) => ({ task, of: having.map(([, tasks]) => tasks.get(task)) }))
+    .filter((row) => {
+      const rates = row.of.filter((each) => each && each.success !== null).map((each) => each.success);
+      return (
+        row.task.toLowerCase().includes(state.q.toLowerCase()) &&
+        (!state.solved || (rates.length > 0 && kinds[state.solved](rates)))
+      );
+    });
   if (!having.length) return note("No run that is shown has tasks of this part.");
   const value = (place, name) => (row) => (row.of[place] ? row.of[place][name] : null);
-  const columns = [{ name: "Task", key: "task", cell: (row) => el("a", { href: address("trajectories", [], { task: row.task, part: state.part }) }, row.task) }];
+  const columns = [
+    {
+      name: "Task",
+      key: "task",
+      cell: (row) => el("a", { href: address("trajectories", [], { task: row.task, part: state.part }) }, row.task),
+    },
+  ];
   having.forEach(([run], place) => {
     const label = (name) => (having.length > 1 ? [runMark(run), name] : name);
     columns.push(
-      { name: label("Success"), key: `success${place}`, number: true, sort: value(place, "success"), cell: (row) => bar(value(place, "success")(row)) },
-      { name: label("Reward"), key: `reward${place}`, number: true, sort: value(place, "reward"), text: (row) => figure(value(place, "reward")(row)) },
-      { name: label("Episodes"), key: `episodes${place}`, number: true, sort: value(place, "episodes"), text: (row) => whole(value(place, "episodes")(row)) },
+      {
+        name: label("Success"),
+        key: `success${place}`,
+        number: true,
+        sort: value(place, "success"),
+        cell: (row) => bar(value(place, "success")(row)),
+      },
+      {
+        name: label("Reward"),
+        key: `reward${place}`,
+        number: true,
+        sort: value(place, "reward"),
+        text: (row) => figure(value(place, "reward")(row)),
+      },
+      {
+        name: label("Episodes"),
+        key: `episodes${place}`,
+        number: true,
+        sort: value(place, "episodes"),
+        text: (row) => whole(value(place, "episodes")(row)),
+      },
     );
     if (having.length === 1) {
       columns.push(
-        { name: "Failed", key: "failed", number: true, sort: value(place, "failed"), text: (row) => whole(value(place, "failed")(row)) },
-        { name: "Turns", key: "turns", number: true, sort: value(place, "turns"), text: (row) => figure(value(place, "turns")(row)) },
-        { name: "Tokens", key: "tokens", number: true, sort: value(place, "tokens"), text: (row) => figure(value(place, "tokens")(row)) },
+        {
+          name: "Failed",
+          key: "failed",
+          number: true,
+          sort: value(place, "failed"),
+          text: (row) => whole(value(place, "failed")(row)),
+        },
+        {
+          name: "Turns",
+          key: "turns",
+          number: true,
+          sort: value(place, "turns"),
+          text: (row) => figure(value(place, "turns")(row)),
+        },
+        {
+          name: "Tokens",
+          key: "tokens",
+          number: true,
+          sort: value(place, "tokens"),
+          text: (row) => figure(value(place, "tokens")(row)),
+        },
       );
     }
   });
-  return sortable(columns, rows, { noun: "task", sort: state.sort, onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }) });
+  return sortable(columns, rows, {
+    noun: "task",
+    sort: state.sort,
+    onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
+  });
 }
 
 function bar(share, text) {
   if (share === null || share === undefined) return "–";
-  return el("span.bar", { title: rate(share), style: { "--share": `${Math.max(0, Math.min(1, share)) * 100}%` } }, text || rate(share));
+  return el(
+    "span.bar",
+    { title: rate(share), style: { "--share": `${Math.max(0, Math.min(1, share)) * 100}%` } },
+    text || rate(share),
+  );
 }
 
 // Trajectories: filters, a search in their texts, and a table. The order of the table is that of j and k.
@@ -139,28 +177,74 @@ const viewTrajectories = (main, route) => {
   const progress = el("span.hint");
   const searchTexts = async (wanted) => {
     state.text = wanted.trim();
-    const serial = ++search.serial;
+    const mine = ++search.serial;
+    // A later search, or another view, ends this one.
+    const current = () => mine === search.serial && holder.isConnected;
     search.found = state.text ? new Set() : null;
-    if (state.text) await findTexts(state.text, search.found, () => serial === search.serial, (done) => fill(progress, done));
-    else fill(progress, "");
-    if (serial === search.serial) draw();
+    fill(progress, "");
+    if (state.text) await findTexts(state.text, search.found, current, (done) => fill(progress, done));
+    if (current()) draw();
   };
   const rows = shownRuns().flatMap((run) => run.rows);
   const choices = (of) => [["", "all"], ...[...new Set(rows.map(of))].sort().map((each) => [each, each])];
   const kinds = [...new Set(rows.flatMap((row) => Object.keys(row.kinds || {})))].sort();
   fill(main, [
     el("div.controls", null, [
-      runs.length > 1 && select("Run", [["", "all"], ...shownRuns().map((run) => [run.number, run.name])], state.run, set("run")),
-      select("Part", choices((row) => row.part), state.part, set("part")),
-      select("Stop reason", choices((row) => row.stop), state.stop, set("stop")),
-      select("Outcome", [["", "all"], ["success", "success"], ["failure", "no success"], ["error", "ended with an error"], ["tools", "with tool errors"], ["forks", "with forks"]], state.outcome, set("outcome")),
-      kinds.length > 0 && select("Tool error", [["", "all"], ...kinds.map((kind) => [kind, kind])], state.kind, set("kind")),
+      runs.length > 1 &&
+        select("Run", [["", "all"], ...shownRuns().map((run) => [run.number, run.name])], state.run, set("run")),
+      select(
+        "Part",
+        choices((row) => row.part),
+        state.part,
+        set("part"),
+      ),
+      select(
+        "Stop reason",
+        choices((row) => row.stop),
+        state.stop,
+        set("stop"),
+      ),
+      select(
+        "Outcome",
+        [
+          ["", "all"],
+          ["success", "success"],
+          ["failure", "no success"],
+          ["error", "ended with an error"],
+          ["tools", "with tool errors"],
+          ["forks", "with forks"],
+        ],
+        state.outcome,
+        set("outcome"),
+      ),
+      kinds.length > 0 &&
+        select("Tool error", [["", "all"], ...kinds.map((kind) => [kind, kind])], state.kind, set("kind")),
       input("Reward from", state.min, set("min"), { type: "number", step: "any", class: "short" }),
       input("to", state.max, set("max"), { type: "number", step: "any", class: "short" }),
       input("Task, id or error", state.q, set("q"), { placeholder: "filter", "data-search": true }),
-      el("label.field", null, el("span", null, "Text in messages"), el("input", { type: "search", value: state.text, placeholder: "press Enter", onkeydown: (event) => event.key === "Enter" && searchTexts(event.target.value), onsearch: (event) => event.target.value || searchTexts("") })),
+      el(
+        "label.field",
+        null,
+        el("span", null, "Text in messages"),
+        el("input", {
+          type: "search",
+          value: state.text,
+          placeholder: "press Enter",
+          onkeydown: (event) => event.key === "Enter" && searchTexts(event.target.value),
+          onsearch: (event) => event.target.value || searchTexts(""),
+        }),
+      ),
       progress,
-      state.task && el("button.chip", { onclick: () => { location.hash = address("trajectories", [], { ...state, task: "" }); } }, `task ${state.task} ✕`),
+      state.task &&
+        el(
+          "button.chip",
+          {
+            onclick: () => {
+              location.hash = address("trajectories", [], { ...state, task: "" });
+            },
+          },
+          `task ${state.task} ✕`,
+        ),
     ]),
     holder,
   ]);
@@ -172,7 +256,9 @@ const viewTrajectories = (main, route) => {
 async function findTexts(wanted, found, current, say) {
   const needle = wanted.toLowerCase();
   const escaped = JSON.stringify(wanted).slice(1, -1).toLowerCase();
-  const chunks = shownRuns().flatMap((run) => [...new Set(run.rows.map((row) => row.chunk).filter((chunk) => chunk !== null))].map((chunk) => [run, chunk]));
+  const chunks = shownRuns().flatMap((run) =>
+    [...new Set(run.rows.map((row) => row.chunk).filter((chunk) => chunk !== null))].map((chunk) => [run, chunk]),
+  );
   for (const [place, [run, chunk]] of chunks.entries()) {
     if (!current()) return;
     say(`searching ${place + 1} of ${chunks.length} …`);
@@ -184,7 +270,9 @@ async function findTexts(wanted, found, current, say) {
     }
   }
   const missing = shownRuns().reduce((sum, run) => sum + run.total - run.kept, 0);
-  say(`${plural(found.size, "hit")}${missing ? `; the report does not hold the contents of ${whole(missing)} trajectories` : ""}`);
+  say(
+    `${plural(found.size, "hit")}${missing ? `; the report does not hold the contents of ${whole(missing)} trajectories` : ""}`,
+  );
 }
 
 /** All texts in a value, keys of arguments included. */
@@ -197,20 +285,39 @@ function textsOf(value) {
 function trajectoriesTable(state, found) {
   const [least, most] = [state.min, state.max].map((text) => (text === "" ? null : Number(text)));
   const words = state.q.toLowerCase();
-  const outcomes = { success: (row) => row.success, failure: (row) => !row.success, error: (row) => row.error !== null, tools: (row) => row.errors > 0, forks: (row) => row.forks > 0 };
-  const rows = shownRuns().flatMap((run) => run.rows).filter((row) =>
-    (state.run === "" || row.run.number === Number(state.run)) &&
-    (!state.part || row.part === state.part) &&
-    (!state.stop || row.stop === state.stop) &&
-    (!state.task || row.task === state.task) &&
-    (!state.kind || (row.kinds && row.kinds[state.kind])) &&
-    (!state.outcome || outcomes[state.outcome](row)) &&
-    (least === null || row.reward >= least) &&
-    (most === null || row.reward <= most) &&
-    (!words || `${row.task}\n${row.id}\n${row.error || ""}`.toLowerCase().includes(words)) &&
-    (!found || found.has(`${row.run.number} ${row.id}`)));
+  const outcomes = {
+    success: (row) => row.success,
+    failure: (row) => !row.success,
+    error: (row) => row.error !== null,
+    tools: (row) => row.errors > 0,
+    forks: (row) => row.forks > 0,
+  };
+  const rows = shownRuns()
+    .flatMap((run) => run.rows)
+    .filter(
+      (row) =>
+        (state.run === "" || row.run.number === Number(state.run)) &&
+        (!state.part || row.part === state.part) &&
+        (!state.stop || row.stop === state.stop) &&
+        (!state.task || row.task === state.task) &&
+        (!state.kind || (row.kinds && row.kinds[state.kind])) &&
+        (!state.outcome || outcomes[state.outcome](row)) &&
+        (least === null || row.reward >= least) &&
+        (most === null || row.reward <= most) &&
+        (!words || `${row.task}\n${row.id}\n${row.error || ""}`.toLowerCase().includes(words)) &&
+        (!found || found.has(`${row.run.number} ${row.id}`)),
+    );
   const agents = rows.some((row) => row.agent !== "main");
-  const link = (row) => el("a", { href: trajectoryAddress(row), class: row.chunk === null ? "faint" : null, title: row.chunk === null ? "its contents are not in the report" : null }, row.id);
+  const link = (row) =>
+    el(
+      "a",
+      {
+        href: trajectoryAddress(row),
+        class: row.chunk === null ? "faint" : null,
+        title: row.chunk === null ? "its contents are not in the report" : null,
+      },
+      row.id,
+    );
   const count = (name, key, title) => ({ name, key, title, number: true, text: (row) => whole(row[key]) });
   const columns = [
     runs.length > 1 && { name: "Run", key: "run", sort: (row) => row.run.number, cell: (row) => runName(row.run) },
@@ -218,8 +325,17 @@ function trajectoriesTable(state, found) {
     { name: "Task", key: "task" },
     { name: "Part", key: "part" },
     agents && { name: "Session", key: "agent" },
-    { name: "Reward", key: "reward", number: true, cell: (row) => el(`span${row.success ? ".good" : row.error !== null ? ".bad" : ""}`, null, figure(row.reward)) },
-    { name: "Stop reason", key: "stop", cell: (row) => [row.stop, row.error !== null && el("div.error", { title: row.error }, row.error.slice(0, 80))] },
+    {
+      name: "Reward",
+      key: "reward",
+      number: true,
+      cell: (row) => el(`span${row.success ? ".good" : row.error !== null ? ".bad" : ""}`, null, figure(row.reward)),
+    },
+    {
+      name: "Stop reason",
+      key: "stop",
+      cell: (row) => [row.stop, row.error !== null && el("div.error", { title: row.error }, row.error.slice(0, 80))],
+    },
     count("Turns", "turns"),
     count("Tokens", "tokens", "sampled tokens, over all branches"),
     count("Calls", "calls", "tool calls"),
@@ -234,63 +350,4 @@ function trajectoriesTable(state, found) {
     onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
     ondraw: (all) => (listed = all),
   });
-}
-
-// Failures: why episodes end, by part; errors, tool errors, and tasks that are never solved.
-
-const viewFailures = (main) => {
-  fill(main, shownRuns().map((run) => el("section.card", null, el("h2", null, runName(run)), failuresOf(run))));
-};
-
-function failuresOf(run) {
-  const kinds = new Map();
-  for (const row of run.rows) {
-    for (const [kind, count] of Object.entries(row.kinds || {})) {
-      const known = kinds.get(kind) || { kind, count: 0, rows: 0, examples: [] };
-      known.count += count;
-      known.rows += 1;
-      if (row.chunk !== null) known.examples = [...known.examples.slice(-2), row];
-      kinds.set(kind, known);
-    }
-  }
-  const example = (row, text) => el("a.chip", { href: trajectoryAddress(row) }, text || row.task);
-  const never = run.partNames.map((part) => {
-    const tasks = [...tasksOf(run, part).values()].filter((each) => each.success === 0);
-    return { part, count: tasks.length, tasks: tasks.slice(0, 6) };
-  }).filter((each) => each.count);
-  return [
-    el("h3", null, "Stop reasons"),
-    stopsTable(run),
-    run.errors.length > 0 && el("h3", null, "Errors"),
-    run.errors.length > 0 && sortable([
-      { name: "Error", key: "text", cell: (row) => el("code", null, row.text) },
-      { name: "Trajectories", key: "count", number: true, text: (row) => whole(row.count) },
-      { name: "Last", key: "id", cell: (row) => (run.byId.has(row.id) ? example(run.byId.get(row.id)) : row.id) },
-    ], run.errors.map(([text, count, id]) => ({ text, count, id })), { noun: "error" }),
-    kinds.size > 0 && el("h3", null, "Tool errors"),
-    kinds.size > 0 && sortable([
-      { name: "Kind", key: "kind", cell: (row) => el("a", { href: address("trajectories", [], { run: run.number, kind: row.kind }) }, row.kind) },
-      { name: "Calls", key: "count", number: true, text: (row) => whole(row.count) },
-      { name: "Trajectories", key: "rows", number: true, text: (row) => whole(row.rows) },
-      { name: "Examples", key: "examples", sort: () => 0, cell: (row) => row.examples.map((each) => example(each)) },
-    ], [...kinds.values()], { noun: "kind", sort: "-count" }),
-    run.listed < run.total && kinds.size > 0 && note(`Tool errors are counted in the ${whole(run.listed)} trajectories of the table.`),
-    never.length > 0 && el("h3", null, "Tasks that are never solved"),
-    never.length > 0 && sortable([
-      { name: "Part", key: "part" },
-      { name: "Tasks", key: "count", number: true, cell: (row) => el("a", { href: address("tasks", [], { part: row.part, solved: "never" }) }, whole(row.count)) },
-      { name: "Some of them", key: "tasks", sort: () => 0, cell: (row) => row.tasks.map((each) => el("a.chip", { href: address("trajectories", [], { run: run.number, part: row.part, task: each.task }) }, each.task)) },
-    ], never, { noun: "part" }),
-  ];
-}
-
-function stopsTable(run) {
-  const stops = [...new Set(run.partNames.flatMap((part) => Object.keys(run.parts[part].stops)))];
-  const rows = run.partNames.map((part) => ({ part, ...run.parts[part] }));
-  if (!rows.length) return note("This run has no trajectories.");
-  const columns = stops.map((stop) => ({
-    name: stop, key: stop, number: true, sort: (row) => (row.stops[stop] || 0) / row.episodes,
-    cell: (row) => (row.stops[stop] ? el("a", { href: address("trajectories", [], { run: run.number, part: row.part, stop }) }, bar(row.stops[stop] / row.episodes, whole(row.stops[stop]))) : ""),
-  }));
-  return sortable([{ name: "Part", key: "part" }, { name: "Episodes", key: "episodes", number: true, text: (row) => whole(row.episodes) }, ...columns], rows, { noun: "part" });
 }

@@ -1,12 +1,23 @@
 // Tokens of a segment: their texts, coloured by one of their figures, which a box shows for the token under the pointer.
 
-const TOKEN_MODES = [["logprob", "log-probability"], ["version", "weight version"], ["mask", "trained or not"], ["gap", "gap to the trainer"]];
+const TOKEN_MODES = [
+  ["logprob", "log-probability"],
+  ["version", "weight version"],
+  ["mask", "trained or not"],
+  ["gap", "gap to the trainer"],
+];
 const BLOCK = 2000;
 
 function tokenLegend(mode) {
   const item = (name, text) => el("span", null, el(`span.token.${name}`, null, "token"), ` ${text}`);
   const kinds = {
-    logprob: [item("h0", "p ≥ 0.9"), item("h2", "0.5"), item("h4", "0.1"), item("h6", "0.01"), item("h8", "below 0.001")],
+    logprob: [
+      item("h0", "p ≥ 0.9"),
+      item("h2", "0.5"),
+      item("h4", "0.1"),
+      item("h6", "0.01"),
+      item("h8", "below 0.001"),
+    ],
     version: [item("v0", "a colour for each version, in turn")],
     mask: [item("trained", "sampled and trained"), item("left", "sampled, left out of training")],
     gap: [item("gap", "among the tokens of its step on which trainer and server differed most")],
@@ -41,12 +52,26 @@ function tokenKind(segment, place, mode, gaps) {
 }
 
 function segmentTokens(segment, mode, words, record, show) {
-  if (!segment.token_ids) return note(record.recorded === "text" ? "Recorded as text: there are no token ids." : "This trajectory is too large to be here with its tokens.");
-  const gaps = new Map(record.gaps.filter(([index]) => index === segment.index).map(([, place, rollout, trainer, step]) => [place, { rollout, trainer, step }]));
-  const box = el("div.tokens", { onmouseover: (event) => event.target.place !== undefined && show(tokenFacts(segment, event.target.place, words, gaps)) });
+  if (!segment.token_ids)
+    return note(
+      record.recorded === "text"
+        ? "Recorded as text: there are no token ids."
+        : "This trajectory is too large to be here with its tokens.",
+    );
+  const gaps = new Map(
+    record.gaps
+      .filter(([index]) => index === segment.index)
+      .map(([, place, rollout, trainer, step]) => [place, { rollout, trainer, step }]),
+  );
+  const box = el("div.tokens", {
+    onmouseover: (event) =>
+      event.target.place !== undefined && show(tokenFacts(segment, event.target.place, words, gaps)),
+  });
   let next = 0;
   const more = el("div.sentinel");
-  const seen = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && add(), { rootMargin: "800px" });
+  const seen = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && add(), {
+    rootMargin: "800px",
+  });
   const add = () => {
     const block = el("div");
     for (const end = Math.min(next + BLOCK, segment.token_ids.length); next < end; next++) {
@@ -74,11 +99,22 @@ function tokenText(word, id) {
 
 function tokenFacts(segment, place, words, gaps) {
   const id = segment.token_ids[place];
-  const facts = [["token", JSON.stringify(words[id] === undefined ? null : words[id])], ["id", id], ["place", `${place} of segment ${segment.index}`]];
-  if (segment.logprobs) facts.push(["log-probability", segment.logprobs[place].toFixed(4)], ["probability", figure(Math.exp(segment.logprobs[place]))]);
+  const facts = [
+    ["token", JSON.stringify(words[id] === undefined ? null : words[id])],
+    ["id", id],
+    ["place", `${place} of segment ${segment.index}`],
+  ];
+  if (segment.logprobs)
+    facts.push(
+      ["log-probability", segment.logprobs[place].toFixed(4)],
+      ["probability", figure(Math.exp(segment.logprobs[place]))],
+    );
   const version = versionAt(segment, place);
   if (version !== null) facts.push(["weight version", version]);
-  facts.push(["trained", segment.kind !== "sampled" ? "no, context" : leftOutAt(segment, place) ? "no, left out" : "yes, if its row is"]);
+  facts.push([
+    "loss mask",
+    segment.kind !== "sampled" ? "0, context" : leftOutAt(segment, place) ? "0, left out" : "1, sampled",
+  ]);
   const gap = gaps.get(place);
   if (gap) facts.push(["server, trainer", `${gap.rollout.toFixed(4)}, ${gap.trainer.toFixed(4)} at step ${gap.step}`]);
   return facts;
