@@ -230,13 +230,16 @@ def _write_run(page: _Page, number: int, facts: RunFacts, room: int) -> _PackedR
 
     groups, contents = by_priority(rows), Contents()
     ranked = [row for group in groups for row in group][:MOST_ROWS]
-    # The table as it is before it says where contents are, and some more.
-    listing = min(room // 4, int(len(pack(table_columns(ranked))) * 1.25))
-    for chunk in chunks(facts, groups, room - room // 16 - listing - (page.size - begins), contents):
+    # The table as it is before it says where contents are, and half of it more for that.
+    listing = min(room // 4, len(pack(table_columns(ranked))) * 3 // 2)
+    vocabulary = room // 16
+    for chunk in chunks(facts, groups, room - vocabulary - listing - (page.size - begins), contents):
         page.data(f"run-{number}-chunk-{contents.chunks - 1}", chunk)
     ranked.sort(key=lambda row: row.place is None)
     text, listed = fitted(
-        lambda count: table_columns(sorted(ranked[:count], key=lambda row: row.offset)), len(ranked), listing
+        lambda count: table_columns(sorted(ranked[:count], key=lambda row: row.offset)),
+        len(ranked),
+        room - vocabulary - (page.size - begins),
     )
     page.data(f"run-{number}-table", text)
     _note_left_out(facts, len(rows), listed, contents)

@@ -242,6 +242,7 @@ function conversation(record, path, words, show) {
     blocks.push(...made);
     keys.push(...(segment.messages.length ? segment.messages.map(messageKey) : [String(segment.token_ids)]));
   }
+  if (!path.length) blocks.push(note("Nothing was recorded: the episode ended before its first turn."));
   return { blocks, keys };
 }
 
@@ -323,7 +324,6 @@ function contentOf(content) {
 
 function callBlock(call) {
   const given = call.function || call;
-  const written = typeof given.arguments === "string" ? given.arguments : JSON.stringify(given.arguments, null, 1);
   return el("div.call", null, [
     el(
       "header",
@@ -332,8 +332,22 @@ function callBlock(call) {
       el("code", null, given.name === undefined ? "?" : String(given.name)),
       call.id && el("small", null, String(call.id)),
     ),
-    written !== undefined && written !== "{}" && foldable(written, LONG, "pre.code"),
+    argumentBlocks(given.arguments),
     call.error && el("p.error", null, typeof call.error === "string" ? call.error : JSON.stringify(call.error)),
+  ]);
+}
+
+/** Arguments as JSON, or each for itself where one is a text of several lines, such as a program. */
+function argumentBlocks(given) {
+  if (given === undefined || given === null || given === "") return null;
+  if (typeof given !== "object") return foldable(String(given), LONG, "pre.code");
+  const entries = Object.entries(given);
+  const lines = (value) => typeof value === "string" && value.includes("\n");
+  if (!entries.some(([, value]) => lines(value)))
+    return entries.length > 0 && foldable(JSON.stringify(given, null, 1), LONG, "pre.code");
+  return entries.map(([name, value]) => [
+    el("small.faint", null, name),
+    foldable(lines(value) ? value : JSON.stringify(value, null, 1), LONG, "pre.code"),
   ]);
 }
 
