@@ -206,6 +206,7 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     tasks = job.tasks or f"{env.rpartition(':')[0] or f'turnwise.envs.library.{job.name}'}:tasks?split=test"
     print(f"\neverything is in {run_directory}. Next steps:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
+    print(f"  turnwise report {run_directory} --open          curves, tasks, trajectories and tokens on one HTML page")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")
     print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")
 

@@ -131,6 +131,7 @@ def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) ->
     expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
     expected |= {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.jinja")}
     assert sum(name.endswith(".jinja") for name in expected) >= 2
+    expected |= {str(file.relative_to(ROOT)) for file in (PACKAGE / "report/assets").rglob("*") if file.is_file()}
     assert expected <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in metadata

@@ -29,6 +29,31 @@ def view(
     show(source, Selection(task=task, trajectory=trajectory, partition=partition, number=number), tokens=tokens)
 
 
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories, or files of trajectories.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write; an earlier one is replaced.")] = Path(
+        "report.html"
+    ),
+    max_mb: Annotated[
+        float, typer.Option("--max-mb", min=1.0, help="Largest size of the file, in millions of bytes.")
+    ] = 25.0,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Write one HTML file with the curves, tasks, trajectories, tokens and failures of runs; it needs no network."""
+    from turnwise.report import MEGABYTE, write_report
+
+    written = write_report(runs, out, max_bytes=int(max_mb * MEGABYTE))
+    for note in written.notes:
+        typer.echo(f"note: {note}", err=True)
+    held = f"{written.kept:,} of {written.total:,} trajectories"
+    typer.echo(f"written: {out} ({written.size / MEGABYTE:.1f} MB, {held})")
+    if show:
+        typer.launch(out.resolve().as_uri())
+
+
 def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     recompute: Annotated[

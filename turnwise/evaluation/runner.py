@@ -293,6 +293,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         raise InferenceError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
+    console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
     if result.unfinished:
         console.print(
             f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "

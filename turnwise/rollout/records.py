@@ -283,13 +283,20 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
     Raises:
         FormatError: Another line cannot be read. The message names file and line.
     """
+    return (trajectory for _, trajectory in placed_trajectories(path))
+
+
+def placed_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Yield what :func:`read_trajectories` does, each with the byte offset of its line. Raises FormatError."""
+    offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            begins, offset = offset, offset + len(line)
             whole, line = line.endswith(b"\n"), line.rstrip(b"\n")
             if not line or not line.endswith(b"}"):
                 continue
             try:
-                yield Trajectory.from_bytes(line)
+                yield begins, Trajectory.from_bytes(line)
             except FormatError as error:
                 if not whole:
                     return

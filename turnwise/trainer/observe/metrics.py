@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.agents.roles import TRAINED
 from turnwise.model.core import MemoryUse
-from turnwise.trainer.batch.packing import TrainRow
-from turnwise.trainer.learn.learner import Stats, StepResult
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
+
+if TYPE_CHECKING:
+    # They bring torch, without which the metrics of a finished run are read.
+    from turnwise.trainer.batch.packing import TrainRow
+    from turnwise.trainer.learn.learner import Stats, StepResult
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the trajectories of the step",

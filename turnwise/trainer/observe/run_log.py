@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     step.
 
     Raises:
-        FormatError: Another line is not a JSON object.
+        FormatError: Another line is not a JSON object, or does not say where a process resumed.
     """
     found: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -65,7 +65,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except orjson.JSONDecodeError as error:
             raise FormatError(f"{path}:{number}: not JSON: {error}") from error
         if record.get("kind") == "start":
-            found = [each for each in found if each.get("step", 0) <= record["step"]]
+            if not isinstance(resumed := record.get("step"), int):
+                raise FormatError(f"{path}:{number}: a start record has step {resumed!r}, which is no number")
+            found = [each for each in found if each.get("step", 0) <= resumed]
             continue
         if record.get("kind") == "eval":
             found = [each for each in found if _evaluation(each) != _evaluation(record)]

@@ -168,6 +168,8 @@ async def _train_once(
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
         console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
+    said = f"turnwise report {directory} --open shows curves and trajectories"
+    console.print(said, style="dim", highlight=False, markup=False, soft_wrap=True)
     return summary
 
 

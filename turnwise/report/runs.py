@@ -1,0 +1,289 @@
+"""What the files of one run hold for its report: curves, warnings, figures and configuration."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+import yaml
+
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderError
+from turnwise.trainer.observe.metrics import figures, meaning
+from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+
+TRAJECTORIES: Final = "trajectories.jsonl"
+REDACTED: Final = "***"
+MOST_TEXT: Final = 400
+"""Characters of an error or a warning that are kept."""
+MOST_CONFIG: Final = 100_000
+"""Characters of a configuration that is shown."""
+
+_SECRET = re.compile(
+    r"(?:^|[_-])(?:api[_-]?key|key|secrets?|pass(?:word|wd|phrase)?|token|auth\w*|credentials?)$", re.I
+)
+"""Keys whose texts are not shown. Those of variables' names (``key_env``) and files (``key_file``) end differently."""
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+
+Series = tuple[list[int], list[float]]
+"""Steps and values of one metric, in order."""
+
+
+@dataclass(slots=True)
+class RunWarning:
+    """A warning that a run showed, once or more.
+
+    Attributes:
+        first: Step at which it was first shown.
+        last: Step at which it was last shown, with ``text``.
+    """
+
+    name: str
+    first: int
+    last: int
+    text: str
+    count: int = 1
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """One run, without its trajectories.
+
+    Attributes:
+        name: Unique among the runs of a report.
+        kind: ``training``, ``evaluation`` or ``trajectories`` (of a gateway, or a file alone).
+        series: Metrics of train steps and evaluations by name.
+        meanings: What a metric means, by name; for those of docs/metrics.md.
+        warnings: Those that were shown, one entry for each name.
+        config: ``config.yaml`` without secrets.
+        success_reward: Minimum reward of a success.
+        role: Role whose reward counts in an evaluation; None for all sessions of the trained policy.
+        gaps: The tokens on which trainer and server differed most, by trajectory id: (segment, place, server's and
+            trainer's log-probability, step).
+        notes: What could not be read, and is missing in the report.
+        models: Folders that may hold the run's tokenizer, the best first.
+    """
+
+    name: str
+    kind: str
+    trajectories: Path | None = None
+    series: dict[str, Series] = field(default_factory=dict)
+    meanings: dict[str, str] = field(default_factory=dict)
+    warnings: list[RunWarning] = field(default_factory=list)
+    config: str | None = None
+    success_reward: float = 1.0
+    role: str | None = None
+    gaps: dict[str, list[tuple[int, int, float, float, int]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    models: list[Path] = field(default_factory=list)
+
+    def to_json(self, most: int) -> dict[str, Any]:
+        """Return what the page shows of the run besides its trajectories, as JSON values.
+
+        Args:
+            most: Most points of a curve: of a longer one, the least and the largest value of each stretch.
+        """
+        return {
+            "series": {name: thinned(steps, values, most) for name, (steps, values) in sorted(self.series.items())},
+            "meanings": self.meanings,
+            "warnings": [asdict(each) for each in self.warnings],
+            "config": self.config,
+            "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > most,
+        }
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], most: int) -> Series:
+    """Return at most ``most`` points of a curve, all of them true: its ends, and the extremes of equal stretches."""
+    count = len(steps)
+    if count <= most:
+        return list(steps), [float(f"{value:.6g}") for value in values]
+    kept = {0, count - 1}
+    stretches = max(1, (most - 2) // 2)
+    for number in range(stretches):
+        places = range(number * count // stretches, (number + 1) * count // stretches)
+        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+    return [steps[place] for place in sorted(kept)], [float(f"{values[place]:.6g}") for place in sorted(kept)]
+
+
+def read_facts(source: Path, name: str) -> RunFacts:
+    """Read a run's directory, or a file of trajectories; what a killed process left half-written is skipped.
+
+    Raises:
+        FormatError: There is no run, or a file of it is damaged in a way that no kill explains.
+    """
+    if not source.exists():
+        raise FormatError(f"no such run: {source}: give the directory of a run, or a file of trajectories")
+    if source.is_file():
+        return RunFacts(name, "trajectories", source)
+    file, metrics = source / TRAJECTORIES, source / METRICS_FILE
+    if not file.is_file() and not metrics.is_file():
+        raise FormatError(
+            f"{source} is no run: it holds neither {TRAJECTORIES} nor {METRICS_FILE}; give the directory that "
+            "turnwise train, eval or gateway wrote"
+        )
+    facts = RunFacts(name, "trajectories", file if file.is_file() else None)
+    _read_config(facts, source / "config.yaml")
+    made = (source / "initial", source / "sft" / "model")
+    facts.models = [*_checkpoints(source), *facts.models, *(each for each in made if each.is_dir())]
+    if metrics.is_file():
+        facts.kind = "training"
+        _read_series(facts, read_metrics(metrics))
+        _read_gaps(facts, source / "diagnostics.jsonl")
+    elif any((source / each).is_file() for each in ("summary.json", "episodes.jsonl", "finished.jsonl")):
+        facts.kind = "evaluation"
+        _note_unfinished(facts, source / "summary.json")
+    return facts
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    # All have the run's tokenizer, so the newest will do, and the one before where that is half-written.
+    found = sorted((run / "checkpoints").glob("step_*"), reverse=True)[:2]
+    return [each for folder in found for each in (folder, folder / "model")]
+
+
+def _note_unfinished(facts: RunFacts, file: Path) -> None:
+    try:
+        summary = orjson.loads(file.read_bytes())
+        unfinished = summary.get("unfinished")
+    except FileNotFoundError:
+        facts.notes.append(f"{file.name} is missing: the evaluation has not ended, or was killed")
+    except (AttributeError, orjson.JSONDecodeError) as error:
+        facts.notes.append(f"{file.name} cannot be read: {error}")
+    else:
+        if unfinished:
+            facts.notes.append(f"{unfinished} episodes are unfinished: the same turnwise eval command plays them")
+
+
+def _read_series(facts: RunFacts, records: Sequence[Mapping[str, Any]]) -> None:
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    warnings: dict[str, RunWarning] = {}
+    unread = 0
+    for record in records:
+        try:
+            if record.get("kind") == "warning":
+                _add_warning(warnings, int(record["step"]), str(record["name"]), str(record["text"]))
+            elif record.get("kind") in ("train", "eval"):
+                step = int(record["step"])
+                for name, value in figures({key: each for key, each in record.items() if each is not None}).items():
+                    if math.isfinite(value):
+                        found[name][step] = value
+        except (AttributeError, KeyError, TypeError, ValueError):
+            unread += 1
+    facts.warnings = list(warnings.values())
+    if unread:
+        facts.notes.append(f"{unread} records of {METRICS_FILE} lack what their kind has, and are left out")
+    for name, values in found.items():
+        steps = sorted(values)
+        facts.series[name] = steps, [values[step] for step in steps]
+        if meant := meaning(name):
+            facts.meanings[name] = meant
+
+
+def _add_warning(warnings: dict[str, RunWarning], step: int, name: str, text: str) -> None:
+    text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+    if (known := warnings.get(name)) is None:
+        warnings[name] = RunWarning(name, step, step, text)
+    else:
+        known.last, known.text, known.count = step, text, known.count + 1
+
+
+def _read_gaps(facts: RunFacts, file: Path) -> None:
+    """Read the tokens that differ most; the last line may be cut off."""
+    if not file.is_file():
+        return
+    unread = 0
+    for line in file.read_bytes().split(b"\n"):
+        if not line.endswith(b"}"):
+            continue
+        try:
+            record = orjson.loads(line)
+            for each in record["largest"] if record.get("kind") == "gap" else ():
+                if "segment" in each:
+                    place = (each["segment"], each["place"], each["rollout"], each["trainer"], record["step"])
+                    facts.gaps.setdefault(each["trajectory"], []).append(place)
+        except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError):
+            unread += 1
+    if unread:
+        facts.notes.append(f"{unread} lines of {file.name} cannot be read, and are left out")
+
+
+def _read_config(facts: RunFacts, file: Path) -> None:
+    """Read the configuration: its text without secrets, the model's folder and what counts as a success."""
+    if not file.is_file():
+        return
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        # Not even as text: what cannot be parsed cannot be searched for secrets.
+        facts.notes.append(f"{file.name} is not YAML and is left out: {type(error).__name__}")
+        return
+    if not isinstance(config, dict):
+        facts.notes.append(f"{file.name} holds no mapping and is left out")
+        return
+    text = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True, width=120)
+    if len(text) <= MOST_CONFIG:
+        facts.config = text
+    else:
+        facts.notes.append(f"{file.name} has {len(text)} characters and is left out")
+    for path in ("policies.main.model.path", "model"):
+        if isinstance(model := _at(config, path), str):
+            facts.models.append(Path(model))
+    for path in ("success_reward", "eval.success_reward"):
+        if isinstance(least := _at(config, path), (int, float)):
+            facts.success_reward = float(least)
+    role = config.get("role")
+    facts.role = role if isinstance(role, str) else None
+
+
+def _at(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Return configuration values with :data:`REDACTED` for texts under keys of secrets and for users in URLs."""
+    if isinstance(value, dict):
+        # Headers and environments name their entries as they like, so none of their values is shown.
+        hidden = key in ("headers", "env") and all(isinstance(each, str) for each in value.values())
+        return {name: REDACTED if hidden else without_secrets(each, str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each, key) for each in value]
+    if isinstance(value, str):
+        return REDACTED if value and _SECRET.search(key) else _USER_INFO.sub(f"{REDACTED}@", value)
+    return value
+
+
+def token_texts(models: Sequence[Path], token_ids: Sequence[int]) -> tuple[dict[int, str], str]:
+    """Return the text of each id by the first tokenizer that can be read, and why there is none, or an empty text."""
+    if not token_ids:
+        return {}, ""
+    reasons: list[str] = []
+    for folder in models:
+        if not folder.is_dir():
+            continue
+        try:
+            tokenizer = read_model_dir(folder).tokenizer
+        except (ConfigError, MissingExtraError, RenderError) as error:
+            reasons.append(str(error))
+            continue
+        names = {number: name for name, number in tokenizer.get_vocab().items()}
+
+        def decoded(token: int, decode: Callable[..., str] = tokenizer.decode) -> str:
+            return decode([token], skip_special_tokens=False)
+
+        return {token: _token_text(names.get(token, ""), decoded(token)) for token in token_ids}, ""
+    return {}, "; ".join(reasons) or f"none of its models is on this machine: {', '.join(map(str, models)) or 'none'}"
+
+
+def _token_text(name: str, text: str) -> str:
+    """Return what an id adds to a text: alone it loses its leading space in some tokenizers, or is half a character."""
+    if "\ufffd" in text:
+        return name or text
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
