@@ -28,7 +28,6 @@ async def test_a_process_of_the_queue_that_dies_loses_nothing(transfer_queue: An
     import torch
 
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=transfer_queue)
-    await buffer.start()
     groups = [lively(name, members=3) for name in ("a", "b", "c")]
     for each in groups[:2]:
         await buffer.put(each)

@@ -158,16 +158,12 @@ class ReplayBuffer(ABC):
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise this error of the producer."""
 
-    async def start(self) -> None:
-        """Start what the buffer needs outside of this process. Called once, before the first request.
+    async def __aenter__(self) -> Self:
+        """Start what the buffer needs outside of this process. Raises TrainError where it cannot be had."""
+        return self
 
-        Raises:
-            TrainError: It cannot be had.
-        """
-        return
-
-    async def stop(self) -> None:
-        """End what :meth:`start` started, when the run ends. Idempotent."""
+    async def __aexit__(self, *about: object) -> None:
+        """End it."""
         return
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
@@ -225,13 +221,14 @@ class ForwardingReplayBuffer(ReplayBuffer):
         """Make every waiting and later ``sample`` raise."""
         self._inner.fail(error)
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start what the other buffer needs."""
-        await self._inner.start()
+        await self._inner.__aenter__()
+        return self
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *about: object) -> None:
         """End it."""
-        await self._inner.stop()
+        await self._inner.__aexit__(*about)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight."""

@@ -54,7 +54,6 @@ def test_numbers_of_more_than_64_bits_are_kept() -> None:
 async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) -> None:
     payloads = MemoryPayloads()
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=payloads)
-    await buffer.start()
     groups = [lively(name, members=2, baselines=1) for name in ("a", "b")]
     for each in groups:
         await buffer.put(each)
@@ -68,7 +67,9 @@ async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) 
     await buffer.put(lively("c"))
     # What was released is gone with the next group that comes.
     assert len(payloads.rows) == 1
-    await buffer.stop()
+    async with buffer:
+        pass
+    assert payloads.rows == {}
 
 
 @pytest.mark.parametrize("journaled", [True, False])

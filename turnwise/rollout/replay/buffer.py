@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
@@ -240,13 +240,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._on_drop: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start what holds the trajectories outside of this process. Raises TrainError where it cannot be had."""
-        await self._store.start()
+        await self._store.__aenter__()
+        return self
 
-    async def stop(self) -> None:
-        """End what :meth:`start` started. Idempotent."""
-        await self._store.close()
+    async def __aexit__(self, *about: object) -> None:
+        """End it."""
+        await self._store.__aexit__(*about)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight, or restore what earlier processes finished of its group."""

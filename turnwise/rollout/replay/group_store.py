@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 from uuid import uuid4
 
 from turnwise.agents.roles import TRAINED
@@ -77,12 +77,13 @@ class GroupStore:
         self._starts = 0
         self._starting = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Start the payload store."""
+    async def __aenter__(self) -> Self:
+        """Start the payload store. Raises TrainError where it cannot be had."""
         if self._payloads is not None:
             await self._payloads.start()
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(self, *about: object) -> None:
         """End the payload store."""
         if self._payloads is not None:
             await self._payloads.close()

@@ -384,9 +384,7 @@ async def _assemble(
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
-    buffer = make_buffer(config.replay, config.replay_facts, files.journal)
-    stack.push_async_callback(buffer.stop)
-    await buffer.start()
+    buffer = await stack.enter_async_context(make_buffer(config.replay, config.replay_facts, files.journal))
 
     def write(trajectory: Trajectory) -> None:
         files.journal.write(trajectory)

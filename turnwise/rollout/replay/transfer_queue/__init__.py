@@ -50,22 +50,21 @@ class TransferQueuePayloads(PayloadStore):
     def __init__(self, config: TransferQueueConfig) -> None:
         self._config = config
         self._partition = f"turnwise-{uuid4().hex[:12]}"
-        self._started = False
+        # Rows are packed and sent in a thread with this loop: each call of TransferQueue also changes how many threads
+        # torch uses in its thread, which in the trainer's is a setting.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._owns_queue = False
         self._owns_ray = False
         self._listeners: list[tuple[str, int]] = []
-        self._loop = asyncio.new_event_loop()
         self.sent_bytes = 0
         self.received_bytes = 0
 
     async def start(self) -> None:
         """Connect to the cluster and its queue, or start them."""
-        if not self._started:
+        if self._loop is None:
             await asyncio.to_thread(self._connect)
-            # Rows are packed and sent in a thread of their own: each call of TransferQueue also changes how many
-            # threads torch uses in its thread, which in this one is the trainer's setting.
-            threading.Thread(target=self._loop.run_forever, name="turnwise-transfer-queue", daemon=True).start()
-            self._started = True
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_serve, args=(self._loop,), name="turnwise-transfer-queue", daemon=True).start()
 
     async def put(self, rows: Mapping[str, Columns]) -> None:
         """Store rows."""
@@ -111,18 +110,20 @@ class TransferQueuePayloads(PayloadStore):
 
     async def close(self) -> None:
         """End the queue and the cluster that this run started; else forget its rows."""
-        if not self._started:
+        if self._loop is None:
             return
         if not self._owns_queue:
             with contextlib.suppress(PayloadsLost):
                 await self._reach(transfer_queue.get_client().async_clear_partition(self._partition))
-        self._started = False
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = None
         await asyncio.to_thread(self._disconnect)
 
     def _connect(self) -> None:
         if not ray.is_initialized():
             address = self._config.address or os.environ.get("RAY_ADDRESS") or "local"
+            # Ray starts its workers at niceness 15: on a busy machine a train step would wait for them.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             local: dict[str, Any] = {
                 "num_cpus": self._config.units + 1,
                 "include_dashboard": False,
@@ -185,9 +186,9 @@ class TransferQueuePayloads(PayloadStore):
 
     async def _reach(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call of the queue; its own time-out of minutes is not waited for where a process is gone."""
-        if not self._started:
+        if self._loop is None:
             call.close()
-            raise TrainError("TransferQueue is not started: call start() of the replay buffer first")
+            raise TrainError("TransferQueue is not started: enter the replay buffer first (async with buffer)")
         task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
         until = time.monotonic() + self._config.timeout
         try:
@@ -215,3 +216,8 @@ class TransferQueuePayloads(PayloadStore):
             raise PayloadsLost(
                 f"TransferQueue gave no answer within {self._config.timeout:g} s (replay.transfer_queue.timeout)"
             )
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
