@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.errors import MissingExtraError
+
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("benchmarks", "examples")
 # What the files put on the path beside their own folder.
@@ -83,6 +85,8 @@ def test_what_it_imports_is_there(name: str) -> None:
                 missing += [said] if lacks(module, taken) else []
             except ModuleNotFoundError as error:
                 needed.add(f"{module} needs {error.name}")
+            except MissingExtraError as error:
+                needed.add(str(error))
         elif module.partition(".")[0] not in sys.stdlib_module_names:
             other = neighbour(file, module)
             missing += [said] if other is not None and taken not in {None, *at_top(other.read_text())} else []

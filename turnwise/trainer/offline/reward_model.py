@@ -53,6 +53,7 @@ class ScoringPolicy(Policy):
     def __init__(self, model: Any, *, source: Path, config: ModelConfig) -> None:
         """Wrap a model whose packed trunk was checked (:func:`load_scoring` does both)."""
         self.lora = None
+        self.sequence = None
         self.model = model
         self.source = source
         self.compute_dtype = config.compute_dtype
