@@ -326,7 +326,7 @@ def sequence_obstacle(path: Path, ranks: int) -> str | None:
     ropes = settings.get("rope_parameters") or {}
     # They may differ by the type of a layer.
     kinds = {each.get("rope_type") for each in (ropes, *ropes.values()) if isinstance(each, dict)}
-    if found := kinds & _LENGTH_ROPES:
+    if found := _LENGTH_ROPES & kinds:
         return f"rotary embeddings of type {min(found)}, which depend on the length of the whole sequence"
     heads = int(text.num_attention_heads)
     return split_heads(heads, int(settings.get("num_key_value_heads") or heads), ranks)
