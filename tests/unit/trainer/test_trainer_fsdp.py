@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -300,6 +301,8 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     # What is saved is a critic as any other: one process starts from it.
     config = policy(model, critic={"path": tmp_path / "2" / "critic"})
     torch.testing.assert_close(torch.cat(opened(one).values(batches())), values, atol=1e-5, rtol=0)
+    with pytest.raises(CheckpointError, match=r"critic was written by the engine fsdp, .*one rank suffices"):
+        opened(one, tmp_path / "2" / "critic")
     with pytest.raises(TrainError, match="has values, and no log-probabilities"):
         again._learner.logprobs(batches())  # type: ignore[attr-defined]
 
@@ -438,11 +441,7 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
         ({"critic": {"kind": "shared"}}, {}, r"critic\.kind is shared, .*choose own"),
         ({"critic": {"optim": {"name": "muon"}}}, {}, r"critic\.optim\.name is muon, .*choose adamw"),
         ({}, {"ranks": 4, "sequence_parallel": 3}, r"sequence_parallel is 3, but the 4 ranks .*a divisor of 4"),
-        (
-            {},
-            {"ranks": 6, "sequence_parallel": 3},
-            r"parallel is 3, .* has 4 attention heads, .*equally: choose 1 or 2",
-        ),
+        ({}, {"ranks": 6, "sequence_parallel": 3}, r"parallel is 3, .* has 4 attention heads, .* share: choose 1 or 2"),
         ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),
         ({"model": {"device": "meta"}}, {}, r"model\.device is 'meta', .*choose cpu"),
         ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
@@ -453,6 +452,16 @@ def test_what_cannot_be_sharded_is_refused(model: Path, changes: Any, options: A
     for check in (check_engine, lambda config: open_learner(config, 9)):
         with pytest.raises(TrainError, match=says):
             check(config)
+
+
+def test_positions_that_depend_on_the_whole_sequence_are_not_shared(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (other / "config.json").write_text(json.dumps(settings))
+    config = policy(other, engine="fsdp", engine_options={"sequence_parallel": 2})
+    with pytest.raises(TrainError, match=r"rotary embeddings of type dynamic, .*which 2 ranks cannot share: choose 1$"):
+        check_engine(config)
 
 
 def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:

@@ -27,8 +27,7 @@ from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.model.policy import attention_heads, check_ids
-from turnwise.trainer.model.sequence_parallel import split_heads
+from turnwise.trainer.model.policy import check_ids, sequence_obstacle
 from turnwise.trainer.observe.gap import GapWatch
 
 Ranks = Annotated[int, Field(ge=1)]
@@ -91,22 +90,19 @@ def _check_sequences(config: PolicyConfig, sharding: Sharding) -> None:
             f"{key} is {size}, but the {sharding.ranks} ranks of {_KEY}.ranks are no multiple of it: choose a divisor "
             f"of {sharding.ranks}, or other ranks"
         )
-    _check_heads(config.model.path, sharding)
+    _check_shareable(config.model.path, sharding)
     if config.critic is not None and config.critic.path is not None:
-        _check_heads(config.critic.path, sharding)
+        _check_shareable(config.critic.path, sharding)
 
 
-def _check_heads(model: Path, sharding: Sharding) -> None:
-    """Check that the ranks of a group can share the attention heads of a model."""
+def _check_shareable(model: Path, sharding: Sharding) -> None:
+    """Check that the ranks of a group can share the sequences of a model."""
     size = sharding.sequence_parallel
-    if size == 1:
-        return
-    heads = attention_heads(model)
-    if problem := split_heads(*heads, size):
-        fits = [each for each in range(1, size) if not sharding.ranks % each and split_heads(*heads, each) is None]
+    if size > 1 and (obstacle := sequence_obstacle(model, size)):
+        fits = [each for each in range(2, size) if not sharding.ranks % each and sequence_obstacle(model, each) is None]
         raise TrainError(
-            f"{_KEY}.sequence_parallel is {size}, but the model {model} has {problem}, which {size} ranks cannot share "
-            f"equally: choose {' or '.join(map(str, fits))}"
+            f"{_KEY}.sequence_parallel is {size}, but the model {model} has {obstacle}, which {size} ranks cannot "
+            f"share: choose {' or '.join(map(str, (1, *fits)))}"
         )
 
 
@@ -157,7 +153,7 @@ class FSDPLearner(Learner, ModelHost):
         self._sharding = sharding or Sharding(len(ranks))
         self._values = values
         path = config.model.path if model_path is None or config.model.lora is not None else model_path
-        _check_heads(path, self._sharding)
+        _check_shareable(path, self._sharding)
         self._model, self._facts = self._open(total_steps, path, values=values)
         self._bare = False
 

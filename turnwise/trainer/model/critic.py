@@ -353,6 +353,11 @@ class TorchCritic(Critic):
             CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
         """
         state = read_head(directory)
+        if "optimizer" not in state:
+            raise CheckpointError(
+                f"checkpoint {directory} was written by the engine fsdp, whose optimizer state the engine torch cannot "
+                "load: resume with policies.main.engine: fsdp (one rank suffices)"
+            )
         if not self.shared:
             load_weights(self.policy, directory)
         self.head.load_state_dict(state["head"])

@@ -25,7 +25,7 @@ from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach
-from turnwise.trainer.model.sequence_parallel import SequenceGroup
+from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 
 try:
     from safetensors import SafetensorError
@@ -58,6 +58,9 @@ _COMPANIONS = (
 
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
 _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+# Computed from the largest position that a forward pass is given, which is another one on each rank.
+_LENGTH_ROPES = {"dynamic", "longrope"}
 
 AttentionInterface.register(ATTENTION, packed_attention)
 
@@ -309,18 +312,24 @@ def _checkpoint_layers(model: Any, *, keep_matmuls: bool) -> None:
             module.eval()
 
 
-def attention_heads(path: Path) -> tuple[int, int]:
-    """Return the heads of queries, and those of keys and values, of a model whose weights are not loaded.
+def sequence_obstacle(path: Path, ranks: int) -> str | None:
+    """Return what of a model, whose weights are not loaded, ranks cannot share; None where they can share sequences.
 
     Raises:
         TrainError: Its settings cannot be read.
     """
     try:
-        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
+        text = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
     except (OSError, ValueError, FormatError) as error:
         raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
-    heads = int(settings.num_attention_heads)
-    return heads, int(settings.to_dict().get("num_key_value_heads") or heads)
+    settings = text.to_dict()
+    ropes = settings.get("rope_parameters") or {}
+    # They may differ by the type of a layer.
+    kinds = {each.get("rope_type") for each in (ropes, *ropes.values()) if isinstance(each, dict)}
+    if found := _LENGTH_ROPES & kinds:
+        return f"rotary embeddings of type {min(found)}, which depend on the length of the whole sequence"
+    heads = int(text.num_attention_heads)
+    return split_heads(heads, int(settings.get("num_key_value_heads") or heads), ranks)
 
 
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
