@@ -41,7 +41,8 @@ from turnwise.trainer.run.checkpoint import CheckpointStore
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
-KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "12"))
+# 50 were made by hand (docs/scaling.md).
+KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "6"))
 SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2}
 LONGEST_S = 1.5
 KINDS = ("sampled", "greedy")
@@ -101,25 +102,6 @@ def on_cluster(cluster: ThreeNodes, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_is_spread_over_the_nodes_and_audited(cluster: ThreeNodes, model: Path, tmp_path: Path) -> None:
-    config = train_config(model, tmp_path, **on_cluster(cluster))
-    with training(config) as process:
-        wait_until(lambda: len(parts(tmp_path, "replica")) == 2, "two servers", process)
-        wait_until(lambda: len(parts(tmp_path, "worker")) == 2, "two workers", process)
-        raylets = {parent_raylet(each) for each in (*parts(tmp_path, "replica"), *parts(tmp_path, "worker"))}
-        assert len(raylets - {None}) == 2
-        assert process.wait() == 0, process.output()
-    run = tmp_path / "run"
-    proof = prove(run, [])
-    assert proof.steps == 2
-    assert proof.trained > 0
-    assert len(list((run / "ledgers").glob("*.jsonl"))) == 2
-    assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= {
-        each.name for each in (run / "logs").iterdir()
-    }
-    ended(tmp_path)
-
-
 def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     cluster: ThreeNodes, model: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +122,11 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     assert proof.trained > 0
     print(f"killed {dict(killed)}, {len(lives)} drivers; {proof}")
     ended(tmp_path)
+    # Every worker has a ledger, and every part a log, in the run directory.
+    run = tmp_path / "run"
+    assert len(list((run / "ledgers").glob("*.jsonl"))) >= 2 * len(lives)
+    logs = {each.name for each in (run / "logs").iterdir()}
+    assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= logs
 
 
 def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.Random, killed: Counter[str]) -> None:
@@ -148,6 +135,9 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.R
         victim = draw.choices(list(SHARES), list(SHARES.values()))[0]
         wait_until(lambda: len(parts(runs, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180)
         wait_until(lambda: len(parts(runs, "replica")) == 2, "both servers", driver, within=180)
+        if not killed:
+            raylets = {parent_raylet(each) for kind in ("replica", "worker") for each in parts(runs, kind)}
+            assert len(raylets - {None}) == 2, "they are spread over the nodes"
         # No synchronisation: which moment it is, is what is drawn.
         time.sleep(draw.uniform(0, LONGEST_S))
         killed[victim] += 1
@@ -216,13 +206,14 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
 
 
 def test_vllm_servers_are_actors_too(cluster: ThreeNodes, checkpoint: Path, tmp_path: Path) -> None:
-    keys = on_cluster(cluster, inference={"engine": "vllm", "replicas": 2, "vllm": {"python": vllm_python()}})
+    keys = on_cluster(cluster, inference={"engine": "vllm", "vllm": {"python": vllm_python()}})
+    del keys["policies"]
     config = train_config(checkpoint, tmp_path, steps=1, **keys)
     with training(config) as process:
         assert process.wait() == 0, process.output()
     # What vLLM said of its tokens is computed again by the audit.
     assert prove(tmp_path / "run", []).steps == 1
-    assert len(list((tmp_path / "run" / "logs").glob("server-*.log"))) == 2
+    assert (tmp_path / "run" / "logs" / "server-0.log").exists()
 
 
 def test_a_submitted_job_trains_on_a_node(cluster: ThreeNodes, model: Path, tmp_path: Path) -> None:
