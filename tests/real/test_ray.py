@@ -62,13 +62,21 @@ class ThreeNodes:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self.dashboard = f"http://{self._cluster.webui_url}"
-        self.nodes = [self._cluster.add_node(num_cpus=8) for _ in range(2)]
+        self.nodes: list[Any] = []
+        self.raylets: set[str] = set()
+        for _ in range(2):
+            self._add()
         self._cluster.wait_for_nodes()
+
+    def _add(self) -> None:
+        node = self._cluster.add_node(num_cpus=8)
+        self.nodes.append(node)
+        self.raylets.add(str(node.all_processes["raylet"][0].process.pid))
 
     def lose(self, number: int) -> None:
         """Kill a node with all its processes, and add another one."""
         self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
-        self.nodes.append(self._cluster.add_node(num_cpus=8))
+        self._add()
 
     def close(self) -> None:
         """End all nodes."""
@@ -111,9 +119,9 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     draw = random.Random(7)
     while killed.total() < KILLS:
         with training(config) as process:
-            kill_parts(cluster, process, config.runs, draw, killed)
+            kill_parts(cluster, process, draw, killed)
         lives.append(left_on_disk(tmp_path / "run"))
-        ended(tmp_path)
+        ended(cluster)
     steps = max([0, *CheckpointStore(tmp_path / "run" / "checkpoints").steps()]) + 2
     with training(config.model_copy(update={"steps": steps})) as process:
         assert process.wait() == 0, process.output()
@@ -121,7 +129,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     assert proof.steps == steps
     assert proof.trained > 0
     print(f"killed {dict(killed)}, {len(lives)} drivers; {proof}")
-    ended(tmp_path)
+    ended(cluster)
     # Every worker has a ledger, and every part a log, in the run directory.
     run = tmp_path / "run"
     assert len(list((run / "ledgers").glob("*.jsonl"))) >= 2 * len(lives)
@@ -129,14 +137,16 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= logs
 
 
-def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.Random, killed: Counter[str]) -> None:
+def kill_parts(cluster: ThreeNodes, driver: Turnwise, draw: random.Random, killed: Counter[str]) -> None:
     """Kill parts of a run, one at a time and each when it is up, until the driver is hit or enough was killed."""
     while killed.total() < KILLS:
         victim = draw.choices(list(SHARES), list(SHARES.values()))[0]
-        wait_until(lambda: len(parts(runs, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180)
-        wait_until(lambda: len(parts(runs, "replica")) == 2, "both servers", driver, within=180)
+        wait_until(
+            lambda: len(parts(cluster, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180
+        )
+        wait_until(lambda: len(parts(cluster, "replica")) == 2, "both servers", driver, within=180)
         if not killed:
-            raylets = {parent_raylet(each) for kind in ("replica", "worker") for each in parts(runs, kind)}
+            raylets = {raylet_of(each) for kind in ("replica", "worker") for each in parts(cluster, kind)}
             assert len(raylets - {None}) == 2, "they are spread over the nodes"
         # No synchronisation: which moment it is, is what is drawn.
         time.sleep(draw.uniform(0, LONGEST_S))
@@ -146,7 +156,7 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.R
         if victim == "node":
             cluster.lose(draw.randrange(2))
             continue
-        found = parts(runs, victim)
+        found = parts(cluster, victim)
         if found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 chosen = draw.choice(found)
@@ -157,11 +167,14 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, runs: Path, draw: random.R
     assert driver.wait() == -signal.SIGKILL
 
 
-def parts(runs: Path, kind: str) -> list[psutil.Process]:
-    """Return the processes of a kind that belong to a run, once they do what they are there for."""
+def parts(cluster: ThreeNodes, kind: str) -> list[psutil.Process]:
+    """Return the processes of a kind on the nodes of the cluster, lost ones included, once they do their work."""
     found = []
     for each in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if raylet_of(each) not in cluster.raylets:
+                # Other tests have servers and ranks, too.
+                continue
             words = each.cmdline() or [""]
             up = {
                 "replica": "turnwise.engine.server" in words and listening(each),
@@ -173,14 +186,16 @@ def parts(runs: Path, kind: str) -> list[psutil.Process]:
     return found
 
 
-def parent_raylet(process: psutil.Process) -> int | None:
-    """Return the id of the raylet above a process: its node."""
-    return next((each.pid for each in process.parents() if "raylet" in Path(each.exe()).name), None)
+def raylet_of(process: psutil.Process) -> str | None:
+    """Return the id of the raylet that a process belongs to: its node. What an actor has started inherits it."""
+    return process.environ().get("RAY_RAYLET_PID")
 
 
-def ended(runs: Path) -> None:
+def ended(cluster: ThreeNodes) -> None:
     """See that nothing of a run is left on the nodes."""
-    wait_until(lambda: not [each for kind in ("replica", "worker", "rank") for each in parts(runs, kind)], "their end")
+    wait_until(
+        lambda: not [each for kind in ("replica", "worker", "rank") for each in parts(cluster, kind)], "their end"
+    )
 
 
 def test_the_main_job_learns_on_the_cluster_as_it_does_here(
