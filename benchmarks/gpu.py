@@ -222,7 +222,7 @@ def engine(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from turnwise.engine.batch_state import Generation, Output
+    from turnwise.engine.batching.batch_state import Generation, Output
     from turnwise.engine.causal_lm import CausalLM
     from turnwise.engine.engine import Engine
     from turnwise.types import SamplingParams

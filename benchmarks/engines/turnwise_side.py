@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from engines.worker import Done, Work
 
-from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.inference.config import InferenceConfig

@@ -10,7 +10,7 @@ import torch
 
 from support.engine.gpu import DEVICE, MARKS
 from support.engine.tiny_lm import EOS, VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
-from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.model.core import AdapterInfo

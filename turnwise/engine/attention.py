@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from turnwise.engine.kv_cache import Geometry, KVPool
+from turnwise.engine.accelerator import on_cpu
+from turnwise.engine.batching.kv_cache import Geometry, KVPool
 
 IMPLEMENTATION = "turnwise"
 _MASK_ELEMENTS = 1 << 23
@@ -270,7 +271,7 @@ def _prefill(
             padded, seen_keys, seen_values, is_causal=True, scale=scale, enable_gqa=grouped
         )
     else:
-        if grouped and query.device.type != "cpu":
+        if grouped and not on_cpu(query.device):
             # With a mask, only the CPU kernel shares key heads without a copy.
             repeats = heads // seen_keys.shape[1]
             seen_keys = seen_keys.repeat_interleave(repeats, dim=1)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
+from turnwise.devices import AUTO, CPU
+from turnwise.engine.accelerator import chosen, memory_bytes, on_cpu
 from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import emulates_bfloat16
@@ -79,10 +81,8 @@ def machine_memory() -> int:
 
 def device_memory(device: torch.device) -> tuple[int, str]:
     """Return the bytes of a device's memory, and whose it is, for messages."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_properties(device).total_memory, f"the GPU ({device})"
+    if not on_cpu(device):
+        return memory_bytes(device), f"the GPU ({device})"
     return machine_memory(), "this machine"
 
 
@@ -152,11 +152,7 @@ def emulation_warning(key: str, dtype: str, size: ModelSize | None, *cpuinfo: Pa
 
 def server_device(config: InferenceConfig) -> torch.device:
     """Return the device of the servers."""
-    import torch
-
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    return chosen(config.device)
 
 
 def server_need(config: InferenceConfig, size: ModelSize) -> MemoryNeed:
@@ -184,5 +180,5 @@ def check_served(path: Path, config: InferenceConfig) -> None:
 
 def served_dtype_warning(path: Path, config: InferenceConfig) -> str | None:
     """Return a warning about a data type that the servers' processor emulates, without loading torch."""
-    on_gpu = _NVIDIA.exists() if config.device == "auto" else config.device != "cpu"
+    on_gpu = _NVIDIA.exists() if config.device == AUTO else config.device != CPU
     return None if on_gpu else emulation_warning("inference.dtype", config.dtype, model_size(path))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear
 
+from turnwise.engine.accelerator import chosen, on_cpu, peak_bytes
 from turnwise.engine.attention import (
     IMPLEMENTATION,
     AttentionPlan,
@@ -25,8 +26,8 @@ from turnwise.engine.attention import (
     decode_block,
     prefill_blocks,
 )
+from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory
-from turnwise.engine.kv_cache import Geometry, KVPool
 from turnwise.engine.lora import BaseWeights, adapter_chain, merge_adapters
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
 from turnwise.model.core import AdapterInfo
@@ -88,7 +89,7 @@ def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
 
 def _gains(weight: torch.Tensor) -> bool:
     kernels: Any = torch.backends.mkldnn
-    if weight.device.type != "cpu" or not kernels.is_available() or weight.numel() < _PACKED_FROM:
+    if not on_cpu(weight.device) or not kernels.is_available() or weight.numel() < _PACKED_FROM:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -128,9 +129,7 @@ class CausalLM:
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
         AttentionInterface.register(IMPLEMENTATION, attention)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = chosen(device)
         try:
             base, adapters = adapter_chain(path)
             config = AutoConfig.from_pretrained(str(base))
@@ -186,7 +185,7 @@ class CausalLM:
     @property
     def device_peak(self) -> int:
         """Most bytes allocated on the model's GPU so far; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return peak_bytes(self.device)
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace all weights, or none; tied weights may come under any of their names, with equal values.
@@ -237,7 +236,7 @@ class CausalLM:
     def _adoptable(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether a tensor can take a weight's place without a copy."""
         fits = tensor.dtype == target.dtype and tensor.device == target.device and tensor.is_contiguous()
-        return self.device.type == "cpu" and fits and not tensor.is_inference()
+        return on_cpu(self.device) and fits and not tensor.is_inference()
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
         """Replace the weights by the launch weights with an adapter, in place; all or none. Raises FormatError."""

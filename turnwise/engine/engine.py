@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from turnwise.engine.batch_state import Generation, Output, Slots, StopStrings
+from turnwise.engine.batching.batch_state import Generation, Output, Slots, StopStrings
+from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
+from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.sampling import sample
-from turnwise.engine.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Logprobs
 

@@ -29,6 +29,7 @@ import torch
 from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
+from turnwise.engine.accelerator import chosen
 from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
@@ -271,7 +272,7 @@ class Classifier:
             from transformers import AutoConfig, AutoModelForSequenceClassification
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "serving a reward model") from error
-        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        place = chosen(device)
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             named = [name for name in config.architectures or () if "ForSequenceClassification" in name]

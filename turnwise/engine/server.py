@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available

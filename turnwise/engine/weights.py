@@ -20,6 +20,7 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
+from turnwise.devices import CPU
 from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum
 from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
@@ -133,7 +134,7 @@ def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
             continue
         # Kept by reference until the file is written, so that no storage is freed and its address used again.
         seen.add(place)
-        stored[name] = tensor.detach().to("cpu").contiguous()
+        stored[name] = tensor.detach().to(CPU).contiguous()
     if not stored:
         raise FormatError(f"weights version {version}: there are no tensors to write")
     return stored
@@ -233,7 +234,7 @@ def _mapped(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     if len(set(names)) != len(names):
         raise FormatError(f"{what}: the manifest names a tensor twice")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework="pt", device=CPU) as file:
             found = set(file.keys())
             if found != set(names):
                 missing, extra = sorted(set(names) - found)[:3], sorted(found - set(names))[:3]

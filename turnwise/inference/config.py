@@ -6,14 +6,17 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from turnwise.config import ConfigPath, ConfigReference
+from turnwise.devices import AUTO, check_device
 
 if TYPE_CHECKING:
     from turnwise.model.core import Renderer
 
 
+DeviceName = Annotated[str, AfterValidator(check_device)]
+"""``auto``, or a kind of device, with a number where there are several."""
 HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
 """A host name or address without scheme and port; ``*`` stands for any part."""
 
@@ -138,8 +141,8 @@ class InferenceConfig(BaseModel):
         url: Running servers of the engine (comma-separated) instead of launched ones.
         replicas: Number of servers that share the requests.
         dtype: ``auto`` takes the checkpoint's.
-        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``. vLLM: what it was built for, so
-            ``auto``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:N`` or another kind. vLLM: what it was built
+            for, so ``auto``.
         threads: CPU threads of one server. More than one pays only for larger models on idle cores.
         max_seqs: Maximum running sequences; further requests wait.
         max_context: Maximum tokens of prompt plus completion; None for the model's limit.
@@ -172,7 +175,7 @@ class InferenceConfig(BaseModel):
     url: str | None = None
     replicas: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: DeviceName = AUTO
     threads: int = Field(default=1, ge=1)
     max_seqs: int = Field(default=256, ge=1)
     max_context: int | None = Field(default=None, ge=2)
@@ -205,7 +208,7 @@ class RewardServerConfig(BaseModel):
 
     Attributes:
         dtype: ``auto`` takes the checkpoint's.
-        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:N`` or another kind.
         threads: CPU threads.
         max_seqs: Maximum conversations of one forward pass.
         max_batch_tokens: Maximum tokens of one forward pass, padding included; a longer conversation runs alone.
@@ -221,7 +224,7 @@ class RewardServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: DeviceName = AUTO
     threads: int = Field(default=1, ge=1)
     max_seqs: int = Field(default=64, ge=1)
     max_batch_tokens: int = Field(default=16384, ge=16)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from turnwise.devices import CPU
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.inference.config import InferenceConfig
 from turnwise.model.core import Replica
@@ -202,7 +203,7 @@ async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
             f"{config.engine}: remove it"
         )
     warnings = await find_engine(config.engine).check(model, config)
-    on_cpu = config.device == "cpu" or not _GPU.exists()
+    on_cpu = config.device == CPU or not _GPU.exists()
     if on_cpu and not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
         warnings.append(
             f"inference.dtype is {config.dtype}, so servers compute in bfloat16, which this processor emulates (it has "

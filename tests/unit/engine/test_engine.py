@@ -18,7 +18,7 @@ from support.engine.tiny_lm import (
     random_prompt,
     save_model,
 )
-from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.engine.weights import read_weights, write_weights

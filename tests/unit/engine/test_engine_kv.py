@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from support.engine.tiny_lm import greedy, logprobs, make_model, save_model
 from support.property_tests import examples
-from turnwise.engine.batch_state import Generation
+from turnwise.engine.batching.batch_state import Generation
+from turnwise.engine.batching.kv_cache import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
-from turnwise.engine.kv_cache import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
 from turnwise.placement.usage import process_memory
 from turnwise.types import SamplingParams
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from support.engine.tiny_lm import greedy, make_model, random_prompt, save_model
 from turnwise.engine import causal_lm as packed_linear
-from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM, PackedLinear, pack_linears
 from turnwise.engine.engine import Engine
 from turnwise.types import SamplingParams

@@ -474,7 +474,7 @@ def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
 
 
 def test_a_torch_without_the_backend_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: False)
     with pytest.raises(TrainError, match=r"engine_options\.ranks is 3, which needs .* with gloo, .*install a build"):
         check_engine(policy(model, engine="fsdp", engine_options={"ranks": 3}))
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
+from turnwise.engine.batching.kv_cache import KVPool
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.kv_cache import KVPool
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
 from turnwise.errors import CheckpointError, FormatError, TrainError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective

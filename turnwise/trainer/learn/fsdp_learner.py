@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from turnwise.devices import AUTO, CPU
+from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu
 from turnwise.engine.capacity import machine_memory, model_size
 from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream
@@ -65,15 +66,15 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
             f"policies.main.model.threads is {threads}, which the {ranks} ranks of {_KEY}.ranks cannot share "
             f"equally: choose a multiple of {ranks}"
         )
-    backend = "gloo" if device == "cpu" else "nccl"
-    if not dist.is_available() or not (dist.is_gloo_available() if device == "cpu" else dist.is_nccl_available()):
+    backend = collectives(device)
+    if not has_collectives(device):
         raise TrainError(
             f"{_KEY}.ranks is {ranks}, which needs torch.distributed with {backend}, and torch {torch.__version__} "
             "was built without it: install a build that has it, or choose the engine torch"
         )
-    if device == "cuda" and ranks > (found := torch.cuda.device_count()):
+    if device != CPU and ranks > (found := device_count()):
         raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {found} GPUs, one for each rank: choose {found}")
-    if device == "cpu" and sharding.cpu_offload:
+    if device == CPU and sharding.cpu_offload:
         raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
     _check_sequences(config, sharding)
     together = f", {sharding.sequence_parallel} for each sequence" if sharding.sequence_parallel > 1 else ""
@@ -106,12 +107,10 @@ def _check_shareable(model: Path, sharding: Sharding) -> None:
         )
 
 
-def _device(config: PolicyConfig) -> Literal["cpu", "cuda"]:
+def _device(config: PolicyConfig) -> str:
     device = pick_device(config.model.device)
-    if device.type == "cpu":
-        return "cpu"
-    if device.type == "cuda" and config.model.device in ("auto", "cuda"):
-        return "cuda"
+    if on_cpu(device) or (device.type == accelerator() and config.model.device in (AUTO, device.type)):
+        return device.type
     raise TrainError(
         f"policies.main.model.device is {config.model.device!r}, but the ranks of the engine fsdp compute on the CPU, "
         "or on one GPU each: choose cpu, cuda or auto"
@@ -260,7 +259,7 @@ class FSDPLearner(Learner, ModelHost):
     ) -> FSDPLearner:
         """Load another model on the same ranks, sharded alike."""
         sharding = self._sharding
-        if offload and _device(config) != "cpu":
+        if offload and _device(config) != CPU:
             sharding = replace(sharding, cpu_offload=True)
         return FSDPLearner(self._ranks, config, total_steps, model_path=model_path, sharding=sharding, values=values)
 

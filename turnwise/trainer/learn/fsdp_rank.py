@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from turnwise.devices import CPU
+from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
@@ -456,14 +458,15 @@ def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Cal
     def run(call: Call) -> Any:
         if call.method == "start":
             (sys.path[:],) = call.arguments
-            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
             with in_step():
                 if rendezvous.startswith("/"):
                     where: dict[str, Any] = {"init_method": f"file://{rendezvous}"}
                 else:
                     host, _, port = rendezvous.rpartition(":")
                     where = {"store": store_at(host, int(port), ranks)}
-                dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=_WAIT, **where)
+                dist.init_process_group(
+                    process_group_backend(device), rank=rank, world_size=ranks, timeout=_WAIT, **where
+                )
             return None
         if call.method == "open":
             models[call.model], facts = RankModel.open(device, *call.arguments)
@@ -503,9 +506,9 @@ def main(
     if (interface := interface_of(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     torch.set_num_threads(int(threads))
-    if device == "cuda":
+    if device != CPU:
         # On a cluster a rank may see one GPU alone.
-        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
+        use_device(int(rank))
     serve(Connection(descriptor), _calls(int(rank), int(ranks), device, rendezvous), OutOfStep)
 
 

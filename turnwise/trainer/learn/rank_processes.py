@@ -121,7 +121,7 @@ class RankProcesses:
 
     launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
 
-    def __init__(self, ranks: int, device: Literal["cpu", "cuda"], threads: int) -> None:
+    def __init__(self, ranks: int, device: str, threads: int) -> None:
         """Start the ranks, and wait until their process group stands.
 
         Args:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from turnwise.devices import CPU
+from turnwise.engine.accelerator import chosen, main_memory, on_cpu, release_cached
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.algorithms.losses.core import LossSums
@@ -149,7 +151,7 @@ class TorchLearner(Learner):
         self.total_steps = total_steps
         self._bad_steps = 0
         self._home = policy.device
-        if self._home.type == "cpu":
+        if on_cpu(self._home):
             keep_freed_memory()
         self._away = False
 
@@ -258,7 +260,7 @@ class TorchLearner(Learner):
                 )
             raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
         try:
-            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         load_weights(self.policy, directory)
@@ -269,10 +271,10 @@ class TorchLearner(Learner):
 
     def offload(self) -> int:
         """Move parameters, gradients and optimizer state to the CPU; 0 bytes where they are there already."""
-        if self._away or self._home.type == "cpu":
+        if self._away or on_cpu(self._home):
             return 0
         self._away = True
-        return self._move(torch.device("cpu"))
+        return self._move(main_memory())
 
     def onload(self) -> int:
         """Move offloaded tensors back; return the bytes."""
@@ -290,8 +292,8 @@ class TorchLearner(Learner):
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
         moved += self._optimizers.move(device)
-        if device.type == "cpu":
-            torch.cuda.empty_cache()
+        if on_cpu(device):
+            release_cached()
         return moved
 
     def _check_here(self, what: str) -> None:
@@ -316,10 +318,8 @@ def pick_device(name: str) -> torch.device:
     Raises:
         TrainError: No such device.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = chosen(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise TrainError(f"model.device is {name!r}, which is not available here (auto picks one): {error}") from error

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from turnwise.engine.accelerator import compiles_attention, on_cpu
 from turnwise.errors import TrainError
 from turnwise.trainer.model.layout import Bucket, OwnBucket, PackedLayout
 
@@ -43,7 +44,7 @@ def flex_tree_attention(
     Returns:
         Shape [1, T, H, V].
     """
-    attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
+    attend: Any = _compiled() if compiles_attention(query.device) else flex_attention
     found: Any = attend(
         query,
         key,
@@ -302,9 +303,9 @@ def _attend(
 ) -> Tensor:
     """Attend by the kernel for the device and the options; arguments as in :func:`flex_tree_attention`."""
     plain = window is None and softcap is None and sinks is None and value.shape[-1] == query.shape[-1]
-    if plain and query.device.type == "cpu":
+    if plain and on_cpu(query.device):
         return shared_attention(query, key, value, layout, scaling)
-    if layout.is_tree and query.device.type == "cuda":
+    if layout.is_tree and compiles_attention(query.device):
         return flex_tree_attention(query, key, value, layout, scaling, window, softcap, sinks)
     return _by_paths(query, key, value, layout, scaling, window, softcap, sinks)
 

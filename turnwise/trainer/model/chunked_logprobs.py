@@ -17,11 +17,13 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from turnwise.engine.accelerator import on_cpu
+
 HELD_BYTES = 1 << 26
 """Logits up to this size, in float32, are computed once and kept for the backward pass."""
 
 # Where they are larger: on a CPU the passes over a tile have to find it in the cache, elsewhere few calls are better.
-_TILE_BYTES = {"cpu": 1 << 22}
+_TILE_BYTES = 1 << 22
 _TILE_BYTES_ELSEWHERE = 1 << 28
 
 
@@ -97,7 +99,7 @@ def score_states(
         return _call_head(head, states, ids, divide, transform, entropy, tile_bytes or HELD_BYTES)
     if tile_bytes is None:
         all_bytes = 4 * states.shape[0] * head.out_features
-        tile_bytes = _TILE_BYTES.get(states.device.type, _TILE_BYTES_ELSEWHERE)
+        tile_bytes = _TILE_BYTES if on_cpu(states.device) else _TILE_BYTES_ELSEWHERE
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
     logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, _Tiles(transform, entropy, columns))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
+from turnwise.devices import CPU
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
@@ -408,7 +409,7 @@ def read_head(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"checkpoint {directory} lacks {HEAD_FILE}")
     try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     return state

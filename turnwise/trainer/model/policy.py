@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
+from turnwise.devices import CPU
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
@@ -248,7 +249,7 @@ def final_logits(model: Any, states: Tensor) -> Tensor:
 def load_model(
     path: str | Path,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = CPU,
     compute_dtype: ComputeDtype = "float32",
     gradient_checkpointing: bool | Literal["matmuls"] = False,
     lora: LoRAConfig | None = None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from turnwise.chat.model_dir import check_same_vocabulary
+from turnwise.engine.accelerator import main_memory
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import RowKey
@@ -44,7 +45,7 @@ class FrozenReference:
         for parameter in policy.model.parameters():
             parameter.requires_grad_(requires_grad=False)
         if offload:
-            policy.model.to("cpu")
+            policy.model.to(main_memory())
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
@@ -55,7 +56,7 @@ class FrozenReference:
                 return [self._policy.forward(batch).logprobs.cpu() for batch in batches]
         finally:
             if self._offload:
-                self._policy.model.to("cpu")
+                self._policy.model.to(main_memory())
 
 
 class InitialWeights:

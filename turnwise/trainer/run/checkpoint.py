@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from turnwise.append_file import private_directory, private_opener
+from turnwise.engine.accelerator import random_states, restore_random_states
 from turnwise.errors import CheckpointError
 from turnwise.trainer.config.train import BestConfig
 
@@ -344,7 +345,7 @@ def capture_rng() -> dict[str, Any]:
             "gauss": float(numpy_state["gauss"]),
         },
         "torch": _encode(torch.get_rng_state()),
-        "cuda": [_encode(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "accelerators": [_encode(state) for state in random_states()],
     }
 
 
@@ -361,8 +362,7 @@ def restore_rng(state: dict[str, Any]) -> None:
         inner = {"key": np.array(saved["key"], np.uint32), "pos": saved["pos"]}
         np.random.set_state({**saved, "state": inner})
         torch.set_rng_state(_decode(state["torch"]))
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
+        restore_random_states([_decode(each) for each in state["accelerators"]])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the state of the random generators is malformed: {error!r}") from error
 

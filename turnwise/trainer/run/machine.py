@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.chat.model_dir import model_settings
+from turnwise.engine.accelerator import main_memory, on_cpu
 from turnwise.engine.capacity import (
     MemoryNeed,
     ModelSize,
@@ -58,7 +59,7 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
         for device, parts in needs.items():
             check_memory(f"{key}.path", policy.model.path, size, parts, remedies, device)
     said: list[str | None] = []
-    if trains.type == "cpu":
+    if on_cpu(trains):
         said.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
     return [each for each in said if each is not None]
 
@@ -73,11 +74,11 @@ def _trainer_needs(
     if policy.model.lora is not None:
         copies, part = 1, "frozen weights in float32"
     whole = 4 * copies * size.parameters
-    if policy.engine == "torch" or device.type == "cpu":
+    if policy.engine == "torch" or on_cpu(device):
         # Ranks on the CPU share the memory of one machine.
         yield device, MemoryNeed(f"the trainer's {part}", whole)
         return
-    main, options = torch.device("cpu"), chosen_engine(policy).options
+    main, options = main_memory(), chosen_engine(policy).options
     if options.get("cpu_offload"):
         yield main, MemoryNeed(f"the ranks' {part}", whole)
     else:

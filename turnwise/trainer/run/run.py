@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from turnwise.chat.renderer import save_format
+from turnwise.engine.accelerator import peak_bytes
 from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
@@ -258,7 +258,7 @@ class TrainRun:
 
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
-        return memory_metrics(process_memory(device_peak=torch.cuda.max_memory_allocated()), await self.fleet.memory())
+        return memory_metrics(process_memory(device_peak=peak_bytes()), await self.fleet.memory())
 
     async def _write_weights(self, still: bool) -> None:
         learner, fleet = self.learner, self.fleet

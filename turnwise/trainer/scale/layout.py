@@ -8,6 +8,7 @@ from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from turnwise.devices import number_of
 from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError
 from turnwise.inference.engines import served_dtype
@@ -101,8 +102,7 @@ class Placement:
 
 def _number(device: str) -> int | None:
     """Return N of ``cuda:N``."""
-    kind, _, number = device.partition(":")
-    return int(number) if kind == "cuda" and number else None
+    return number_of(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from turnwise.engine.accelerator import on_cpu
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -74,7 +76,7 @@ class KVPool:
         self._geometry = geometry
         self.capacity = capacity
         shape = self._shape(most)
-        self._reserved = _reserve(math.prod(shape) * dtype.itemsize) if device.type == "cpu" else None
+        self._reserved = _reserve(math.prod(shape) * dtype.itemsize) if on_cpu(device) else None
         # Zeros, not empty: what a mask hides must still be finite.
         if self._reserved is None:
             self._bind(torch.zeros(self._shape(0), dtype=dtype, device=device))

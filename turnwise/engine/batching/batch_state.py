@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from turnwise.engine.kv_cache import ACTIVE, RETAINED, KVCache, widen
+from turnwise.engine.batching.kv_cache import ACTIVE, RETAINED, KVCache, widen
 from turnwise.engine.sampling import RowParams, seed_key, uniforms
 from turnwise.engine.structured_output import GrammarState
 from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan

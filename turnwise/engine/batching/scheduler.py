@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from turnwise.engine.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
-from turnwise.engine.batch_state import WORTH_SHARING, BatchState, Generation, Output, PrefixIndex, PrefixMatch
-from turnwise.engine.kv_cache import KVCache
+from turnwise.engine.batching.batch_state import WORTH_SHARING, BatchState, Generation, Output, PrefixIndex, PrefixMatch
+from turnwise.engine.batching.kv_cache import KVCache
 from turnwise.types import FinishReason
 
 

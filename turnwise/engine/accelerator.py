@@ -1,0 +1,120 @@
+"""What torch does on a device, whatever its kind: choice, memory, random states, collective operations.
+
+torch is imported when it is needed: commands that only look at configurations start without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from turnwise.devices import AUTO, CPU, KINDS
+
+if TYPE_CHECKING:
+    import torch
+
+
+def accelerator() -> str | None:
+    """Return the kind of accelerator that torch has here; None without one."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def chosen(name: str) -> torch.device:
+    """Return the device of a name; ``auto`` is the accelerator, or the CPU without one. It may not be there."""
+    import torch
+
+    return torch.device((accelerator() or CPU) if name == AUTO else name)
+
+
+def main_memory() -> torch.device:
+    """Return the CPU as a device."""
+    import torch
+
+    return torch.device(CPU)
+
+
+def on_cpu(device: torch.device) -> bool:
+    """Return whether tensors on a device are in main memory."""
+    return device.type == CPU
+
+
+def compiles_attention(device: torch.device) -> bool:
+    """Return whether flex attention has compiled kernels on a device."""
+    kind = KINDS.get(device.type)
+    return kind is not None and kind.compiles_attention
+
+
+def device_count() -> int:
+    """Return the number of accelerators of this process; 0 without one."""
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def use_device(number: int) -> None:
+    """Make an accelerator the current one, by its number modulo their count."""
+    import torch
+
+    torch.accelerator.set_device_index(number % device_count())
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory."""
+    import torch
+
+    return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def peak_bytes(device: torch.device | None = None) -> int:
+    """Return the most bytes allocated so far on an accelerator (default: the current one); 0 without one."""
+    import torch
+
+    if accelerator() is None or (device is not None and on_cpu(device)):
+        return 0
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def release_cached() -> None:
+    """Give memory that torch keeps for later back to the accelerator."""
+    import torch
+
+    if accelerator() is not None:
+        torch.accelerator.empty_cache()
+
+
+def collectives(kind: str) -> str:
+    """Return the backend of collective operations on a kind of device, for messages."""
+    known = KINDS.get(kind)
+    return "gloo" if known is None else known.collectives
+
+
+def has_collectives(kind: str) -> bool:
+    """Return whether this torch was built with the backend of a kind."""
+    import torch.distributed as dist
+
+    return dist.is_available() and bool(dist.is_backend_available(collectives(kind)))
+
+
+def process_group_backend(kind: str) -> str:
+    """Return the backends of a process group whose tensors are on a kind of device, and in main memory."""
+    return collectives(kind) if kind == CPU else f"{CPU}:{collectives(CPU)},{kind}:{collectives(kind)}"
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the states of the random generators of all accelerators."""
+    return list(_module().get_rng_state_all()) if accelerator() is not None else []
+
+
+def restore_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Restore the states of as many accelerators; those of another number of them are left out."""
+    if accelerator() is not None and len(states) == device_count():
+        _module().set_rng_state_all(list(states))
+
+
+def _module() -> Any:
+    import torch
+
+    return torch.get_device_module(accelerator())

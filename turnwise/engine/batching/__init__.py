@@ -1,0 +1,1 @@
+"""Continuous batching: what runs in a step, the state of its sequences, and their keys and values."""
