@@ -141,6 +141,7 @@ class TransferQueuePayloads(PayloadStore):
     def _open_queue(self) -> None:
         try:
             ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
+            self._owns_queue = False
         except ValueError:
             self._owns_queue = True
             self._await_cpus()
