@@ -12,7 +12,7 @@ bandwidth, 3 ms a decoding step besides).
   mean is published.
 - ``own``: ``async_modes`` of this folder, as docs/benchmarks.md quotes it: ``separate_async`` and ``colocate_async``
   finish 2.63 and 2.62 times the trajectories a second of ``sync``.
-- ``scale``: Qwen3-8B, episodes of four turns with long-tailed completions and tools, 16 a GPU and step.
+- ``scale``: Qwen3-8B, episodes of four turns with long-tailed completions and tools, 8 a GPU and step.
 - ``staleness``: the same on 64 GPUs by ``replay.max_staleness``, in ``separate_async``.
 - ``failures``: seconds that one failure costs, and what follows for 4,096 GPUs at the rate that Llama 3 405B's training
   reports (arXiv:2407.21783, section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 GPUs).
@@ -48,6 +48,7 @@ QWEN35_35B = ModelShape(
 )  # fmt: skip
 QWEN3_8B = ModelShape("qwen3", 36, 4096, 32, 8, 128, 12_288, 151_936, False, dtype="bfloat16")
 SMALL = ModelShape("qwen3", 3, 96, 4, 2, 32, 288, 700, True)
+PER_GPU = 8
 AGENTS = Lengths(600, 4, 400, 8192, sigma=1.0, observation=200, tool_s=0.5, tool_shape=1.2, tool_most_s=60)
 
 
@@ -128,10 +129,10 @@ def scale(steps: dict[int, int], per_gpu: int) -> list[dict[str, Any]]:
 
 def staleness(steps: int) -> list[dict[str, Any]]:
     """Return the gain of ``separate_async`` over ``sync`` by the bound of staleness."""
-    base = mean_step(agents(64, "sync", 16), "sync", steps).step_s
+    base = mean_step(agents(64, "sync", PER_GPU), "sync", steps).step_s
     found = []
     for bound in (0, 1, 2, 4):
-        setting = replace(agents(64, "separate_async", 16), ahead=bound, staleness=bound)
+        setting = replace(agents(64, "separate_async", PER_GPU), ahead=bound, staleness=bound)
         # What is requested at the beginning has to be gone.
         result = mean_step(setting, "separate_async", max(steps, 4 * (1 + bound)))
         found.append({"max_staleness": bound, "gain": base / result.step_s, "reached": result.staleness})
@@ -142,7 +143,7 @@ def failures(steps: int) -> dict[str, Any]:
     """Return the seconds that a failure costs, at one failure in twenty minutes on 64 GPUs, and the share at 4,096."""
     found = {}
     for mode in MODES:
-        calm = replace(agents(64, mode, 16), hours_between_failures=None)
+        calm = replace(agents(64, mode, PER_GPU), hours_between_failures=None)
         rough = replace(calm, hours_between_failures=64 / 3)
         without, with_ = (mean_step(each, mode, steps) for each in (calm, rough))
         cost = (with_.step_s - without.step_s) * steps / max(1, with_.failures)
@@ -172,11 +173,11 @@ def main() -> int:
     found: dict[str, Any] = {"published": published(10 if quick else 40, quick=quick), "own": own(30 if quick else 200)}
     if quick:
         # The larger ones have a share of their episodes.
-        found["scale"] = scale({8: 20, 64: 8}, 16) + scale({512: 4}, 4) + scale({4096: 4}, 1)
+        found["scale"] = scale({8: 20, 64: 8}, PER_GPU) + scale({512: 4}, 4) + scale({4096: 4}, 1)
     else:
-        found["scale"] = scale({8: 100, 64: 40, 512: 12, 4096: 6}, 16)
+        found["scale"] = scale({8: 100, 64: 40, 512: 12, 4096: 5}, PER_GPU)
     found["staleness"] = staleness(4 if quick else 30)
-    found["failures"] = failures(20 if quick else 200)
+    found["failures"] = failures(20 if quick else 120)
     events = sum(result["events"] for each in found["scale"] for result in each["modes"].values())
     result = {
         "largest_error": found["published"]["largest_error"],

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +23,9 @@ from turnwise.errors import ConfigError
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.fsdp_rank import RankModel
 from turnwise.trainer.learn.optim import OptimizerSet
+from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.scale.layout import Placement, Plan, PlanConfig, check_plan
 from turnwise.trainer.scale.memory import Sharded, activation_bytes, layer_activations, optimizer_bytes, trainer_memory
@@ -212,6 +217,34 @@ def test_the_peak_of_a_pass_is_near_the_formula(directory: Path, checkpointing: 
     expected = activation_bytes(shape, ModelConfig(path=directory), tokens, checkpointing)
     # Measured: 1.03, 0.89 and 0.99.
     assert 0.85 < peak.most / expected < 1.1, (peak.most, expected)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Let this process be the first of four, whose collectives do nothing: what it holds is what it would hold."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_rank_of_four_holds_a_quarter(directory: Path) -> None:
+    options = {"model": {"path": directory}, "engine": "fsdp", "engine_options": {"ranks": 4}}
+    policy = PolicyConfig.model_validate(options)
+    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4))
+    model.root(batch(32), entropy=False)[0].sum().backward()
+    parameters: list[Any] = list(model.policy.model.parameters())
+    shape = ModelShape.load(directory, "model")
+    expected = trainer_memory(config(directory, policies={"main": options}), shape)[1].parts
+    assert sum(each.to_local().nbytes for each in parameters) == expected["weights"]
+    assert sum(each.grad.to_local().nbytes for each in parameters) == expected["gradients"]
+    for each in parameters:
+        # Nothing was gathered, so they are no numbers.
+        each.grad.to_local().zero_()
+    model.optim_step(1)
+    assert model.optimizer is not None
+    states = [held for _, _, state in model.optimizer._optimizers.states() for held in state.values()]
+    assert sum(each.to_local().nbytes for each in states if isinstance(each, DTensor)) == expected["optimizer states"]
 
 
 # Placement and plans.

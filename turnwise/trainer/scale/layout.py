@@ -132,7 +132,7 @@ class Estimate:
 
     def __str__(self) -> str:
         kind = "separate" if self.separate else "colocated"
-        return f"{kind}, {self.ranks} ranks and {self.servers} servers: {self.seconds:,.0f} s a step"
+        return f"{kind}, {_many(self.ranks, 'rank')} and {_many(self.servers, 'server')}: {self.seconds:,.0f} s a step"
 
 
 class Plan:
@@ -215,7 +215,7 @@ class Plan:
                 yield "set policies.main.model.gradient_checkpointing: true"
             yield "lower batch.max_tokens_per_micro_batch"
         if memory.parts.get("critic", 0) > 0.1 * memory.total:
-            yield "choose a smaller policies.main.critic.path, or critic.kind: shared"
+            yield "choose a smaller policies.main.critic.path, or critic.kind: shared (engine: torch)"
         if "optimizer states" in memory.parts:
             yield "raise policies.main.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)"
         if "bfloat16 weights" in memory.parts and self._config.policy.engine == "fsdp":
@@ -224,7 +224,7 @@ class Plan:
             yield "lower inference.kv_tokens"
         if inference.engine in ("vllm", "sglang") and "served weights" in memory.parts:
             yield f"raise inference.{inference.engine}.tensor_parallel"
-        if "reference" in memory.parts:
+        if "reference" in memory.parts and Sharded.of(self._config.policy).ranks == 1:
             yield "set algorithm.kl.offload: true"
 
     def estimate(self, *, separate: bool, ranks: int, servers: int) -> Estimate:
@@ -339,17 +339,18 @@ class Plan:
         now = self.configured()
         rollout, training, step = now.rollout, now.training, self.step
         yield (
-            f"rollout: {rollout.servers} servers with {rollout.sequences:,.0f} episodes each sample "
+            f"rollout: {_many(rollout.servers, 'server')} with {rollout.sequences:,.0f} episodes each sample "
             f"{rollout.tokens_per_s:,.0f} tokens/s ({1e3 * rollout.decode_s:.1f} ms a step) and prefill "
             f"{rollout.prefill_per_s:,.0f}: {rollout.busy_s:,.0f} s of work, {rollout.seconds:,.0f} s until the "
             "longest episode ends"
         )
+        critic = f", {training.critic_s:,.0f} s of the critic on one device" if training.critic_s else ""
         bound = "communication" if training.gathering_s > training.computing_s else "arithmetic"
         yield (
-            f"training: {training.ranks} ranks take {training.tokens_per_s:,.0f} tokens/s: {training.seconds:,.0f} s, "
-            f"bound by {bound} ({training.computing_s:,.0f} s of arithmetic, {training.gathering_s:,.0f} s of weights "
-            f"and gradients between ranks, {training.micro_batches} micro-batches"
-            f"{f', {training.critic_s:,.0f} s of the critic on one device' if training.critic_s else ''})"
+            f"training: {training.tokens_per_s:,.0f} tokens/s on {_many(training.ranks, 'rank')}: "
+            f"{training.seconds:,.0f} s, bound by {bound} ({training.computing_s:,.0f} s of arithmetic, "
+            f"{training.gathering_s:,.0f} s of weights and gradients between ranks, {training.micro_batches} "
+            f"micro-batches{critic})"
         )
         share = rollout.busy_s / (rollout.busy_s + training.seconds)
         needed = step.episodes * step.sampled / max(training.seconds, 1e-9)
@@ -377,8 +378,8 @@ def _reason(best: Estimate, shared: Estimate | None, apart: Sequence[Estimate]) 
             return "trainer and servers fit together on each device, and there are too few for separate ones"
         other = min(apart, key=lambda each: each.seconds)
         return (
-            f"separate devices would take {other.seconds:,.0f} s ({other.ranks} ranks, {other.servers} servers), and "
-            "shared ones need no balance"
+            f"separate devices would take {other.seconds:,.0f} s ({_many(other.ranks, 'rank')}, "
+            f"{_many(other.servers, 'server')}), and shared ones need no balance"
         )
     if shared is None:
         return "trainer and servers do not fit together on one device"
@@ -408,6 +409,10 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             spans.append([number])
     return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
