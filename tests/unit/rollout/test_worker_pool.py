@@ -53,7 +53,8 @@ class Worker:
                 del self.running[asked.episode_id]
         if method == "cancel":
             (name,) = arguments
-            self.end(name, cancelled=True)
+            if name in self.running and not self.running[name].done():
+                self.end(name, cancelled=True)
         if method == "move":
             self.moved.append(arguments)
         return None
@@ -168,6 +169,20 @@ async def test_a_cancelled_episode_is_written_before_the_cancellation_goes_on() 
         assert len(written) == 2
 
     await with_pool(PoolSize(1, 1, episodes=1), act)
+
+
+async def test_an_episode_that_ends_as_it_is_cancelled_is_cancelled() -> None:
+    async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
+        run = asyncio.create_task(pool.run(spec(0)))
+        await turns()
+        cluster.workers[0].end("g0/0.0")
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        # Else an audit would look for it in the journal, which notes the outcomes of episodes alone.
+        assert [each.stop_reason for each in written] == [StopReason.CANCELLED]
+
+    await with_pool(PoolSize(1, 1), act)
 
 
 async def test_there_are_more_workers_while_episodes_wait_and_fewer_when_idle() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from turnwise.errors import PlacementError, RunnerDisconnected, TurnwiseError
 from turnwise.rollout.remote.protocol import read_error
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeSpec
 from turnwise.trajectory import Trajectory
+from turnwise.types import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +202,16 @@ class WorkerPool:
         return EpisodeOutcome(answer.trajectories, error)
 
     async def _abandon(self, place: _Place, spec: EpisodeSpec, call: asyncio.Task[WorkerAnswer]) -> None:
-        """Cancel an episode on its worker, and write what it returns."""
+        """Cancel an episode on its worker, and write what it returns, as cancelled also where it had just ended."""
         with contextlib.suppress(PlacementError):
             await place.handle.call("cancel", spec.episode_id)
-            self._outcome(place, await call)
+            answer = await call
+            # Nobody gets its outcome, and so no journal: what was written as finished would be missed there.
+            written = [
+                each if each.error is not None else replace(each, stop_reason=StopReason.CANCELLED)
+                for each in answer.trajectories
+            ]
+            self._outcome(place, replace(answer, trajectories=written))
 
     async def _acquire(self) -> _Place:
         """Wait for a free place, in the order of the calls."""
