@@ -43,7 +43,7 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 # 50 were made by hand (docs/scaling.md).
 KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "6"))
-SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2}
+SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2, "in order": 1}
 LONGEST_S = 1.5
 KINDS = ("sampled", "greedy")
 # A lost node is noticed within three seconds instead of half a minute.
@@ -151,6 +151,11 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, draw: random.Random, kille
         # No synchronisation: which moment it is, is what is drawn.
         time.sleep(draw.uniform(0, LONGEST_S))
         killed[victim] += 1
+        if victim == "in order":
+            # As by Ctrl-C: the episodes on the workers are cancelled, and the audit asks what became of them.
+            driver.send_signal(signal.SIGTERM)
+            assert driver.wait() == 130, driver.output()
+            return
         if victim == "driver":
             break
         if victim == "node":
