@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 _CONTROLLER, _NAMESPACE = "TransferQueueController", "transfer_queue"
 # Ray sends no objects for us: its store has the least room that Ray takes.
 _OBJECT_STORE_BYTES = 80 * 2**20
+# Ray gives a process of its own 15 s to start, which on a busy machine may be too short.
+_STARTS = 3
 # A call that takes longer than this looks whether the processes still listen.
 _LOOK_SECONDS = 1.0
 
@@ -50,8 +52,9 @@ class TransferQueuePayloads(PayloadStore):
     def __init__(self, config: TransferQueueConfig) -> None:
         self._config = config
         self._partition = f"turnwise-{uuid4().hex[:12]}"
-        # Rows are packed and sent in a thread with this loop: each call of TransferQueue also changes how many threads
-        # torch uses in its thread, which in the trainer's is a setting.
+        # The loop of a thread that lives until the queue is closed. Ray's processes end with the thread that started
+        # them, and each call of TransferQueue changes how many threads torch uses in its thread, which in the
+        # trainer's is a setting.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owns_queue = False
         self._owns_ray = False
@@ -61,10 +64,16 @@ class TransferQueuePayloads(PayloadStore):
 
     async def start(self) -> None:
         """Connect to the cluster and its queue, or start them."""
-        if self._loop is None:
-            await asyncio.to_thread(self._connect)
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_serve, args=(self._loop,), name="turnwise-transfer-queue", daemon=True).start()
+        if self._loop is not None:
+            return
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=_serve, args=(loop,), name="turnwise-transfer-queue", daemon=True).start()
+        try:
+            await _run(loop, self._connect)
+        except BaseException:
+            loop.call_soon_threadsafe(loop.stop)
+            raise
+        self._loop = loop
 
     async def put(self, rows: Mapping[str, Columns]) -> None:
         """Store rows."""
@@ -101,12 +110,12 @@ class TransferQueuePayloads(PayloadStore):
 
     async def restart(self) -> None:
         """Start an empty queue in the place of the lost one."""
-        if not self._owns_queue:
+        if not self._owns_queue or self._loop is None:
             raise TrainError(
                 "the TransferQueue of the Ray cluster is lost, and another program started it: start it again, then "
                 "resume the run with the same command"
             )
-        await asyncio.to_thread(self._restart)
+        await _run(self._loop, self._restart)
 
     async def close(self) -> None:
         """End the queue and the cluster that this run started; else forget its rows."""
@@ -115,26 +124,18 @@ class TransferQueuePayloads(PayloadStore):
         if not self._owns_queue:
             with contextlib.suppress(PayloadsLost):
                 await self._reach(transfer_queue.get_client().async_clear_partition(self._partition))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop = None
-        await asyncio.to_thread(self._disconnect)
+        loop, self._loop = self._loop, None
+        try:
+            await _run(loop, self._disconnect)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
 
     def _connect(self) -> None:
         if not ray.is_initialized():
             address = self._config.address or os.environ.get("RAY_ADDRESS") or "local"
             # Ray starts its workers at niceness 15: on a busy machine a train step would wait for them.
             os.environ.setdefault("RAY_worker_niceness", "0")
-            local: dict[str, Any] = {
-                "num_cpus": self._config.units + 1,
-                "include_dashboard": False,
-                "object_store_memory": _OBJECT_STORE_BYTES,
-            }
-            try:
-                ray.init(address, log_to_driver=False, logging_level="ERROR", **(local if address == "local" else {}))
-            except Exception as error:  # Ray's: a cluster that does not start or answer, in its own words
-                raise TrainError(
-                    f"replay.transfer_queue.address is {address!r}: Ray cannot be had there: {error}"
-                ) from error
+            _start_ray(address, self._config.units + 1)
             self._owns_ray = True
         self._open_queue()
 
@@ -219,6 +220,30 @@ class TransferQueuePayloads(PayloadStore):
             )
 
 
+def _start_ray(address: str, cpus: int) -> None:
+    local = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(address, log_to_driver=False, logging_level="ERROR", **(local if address == "local" else {}))
+        except Exception as error:  # Ray's: a cluster that does not start or answer, in its own words
+            ray.shutdown()
+            if address != "local" or attempt == _STARTS:
+                raise TrainError(
+                    f"replay.transfer_queue.address is {address!r}: Ray cannot be had there: {error}"
+                ) from error
+        else:
+            return
+
+
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+async def _run(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    """Run blocking code in the thread of another event loop."""
+
+    async def acting() -> None:
+        act()
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(acting(), loop))
