@@ -122,7 +122,7 @@ class RoutingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     policy: Literal["affinity", "least_loaded", "round_robin"] = "affinity"
-    imbalance: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    imbalance: float = Field(default=0.5, ge=0, allow_inf_nan=False)
     prefix_tokens: int = Field(default=131072, ge=0)
     max_requests: int | None = Field(default=None, ge=1)
     deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -455,5 +455,5 @@ def test_a_burst_of_groups_is_balanced_and_shares_its_prompts():
 
     tokens, spread = asyncio.run(play())
     mean = sum(tokens) / 4
-    assert max(tokens) <= min(tokens) + 0.25 * mean + 11 * BLOCK
+    assert max(tokens) <= min(tokens) + RoutingConfig().imbalance * mean + 11 * BLOCK
     assert sum(spread) / 64 < 1.5
