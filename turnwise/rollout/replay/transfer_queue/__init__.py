@@ -70,7 +70,7 @@ class TransferQueuePayloads(PayloadStore):
         threading.Thread(target=_serve, args=(loop,), name="turnwise-transfer-queue", daemon=True).start()
         try:
             await _run(loop, self._connect)
-        except BaseException:
+        except BaseException:  # raised again: only the thread is ended
             loop.call_soon_threadsafe(loop.stop)
             raise
         self._loop = loop
