@@ -144,7 +144,7 @@ def assert_ranks_train_alike(run: Path) -> None:
             alone, *sharded = (
                 update_policy(learner, rows, config.algorithm, config.batch, seed=step) for learner in learners
             )
-            assert alone["train/tokens"] > 1000
+            assert alone["train/tokens"] > 100
             assert alone["train/grad_norm"] > 0
             for metrics in sharded:
                 assert metrics == pytest.approx(alone, abs=1e-5)

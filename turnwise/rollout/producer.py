@@ -28,6 +28,7 @@ from turnwise.errors import (
     DiskError,
     EnvError,
     InferenceError,
+    RequestRefused,
     RunnerDisconnected,
     TrainError,
     TurnwiseError,
@@ -35,7 +36,7 @@ from turnwise.errors import (
     undo_on_error_async,
 )
 from turnwise.model.canonical import clean
-from turnwise.model.core import LLMClient, Renderer
+from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.journal.finished import FinishedMembers
@@ -272,7 +273,7 @@ class RolloutProducer(RolloutManager):
         cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
     ) -> Self:
         """Make a producer; asks the server for its context length."""
-        info = await client.model_info()
+        info = await _model_info(client, parts)
         # Threads are made on demand: a run whose tools are all async has none.
         # One more than may be lost: losing that many ends the run, and until then no call waits for a lost thread.
         threads = ToolThreads(config.concurrency, max_lost=config.max_lost_threads + 1)
@@ -505,6 +506,19 @@ class RolloutProducer(RolloutManager):
                 f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Add time-outs to that code, or "
                 f"make it async. The last error: {error or 'none'}"
             ) from error
+
+
+async def _model_info(client: LLMClient, parts: RolloutParts) -> ModelInfo:
+    """Ask the servers for what they serve; where one died meanwhile, once more when it is back."""
+    try:
+        return await client.model_info()
+    except RequestRefused:
+        raise
+    except InferenceError as error:
+        if parts.recover is None:
+            raise
+        await parts.recover(error)
+        return await client.model_info()
 
 
 def _first(error: Exception) -> Exception:

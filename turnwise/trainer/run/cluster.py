@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from turnwise.errors import PlacementError
+from turnwise.errors import InferenceError, PlacementError
 from turnwise.gateway.frozen import FrozenPolicies
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.placement.local import placed_by
@@ -103,6 +103,11 @@ class ClusterWorkers:
             fleet.moved.append(pool.move)
         return pool
 
+    async def _recover(self, error: InferenceError) -> None:
+        """Wait until all servers run, which a worker could not reach."""
+        await self._fleet.recover(error)
+        await self._frozen.recover(error)
+
     def _spec(self, config: RolloutConfig, name: str) -> WorkerSpec:
         return WorkerSpec(
             config,
@@ -128,10 +133,12 @@ class ClusterWorkers:
             try:
                 await worker.call("log_to", self._directory / "logs" / f"{name}.log")
                 await worker.call("prepare")
-            except PlacementError:
+            except (InferenceError, PlacementError) as error:
                 await worker.close()
                 if not left:
                     raise
+                if isinstance(error, InferenceError):
+                    await self._recover(error)
             except BaseException:  # raised again: only its actor is ended
                 await worker.close()
                 raise

@@ -364,7 +364,7 @@ async def open_run(
 
 async def _check_room(run: TrainRun, console: Console) -> None:
     rollout = run.config.rollout
-    limits = [rollout.context_length, (await run.fleet.client.model_info()).context_length]
+    limits = [rollout.context_length, (await run.fleet.with_recovery(run.fleet.client.model_info)).context_length]
     context = min(limit for limit in limits if limit is not None)
     warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
     await check_room(run.tasks.ahead(), rollout, run.renderer, context, warn)
