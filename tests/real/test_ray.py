@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -244,7 +245,8 @@ def test_a_submitted_job_trains_on_a_node(cluster: ThreeNodes, model: Path, tmp_
         "from turnwise.envs.library.lookup import LookupEnv\n\n\nclass Mine(LookupEnv):\n    pass\n"
     )
     file.write_text(dump_config(train_config(model, tmp_path, steps=1, **keys)))
-    with Turnwise(tmp_path / "log", "submit", file, "--address", cluster.dashboard, "--wait") as process:
+    where = ("--address", cluster.dashboard, "--wait")
+    with Turnwise(tmp_path / "log", "submit", file, "--python", sys.executable, *where) as process:
         assert process.wait() == 0, process.output()
     assert "job raysubmit_" in process.output()
     assert prove(tmp_path / "run", []).steps == 1
