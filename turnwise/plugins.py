@@ -91,12 +91,12 @@ def place_of(module: str) -> str:
 
 def load_file(file: str | Path, what: str) -> ModuleType:
     """Return the module of a Python file, executed once per process; ConfigError names the line that raised."""
-    path = _resolved(str(file), _folder())
+    path = _resolved(str(file), os.getcwd())
     if not path.is_file():
         raise ConfigError(f"{what}: no such file: {path}")
     program = sys.modules.get("__main__")
     file_run = None if program is None else vars(program).get("__file__")
-    if program is not None and file_run is not None and _resolved(file_run, _folder()) == path:
+    if program is not None and file_run is not None and _resolved(file_run, os.getcwd()) == path:
         # The file is the program that runs: run once more, it would register everything a second time.
         return program
     # A name that only the path decides: the class of an object pickled here is found again elsewhere.
@@ -119,14 +119,6 @@ def load_file(file: str | Path, what: str) -> ModuleType:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
     return module
-
-
-def _folder() -> str:
-    """Return the working directory; one that was removed under the process still leaves absolute paths."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return os.sep
 
 
 @functools.lru_cache(maxsize=256)

@@ -279,9 +279,7 @@ def submit(
         Path | None,
         typer.Option("--working-dir", help="Folder that is copied to the nodes; default: that of the file."),
     ] = None,
-    python: Annotated[
-        str, typer.Option("--python", help="Interpreter on the nodes, which has this package.")
-    ] = "python",
+    python: Annotated[str, typer.Option("--python", help="Interpreter on the nodes.")] = "python",
     wait: Annotated[bool, typer.Option("--wait", help="Show the job's output to its end, and fail with it.")] = False,
 ) -> None:
     """Train as a job of a Ray cluster: the run's driver is on one of its nodes, and outlives this command."""
