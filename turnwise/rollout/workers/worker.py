@@ -94,11 +94,6 @@ class RolloutWorker:
             TurnwiseError: Another part of the configuration cannot be used here.
         """
         spec = self._spec
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            # Where several nodes share a machine, the folder of one's code is removed by another.
-            os.chdir(spec.run)
         sys.path.extend(each for each in spec.path if each not in sys.path)
         _check_code(spec)
         # The same worker is never started twice: a name of its own for each process, also of a resumed run.
