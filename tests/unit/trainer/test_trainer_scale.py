@@ -231,7 +231,7 @@ def four_ranks() -> Iterator[None]:
 def test_a_rank_of_four_holds_a_quarter(directory: Path) -> None:
     options = {"model": {"path": directory}, "engine": "fsdp", "engine_options": {"ranks": 4}}
     policy = PolicyConfig.model_validate(options)
-    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4))
+    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4), False, 4)
     model.root(batch(32), entropy=False)[0].sum().backward()
     parameters: list[Any] = list(model.policy.model.parameters())
     shape = ModelShape.load(directory, "model")
