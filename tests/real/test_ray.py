@@ -20,7 +20,7 @@ import pytest
 from support.crash.checks import Left, left_on_disk, prove
 from support.crash.moments import listening
 from support.crash.runs import killed_config
-from support.engine.vllm_server import vllm_python
+from support.engine.vllm_server import train_checkpoint, vllm_python
 from support.trainer.lookup_run import (
     EXAMPLE,
     MODEL,
@@ -226,7 +226,11 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     assert audit_run(tmp_path / "main", at_most=4, console=silent()).contradictions == []
 
 
-def test_vllm_servers_are_actors_too(cluster: ThreeNodes, checkpoint: Path, tmp_path: Path) -> None:
+def test_vllm_servers_are_actors_too(
+    cluster: ThreeNodes, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    # Not by its fixture, with which the test would run in another worker, and start a cluster there.
+    checkpoint = shared(tmp_path_factory, "vllm-checkpoint", train_checkpoint) / MODEL
     keys = on_cluster(cluster, inference={"engine": "vllm", "vllm": {"python": vllm_python()}})
     del keys["policies"]
     config = train_config(checkpoint, tmp_path, steps=1, **keys)
