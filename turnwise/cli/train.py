@@ -279,6 +279,7 @@ def submit(
         Path | None,
         typer.Option("--working-dir", help="Folder that is copied to the nodes; default: that of the file."),
     ] = None,
+    python: Annotated[str, typer.Option("--python", help="Interpreter on the nodes.")] = "python",
     wait: Annotated[bool, typer.Option("--wait", help="Show the job's output to its end, and fail with it.")] = False,
 ) -> None:
     """Train as a job of a Ray cluster: the run's driver is on one of its nodes, and outlives this command."""
@@ -303,7 +304,7 @@ def submit(
     inside = [str(file.absolute().relative_to(home)) for file in files]
     # Relative paths of keys would be taken from the copy on the node.
     runs = [] if any(each.startswith("runs=") for each in keys) else [f"runs={checked.runs.absolute()}"]
-    command = ["python", "-m", "turnwise", "train", *inside, *keys, *runs]
+    command = [python, "-m", "turnwise", "train", *inside, *keys, *runs]
     job = RayJob.submit(JobSpec(address, command, home, checked.ray.runtime_env))
     typer.echo(f"job {job.id}; its run directory is {checked.runs.absolute() / checked.name}")
     typer.echo(f"ray job logs --address {address} --follow {job.id}")

@@ -37,7 +37,8 @@ class Worker:
         self.specs: dict[str, EpisodeSpec] = {}
         self.most = 0
         self.moved: list[tuple[str, str]] = []
-        self.closed = False
+        self.closed = self.ended = False
+        self.slow_end = 0
 
     async def call(self, method: str, *arguments: Any) -> Any:
         if self.closed:
@@ -72,6 +73,9 @@ class Worker:
 
     async def close(self) -> None:
         self.closed = True
+        for _ in range(self.slow_end):
+            await asyncio.sleep(0)
+        self.ended = True
 
 
 class Cluster:
@@ -148,6 +152,21 @@ async def test_a_lost_worker_is_replaced_and_its_episodes_say_so() -> None:
         assert len(written) == 3
 
     await with_pool(PoolSize(2, 2, episodes=2), act)
+
+
+async def test_a_worker_takes_the_place_of_one_that_has_given_it_back() -> None:
+    async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
+        [first] = cluster.workers
+        first.slow_end = 50
+        run = asyncio.create_task(pool.run(spec(0)))
+        await turns()
+        first.die()
+        while len(cluster.workers) == 1:
+            await turns(1)
+        assert first.ended
+        assert isinstance((await run).error, RunnerDisconnected)
+
+    await with_pool(PoolSize(1, 1), act)
 
 
 async def test_a_cancelled_episode_is_written_before_the_cancellation_goes_on() -> None:

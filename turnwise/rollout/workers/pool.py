@@ -7,7 +7,6 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from turnwise.errors import PlacementError, RunnerDisconnected, TurnwiseError
@@ -101,6 +100,8 @@ class WorkerPool:
         self._places: list[_Place] = []
         self._waiting: deque[asyncio.Future[_Place]] = deque()
         self._starting: set[asyncio.Task[None]] = set()
+        # Lost workers that still hold their resources, which the ones in their place need.
+        self._ending: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._failure: TurnwiseError | None = None
         self._tidying: asyncio.Task[None] | None = None
@@ -184,6 +185,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Close all workers. Idempotent."""
         self._closed = True
+        await asyncio.gather(*self._ending, return_exceptions=True)
         tasks = [*self._starting, *([self._tidying] if self._tidying is not None else [])]
         for task in tasks:
             task.cancel()
@@ -241,14 +243,18 @@ class WorkerPool:
                 place.busy += 1
                 found.set_result(place)
         wanted = self._size.least if not self._waiting else self._size.most
-        while not self._closed and self._failure is None and len(self._places) + len(self._starting) < wanted:
+        while not self._closed and self._failure is None and self._present < wanted:
             # One more for each full worker's worth of waiting episodes, and always the least number.
-            extra = len(self._places) + len(self._starting) - self._size.least
+            extra = self._present - self._size.least
             if extra >= 0 and len(self._waiting) <= len(self._starting) * self._size.episodes:
                 break
             task = asyncio.create_task(self._start_one())
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
+
+    @property
+    def _present(self) -> int:
+        return len(self._places) + len(self._starting) + len(self._ending)
 
     async def _start_one(self) -> None:
         try:
@@ -279,8 +285,16 @@ class WorkerPool:
             self._places.remove(place)
             self.losses += 1
             self._notify(f"rollout worker {place.handle.name} was lost: {error} ({len(self._places)} left)")
-            closing = asyncio.create_task(place.handle.close())
-            closing.add_done_callback(partial(_ignore, closing))
+            ending = asyncio.create_task(place.handle.close())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ended)
+        self._match()
+
+    def _ended(self, ending: asyncio.Task[None]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled():
+            # What a lost worker raises at its end is not for anybody.
+            ending.exception()
         self._match()
 
     def _free(self, place: _Place) -> None:
@@ -303,8 +317,3 @@ class WorkerPool:
 
 async def _started(start: StartWorker) -> WorkerHandle:
     return await start()
-
-
-def _ignore(task: asyncio.Task[None], _: object) -> None:
-    if not task.cancelled():
-        task.exception()
