@@ -231,11 +231,11 @@ def four_ranks() -> Iterator[None]:
 def test_a_rank_of_four_holds_a_quarter(directory: Path) -> None:
     options = {"model": {"path": directory}, "engine": "fsdp", "engine_options": {"ranks": 4}}
     policy = PolicyConfig.model_validate(options)
-    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4), False, 4)
+    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4), values=False, at_once=4)
     model.root(batch(32), entropy=False)[0].sum().backward()
     parameters: list[Any] = list(model.policy.model.parameters())
     shape = ModelShape.load(directory, "model")
-    expected = trainer_memory(config(directory, policies={"main": options}), shape)[1].parts
+    expected = trainer_memory(config(directory, policies={"main": options}), shape).parts
     assert sum(each.to_local().nbytes for each in parameters) == expected["weights"]
     assert sum(each.grad.to_local().nbytes for each in parameters) == expected["gradients"]
     for each in parameters:
@@ -281,23 +281,23 @@ def h100(count: int, **workload: Any) -> PlanConfig:
 
 def test_shards_divide_what_is_trained(large: Path) -> None:
     shape = ModelShape.load(large, "model")
-    whole, parts = (trainer_memory(config(large, **sharded(large, ranks)), shape)[0].parts for ranks in (1, 8))
+    whole, parts = (trainer_memory(config(large, **sharded(large, ranks)), shape).parts for ranks in (1, 8))
     for part in ("weights", "gradients", "optimizer states"):
         assert parts[part] == whole[part] / 8
     assert whole["weights"] == 4 * shape.parameters
     assert parts["activations"] == whole["activations"]
 
 
-def test_a_critic_is_on_the_first_device_and_a_reference_on_all(large: Path) -> None:
+def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: Path) -> None:
     given = sharded(large, 8, critic={"kind": "own"})
-    first, other = trainer_memory(
-        config(large, **given, algorithm={"advantage": "gae", "kl": {"coef": 0.01}}), ModelShape.load(large, "model")
-    )
     shape = ModelShape.load(large, "model")
-    output = shape.hidden * shape.vocabulary
-    assert first.parts["critic"] == 16 * shape.parameters - 12 * output
-    assert "critic" not in other.parts
-    assert first.parts["reference"] == other.parts["reference"] == 4 * shape.parameters / 8
+    judged = config(large, **given, algorithm={"advantage": "gae", "kl": {"coef": 0.01}})
+    whole = trainer_memory(judged, shape).parts
+    # Without the output matrix, which is loaded and not trained.
+    assert whole["critic"] == (16 * shape.parameters - 12 * shape.hidden * shape.vocabulary) / 8
+    assert whole["reference"] == 4 * shape.parameters / 8
+    judged.policy.engine_options["sequence_parallel"] = 4
+    assert trainer_memory(judged, shape).parts["activations"] == whole["activations"] / 4
 
 
 @pytest.mark.parametrize(

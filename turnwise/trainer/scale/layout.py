@@ -164,11 +164,11 @@ class Plan:
 
     def memory(self) -> list[tuple[str, Memory]]:
         """Return the memory of each group of devices with the same parts, named by their numbers."""
-        first, other = trainer_memory(self._config, self.shape, self._critic)
+        trainer = trainer_memory(self._config, self.shape, self._critic)
         server = server_memory(self._config.inference, self._path, self.shape)
         held: dict[int, Memory] = {}
-        for number, device in enumerate(self.placement.trainer):
-            for part, size in (other if number else first).parts.items():
+        for device in self.placement.trainer:
+            for part, size in trainer.parts.items():
                 held.setdefault(device, Memory()).add(part, size)
         for device in (device for each in self.placement.servers for device in each):
             for part, size in server.parts.items():
@@ -246,7 +246,7 @@ class Plan:
             self._cluster,
             self.step,
             ranks=ranks,
-            half=sharded.half,
+            sharded=sharded,
             critic=self._critic or self.shape,
         )
         return Estimate(separate, ranks, servers, rollout, training)
@@ -282,12 +282,12 @@ class Plan:
         options = {**policy.engine_options, "ranks": ranks}
         spread = policy.model_copy(update={"engine": "fsdp", "engine_options": options} if ranks > 1 else {})
         config = self._config.model_copy(update={"policies": {"main": spread}})
-        first, _ = trainer_memory(config, self.shape, self._critic)
+        trainer = trainer_memory(config, self.shape, self._critic)
         server = server_memory(config.inference, self._path, self.shape)
         limit = self._cluster.usable_bytes
         if separate:
-            return first.total <= limit and server.total <= limit
-        return first.total + server.total <= limit
+            return trainer.total <= limit and server.total <= limit
+        return trainer.total + server.total <= limit
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text."""
@@ -344,7 +344,7 @@ class Plan:
             f"{rollout.prefill_per_s:,.0f}: {rollout.busy_s:,.0f} s of work, {rollout.seconds:,.0f} s until the "
             "longest episode ends"
         )
-        critic = f", {training.critic_s:,.0f} s of the critic on one device" if training.critic_s else ""
+        critic = f", {training.critic_s:,.0f} s of the critic" if training.critic_s else ""
         bound = "communication" if training.gathering_s > training.computing_s else "arithmetic"
         yield (
             f"training: {training.tokens_per_s:,.0f} tokens/s on {_many(training.ranks, 'rank')}: "

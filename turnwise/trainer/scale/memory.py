@@ -56,11 +56,13 @@ class Sharded:
         ranks: Processes that hold a share each; 1 where nothing is sharded.
         half: Whether weights are gathered in bfloat16.
         away: Whether shares are in main memory while a device computes.
+        together: Ranks that compute each micro-batch together, a slice of its tokens each.
     """
 
     ranks: int = 1
     half: bool = False
     away: bool = False
+    together: int = 1
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Sharded:
@@ -69,7 +71,7 @@ class Sharded:
             return cls()
         options: Mapping[str, Any] = policy.engine_options
         half, away = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
-        return cls(int(options.get("ranks", 2)), half, away)
+        return cls(int(options.get("ranks", 2)), half, away, int(options.get("sequence_parallel", 1)))
 
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
@@ -165,12 +167,14 @@ def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: S
         memory.add("gathered gradients", (4 + 2 * sharded.half) * max(shape.layer, shape.embeddings))
     if half and not (sharded.ranks > 1 and sharded.half):
         memory.add("bfloat16 weights", 2 * shape.layer_matrices)
-    memory.add("activations", activation_bytes(shape, model, tokens, model.gradient_checkpointing))
-    memory.add("logits", loss_bytes(shape, tokens))
+    # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
+    slice_ = -(-tokens // sharded.together)
+    memory.add("activations", activation_bytes(shape, model, slice_, model.gradient_checkpointing))
+    memory.add("logits", loss_bytes(shape, slice_))
 
 
-def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig) -> None:
-    """Add a critic of its own: weights, gradients and optimizer state, whole in the process that trains.
+def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig, sharded: Sharded) -> None:
+    """Add a critic of its own: weights, gradients and optimizer state, over the ranks like the policy.
 
     A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
     """
@@ -181,47 +185,36 @@ def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig) -> None:
     frozen = 0 if shape.tied else shape.hidden * shape.vocabulary
     trained = shape.parameters - frozen
     state = optimizer_bytes(shape, critic.optim) - 8 * frozen
-    memory.add("critic", 4 * shape.parameters + 4 * trained + state)
+    if not sharded.away:
+        memory.add("critic", (4 * shape.parameters + 4 * trained + state) / sharded.ranks)
 
 
-def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: Sharded) -> tuple[float, bool]:
-    """Return the bytes of the KL reference on a device of the trainer, and whether each rank has as many.
+def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: Sharded) -> float:
+    """Return the bytes of the KL reference on a device of the trainer: ``4 N`` of weights, over the ranks.
 
-    ``4 N`` of weights without gradients. The initial model is in the ranks, over which it is spread like the policy; of
-    adapters that started at zero it is the policy without them, and takes nothing. Another reference is whole on the
-    first device, or in main memory between its uses (``algorithm.kl.offload``).
+    Of adapters that started at zero it is the policy without them, and takes nothing.
     """
     kl, lora = config.algorithm.kl, config.policy.model.lora
-    if kl is None:
-        return 0.0, False
-    initial = kl.reference == "initial"
-    if initial and lora is not None and lora.path is None:
-        return 0.0, False
-    if initial and sharded.ranks > 1:
-        return 0.0 if sharded.away else 4 * shape.parameters / sharded.ranks, True
-    return 4.0 * shape.parameters, False
+    bare = kl is not None and kl.reference == "initial" and lora is not None and lora.path is None
+    return 0.0 if kl is None or bare or sharded.away else 4 * shape.parameters / sharded.ranks
 
 
-def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> tuple[Memory, Memory]:
-    """Return the memory of the trainer's first device, and of each further one.
+def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Memory:
+    """Return the memory of each device of the trainer.
 
     Args:
         config: The run's configuration.
         shape: The policy's shape.
         critic: The critic's, if it is another model.
     """
-    policy, tokens = config.policy, config.batch.max_tokens_per_micro_batch
+    policy, memory = config.policy, Memory()
     sharded = Sharded.of(policy)
-    first, other = Memory(), Memory()
-    size, everywhere = reference_bytes(shape, config, sharded)
-    for memory in (first, other):
-        add_trained(memory, shape, policy, sharded)
-        add_step(memory, shape, policy, sharded, tokens)
-        if everywhere or memory is first:
-            memory.add("reference", size)
+    add_trained(memory, shape, policy, sharded)
+    add_step(memory, shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
     if policy.critic is not None:
-        add_critic(first, critic or shape, policy.critic)
-    return first, other
+        add_critic(memory, critic or shape, policy.critic, sharded)
+    memory.add("reference", reference_bytes(shape, config, sharded))
+    return memory
 
 
 def server_memory(config: InferenceConfig, model: Path, shape: ModelShape) -> Memory:
@@ -269,14 +262,14 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, f
     """Yield what main memory holds of the weights, by part.
 
     New weights travel to servers through a file in shared memory, in float32, and the next version is written before
-    the last one is removed: ``8 N``, or of adapters as much of them. Every rank of the engine ``fsdp`` loads the whole
-    model in float32 before it keeps its share: ``4 N`` for each.
+    the last one is removed: ``8 N``, or of adapters as much of them. Each rank of the engine ``fsdp`` loads the whole
+    model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
     """
     lora, sharded = config.policy.model.lora, Sharded.of(config.policy)
     sent = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
     yield "two versions of the weights on their way to servers", 8.0 * sent
     if sharded.ranks > 1:
-        yield f"the whole model in {sharded.ranks} ranks while they load", 4.0 * shape.parameters * sharded.ranks
+        yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
     if sharded.away:
         yield (
             "shares and optimizer states of all ranks",

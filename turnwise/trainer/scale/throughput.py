@@ -9,7 +9,7 @@ from typing import Annotated, Final, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.scale.memory import BYTES, kv_room
+from turnwise.trainer.scale.memory import BYTES, Sharded, kv_room
 from turnwise.trainer.scale.shape import ModelShape
 
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -335,7 +335,7 @@ class Training:
         tokens: Tokens that are computed in a pass over the step.
         computing_s: Seconds of the policy's arithmetic.
         gathering_s: Seconds of communication between ranks, which overlaps with arithmetic.
-        critic_s: Seconds of a critic of its own, which computes alone on the first device.
+        critic_s: Seconds of a critic of its own, which is trained after the policy.
         micro_batches: Micro-batches of the step.
     """
 
@@ -364,23 +364,23 @@ def train(
     step: StepTokens,
     *,
     ranks: int,
-    half: bool,
+    sharded: Sharded,
     critic: ModelShape,
 ) -> Training:
     """Return how long the update of a step takes on so many ranks: the larger of arithmetic and communication.
 
     Ranks compute in passes of a micro-batch each, so the last pass is as long as the others (``deal`` in
-    ``turnwise/trainer/learn/fsdp_learner.py``). A critic of its own computes values and is trained by the process that
-    trains, on one device.
+    ``turnwise/trainer/learn/fsdp_learner.py``). A critic of its own computes values and is trained on the same ranks.
     """
     tokens = step.episodes * step.computed
     budget = max(float(config.batch.max_tokens_per_micro_batch), step.length)
     batches = max(1, round(tokens / budget))
-    passes = -(-batches // ranks)
+    # Ranks that share the sequences of a micro-batch compute one together.
+    passes = -(-batches // max(1, ranks // sharded.together))
     speed = cluster.operations(config.policy.model.compute_dtype)
     work = policy_passes(config) * shape.forward_operations(tokens, step.length / 2)
-    computing = work / (batches / passes) / speed
-    gathering = gathered_seconds(shape, cluster, ranks, half=half, passes=passes * config.algorithm.epochs)
+    computing = work / (batches / passes) / min(sharded.together, ranks) / speed
+    gathering = gathered_seconds(shape, cluster, ranks, half=sharded.half, passes=passes * config.algorithm.epochs)
     own = config.policy.critic is not None and config.policy.critic.kind == "own"
     valued = own * (1.0 + trained_passes(config)) * critic.forward_operations(tokens, step.length / 2)
-    return Training(ranks, tokens, computing, gathering, valued / speed, batches)
+    return Training(ranks, tokens, computing, gathering, valued / speed / ranks, batches)
