@@ -120,7 +120,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     draw = random.Random(7)
     while killed.total() < KILLS:
         with training(config) as process:
-            kill_parts(cluster, process, draw, killed)
+            kill_parts(cluster, process, tmp_path / "run", draw, killed)
         lives.append(left_on_disk(tmp_path / "run"))
         ended(cluster)
     steps = max([0, *CheckpointStore(tmp_path / "run" / "checkpoints").steps()]) + 2
@@ -138,7 +138,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= logs
 
 
-def kill_parts(cluster: ThreeNodes, driver: Turnwise, draw: random.Random, killed: Counter[str]) -> None:
+def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Random, killed: Counter[str]) -> None:
     """Kill parts of a run, one at a time and each when it is up, until the driver is hit or enough was killed."""
     while killed.total() < KILLS:
         victim = draw.choices(list(SHARES), list(SHARES.values()))[0]
@@ -146,6 +146,8 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, draw: random.Random, kille
             lambda: len(parts(cluster, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180
         )
         wait_until(lambda: len(parts(cluster, "replica")) == 2, "both servers", driver, within=180)
+        before = called(run)
+        wait_until(lambda calls=before: called(run) > calls, "a call since the last kill", driver, within=180)
         if not killed:
             raylets = {raylet_of(each) for kind in ("replica", "worker") for each in parts(cluster, kind)}
             assert len(raylets - {None}) == 2, "they are spread over the nodes"
@@ -171,6 +173,11 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, draw: random.Random, kille
     assert driver.poll() is None, driver.output()
     driver.kill()
     assert driver.wait() == -signal.SIGKILL
+
+
+def called(run: Path) -> int:
+    """Return the bytes that all workers have written of their model calls."""
+    return sum(each.stat().st_size for each in (run / "ledgers").glob("*.jsonl"))
 
 
 def parts(cluster: ThreeNodes, kind: str) -> list[psutil.Process]:
