@@ -39,14 +39,14 @@ class WorkersConfig(ResourcesConfig):
     Attributes:
         min: Workers that are always kept.
         max: Workers at most, which are started while episodes wait; None for ``min``.
-        episodes: Episodes of one worker at the same time.
+        episodes: Episodes of one worker at the same time; None divides ``rollout.concurrency`` among ``min`` workers.
         idle: Seconds without an episode after which a worker beyond ``min`` is closed.
         reissues: Retries of an episode after the loss of its worker, before that counts as a failure.
     """
 
     min: Annotated[int, Field(ge=1)] = 1
     max: Annotated[int, Field(ge=1)] | None = None
-    episodes: Annotated[int, Field(ge=1)] = 32
+    episodes: Annotated[int, Field(ge=1)] | None = None
     idle: Annotated[float, Field(gt=0)] = 60.0
     reissues: Annotated[int, Field(ge=0)] = 16
 
@@ -54,6 +54,10 @@ class WorkersConfig(ResourcesConfig):
     def _in_order(self) -> Self:
         if self.max is not None and self.max < self.min:
             raise ValueError(f"max is {self.max}, below min, which is {self.min}: raise it, or remove it")
+        if self.max is not None and self.max > self.min and self.episodes is None:
+            raise ValueError(
+                f"episodes, where max is {self.max}, above min: without it {self.min} workers take all, and none waits"
+            )
         return self
 
 

@@ -87,6 +87,7 @@ PLAIN: dict[str, Any] = {
         ({"ray": {"address": "auto"}}, "ray is given, but placement is local"),
         ({"placement": "ray", "inference": {"port": 8000}}, "inference.port is 8000, but by placement ray"),
         ({"placement": "ray", "ray": {"workers": {"min": 3, "max": 2}}}, "max is 2, below min, which is 3"),
+        ({"placement": "ray", "ray": {"workers": {"min": 2, "max": 3}}}, "episodes, where max is 3, above min"),
         ({"placement": "ray", "ray": {"runtime_env": {"working_dir": "."}}}, "a key of its own: ray.working_dir"),
         (
             {"placement": "ray", "rollout": {"env": {"name": "lookup"}, "remote": {"key_file": "key"}}},

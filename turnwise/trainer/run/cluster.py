@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -97,7 +98,8 @@ class ClusterWorkers:
     async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> WorkerPool:
         """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""
         bounds = self._config.ray.workers
-        size = PoolSize(bounds.min, bounds.max or bounds.min, bounds.episodes, bounds.idle)
+        episodes = bounds.episodes or math.ceil(config.concurrency / bounds.min)
+        size = PoolSize(bounds.min, bounds.max or bounds.min, episodes, bounds.idle)
         pool = await WorkerPool.open(partial(self._start, config), size, write=write)
         for fleet in (self._fleet, *self._frozen.fleets.values()):
             fleet.moved.append(pool.move)
