@@ -203,13 +203,6 @@ def on_node(host: str, inherited: Inherited) -> str:
     return inherited.host
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 class LaunchedServer:
     """A server in its own process, which ends with this one."""
 
@@ -463,7 +456,7 @@ def check_host(app: Application, listener: socket.socket, allowed: Sequence[str]
         listener: Its bound socket.
         allowed: Further names, with ``*`` for any part.
     """
-    if not _is_loopback(str(listener.getsockname()[0])):
+    if not is_loopback(str(listener.getsockname()[0])):
         return app
     accepted: set[bytes] = set()
 
@@ -471,7 +464,7 @@ def check_host(app: Application, listener: socket.socket, allowed: Sequence[str]
         host = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"localhost")
         if host not in accepted:
             name = _host_name(host)
-            if not _is_loopback(name) and not any(fnmatch.fnmatchcase(name, each.lower()) for each in allowed):
+            if not is_loopback(name) and not any(fnmatch.fnmatchcase(name, each.lower()) for each in allowed):
                 told = f"Host is {shown(host.decode('latin-1'))}, and this server is bound to a loopback address: "
                 told += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
                 await answer_json(send, 403, wire.encode_error(told, status=403, field="Host"))
@@ -491,7 +484,8 @@ def _host_name(host: bytes) -> str:
         return ""
 
 
-def _is_loopback(name: str) -> bool:
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or address is reached from this machine alone."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from turnwise.append_file import private_directory, private_opener
@@ -154,3 +156,18 @@ def placed_by(placement: Placement) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def remove_orphans(root: Path, prefix: str) -> None:
+    """Remove folders named ``prefix``, process id, ``-`` and more, of dead processes; shared memory outlives them."""
+    for directory in root.glob(f"{prefix}*-*"):
+        owner = directory.name.removeprefix(prefix).partition("-")[0]
+        if not owner.isdecimal():
+            continue
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(directory, ignore_errors=True)
+        except PermissionError:
+            # A process of another user has this process id.
+            continue

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import platform
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ray.util import get_node_ip_address
 
 from turnwise.model.core import MemoryUse
 from turnwise.placement.core import PlacedProcess, Placement, Program, RankHosts
-from turnwise.placement.local import LocalPlacement, LocalProcess
+from turnwise.placement.local import LocalPlacement, LocalProcess, remove_orphans
 from turnwise.placement.ray_cluster import RayCluster, Slot, lost_actor
 
 _AGAIN = 0.5
@@ -69,7 +68,7 @@ class ProcessHost:
         With the first part of a file all others but the last one are removed.
         """
         if self._files is None:
-            remove_orphans(_SHARED)
+            remove_orphans(_SHARED, _PREFIX)
             self._files = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED))
         path = self._files / name
         if at == 0:
@@ -264,14 +263,6 @@ def machine_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
-
-
-def remove_orphans(root: Path) -> None:
-    """Remove weights of processes that have ended."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill(actor: Any) -> None:

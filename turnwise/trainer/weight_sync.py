@@ -14,6 +14,7 @@ from torch import Tensor
 from turnwise.engine.weights import weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
+from turnwise.placement.local import remove_orphans
 
 
 class WeightWriter(ABC):
@@ -73,7 +74,7 @@ class SharedMemoryWriter(WeightWriter):
         except OSError as error:
             raise TrainError(f"a directory for weights cannot be created: {error}") from error
         self._last: WeightManifest | None = None
-        _remove_orphans(self.directory.parent)
+        remove_orphans(self.directory.parent, f"turnwise-{_NAME.format(pid='')}")
 
     async def sync(
         self,
@@ -116,19 +117,3 @@ class SharedMemoryWriter(WeightWriter):
     def close(self) -> None:
         """Remove the directory. Idempotent."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _remove_orphans(root: Path) -> None:
-    """Remove the directories of dead processes; shared memory outlives them."""
-    before, after = f"turnwise-{_NAME}-*".split("{pid}")
-    for directory in root.glob(f"{before}*{after}"):
-        owner = directory.name.removeprefix(before).partition("-")[0]
-        if not owner.isdecimal():
-            continue
-        try:
-            os.kill(int(owner), 0)
-        except ProcessLookupError:
-            shutil.rmtree(directory, ignore_errors=True)
-        except PermissionError:
-            # A process of another user has this process id.
-            continue

@@ -157,7 +157,7 @@ class WorkerPool:
         """Run one episode on the worker with the most free places; wait for one if there is none.
 
         Returns:
-            The outcome; its error is RunnerDisconnected if the worker was lost, whose episodes nobody finishes.
+            The outcome; its error is RunnerDisconnected if the worker was lost before it ended.
 
         Raises:
             CancelledError: The caller was cancelled; raised after the worker returned what the episode wrote.
@@ -208,7 +208,7 @@ class WorkerPool:
         with contextlib.suppress(PlacementError):
             await place.handle.call("cancel", spec.episode_id)
             answer = await call
-            # Nobody gets its outcome, and so no journal: what was written as finished would be missed there.
+            # The outcome reaches no journal, where an audit would miss what was written as finished.
             written = [
                 each if each.error is not None else replace(each, stop_reason=StopReason.CANCELLED)
                 for each in answer.trajectories
@@ -293,7 +293,7 @@ class WorkerPool:
     def _ended(self, ending: asyncio.Task[None]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled():
-            # What a lost worker raises at its end is not for anybody.
+            # Retrieved, or asyncio would log it: the worker is lost already.
             ending.exception()
         self._match()
 

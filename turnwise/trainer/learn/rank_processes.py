@@ -213,7 +213,7 @@ class RankProcesses:
                 for link in ready:
                     rank = open_links[id(link)]
                     answers[rank] = self._receive(rank, calls[rank])
-        except BaseException:  # also an interrupt: an answer that nobody reads would be taken for that of the next call
+        except BaseException:  # also an interrupt: an answer left unread would be taken for that of the next call
             self._lose()
             raise
         for rank in sorted(answers):
