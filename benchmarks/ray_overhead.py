@@ -5,7 +5,8 @@ evaluations: a server and the trainer, and under Ray one rollout worker besides,
 itself. The start is left out: ``step_s`` is the median of the seconds of all steps but the first.
 
 ``ratio`` is the median over the repeats, in which the sides take turns, of Ray's step over the local one. Bar: at most
-1.1. ``cpu_s`` are the CPU seconds of the command and of its children that it has waited for, so without Ray's workers.
+1.1. ``phases_s`` has the medians of the seconds that each phase of a step takes (``time/*`` of the run's metrics).
+``cpu_s`` are the CPU seconds of the command and of its children that it has waited for, so without Ray's workers.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def side(name: str, steps: int) -> Sample:
         command = [sys.executable, "-m", "turnwise", "train", str(LOOKUP / "train.yaml"), *keys, *SIDES[name]]
         sample = run_process(command)
         records = [json.loads(line) for line in (Path(runs) / name / "metrics.jsonl").read_text().splitlines()]
-    taken = [record["time/step_s"] for record in records if record["kind"] == "train"]
-    sample.values["step_s"] = statistics.median(taken[1:])
+    trained = [record for record in records if record["kind"] == "train"][1:]
+    for key in sorted(key for key in trained[0] if key.startswith("time/")):
+        sample.values[key.removeprefix("time/")] = statistics.median(record[key] for record in trained)
     return sample
 
 
@@ -78,6 +80,11 @@ def main() -> int:
         "ratio": round(median(samples["ray"], "step_s") / median(samples["local"], "step_s"), 3),
         "bar": BAR,
         "step_s": {name: round(median(taken, "step_s"), 3) for name, taken in samples.items()},
+        "phases_s": {
+            key: {name: round(median(taken, key), 4) for name, taken in samples.items()}
+            for key in samples["local"][0].values
+            if all(key in each.values for taken in samples.values() for each in taken)
+        },
         "config": {"steps": steps, "file": str((LOOKUP / "train.yaml").relative_to(ROOT)), "sides": SIDES},
         "machine": machine("turnwise", "torch", "ray"),
         "samples": spread(samples),

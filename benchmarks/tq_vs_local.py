@@ -31,7 +31,7 @@ from turnwise.trajectory import TrajectoryGroup
 
 FIELDS = ("tokens", "rewards", "metrics")
 SIDE_BY_SIDE = 8
-QUICK = 1024
+QUICK = 512
 
 
 async def walk(directory: Path, count: int, payloads: TransferQueuePayloads | None) -> dict[str, float]:
