@@ -13,7 +13,6 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.setup import make_admission
@@ -295,7 +294,7 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     with run.timeline.span(WAIT, step):
         taken, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
     rolled_out = (each for group in taken for each in (*group.trajectories, *group.baselines))
-    mine = [each for each in rolled_out if each.policy == TRAINED]
+    mine = [each for each in rolled_out if not each.frozen]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
     return Batch(taken, metrics, started, time.monotonic())
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches, read_trajectories
@@ -168,7 +167,7 @@ def _turns(
     draw = random.Random(0)
     starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
     for trajectory in read_trajectories(run / TRAJECTORIES):
-        if trajectory.policy != TRAINED:
+        if trajectory.frozen:
             # Its servers count their own versions, and the run does not keep their weights.
             unchecked += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from turnwise.agents.roles import TRAINED
+from turnwise.agents.roles import MAIN
 from turnwise.model.core import MemoryUse
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
 
@@ -248,7 +248,7 @@ def dropped_tokens(
     samples: Sequence[Sequence[TrainSample]],
     rows: Sequence[TrainRow],
     *,
-    policy: str = TRAINED,
+    policy: str = MAIN,
 ) -> dict[str, float]:
     """Count the sampled tokens of a policy in ``groups`` that are in no row of a step, by reason.
 
@@ -275,7 +275,7 @@ def dropped_tokens(
     return {f"dropped/{reason}_tokens": float(count) for reason, count in found.items()}
 
 
-def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str = TRAINED) -> dict[str, float]:
+def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str = MAIN) -> dict[str, float]:
     """Return tool calls per trajectory and error rates, in total and by tool; failed trajectories are skipped.
 
     Returns:
