@@ -277,8 +277,8 @@ class Episode:
 
         Args:
             name: Name of the session; each makes a trajectory. ``solver/0`` and ``solver/1`` share the role ``solver``.
-            policy: Policy that samples, of ``policies`` or ``rollout.frozen``; by default that of ``rollout.roles``, else
-                ``main``.
+            policy: Policy that samples, of ``policies`` or ``rollout.frozen``; by default that of ``rollout.roles``,
+                else ``main``.
 
         Raises:
             AgentError: The name is invalid, the session has another policy, or the policy is unknown.

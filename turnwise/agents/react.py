@@ -72,7 +72,7 @@ class TurnsAgent(Agent):
 
         Args:
             policies: Policy of an agent or role (``solver`` includes ``solver/0``): a trained one, or one of
-                ``rollout.frozen``. Others follow ``rollout.roles``; where that is empty too this is self-play of ``main``.
+                ``rollout.frozen``. Others follow ``rollout.roles``; without any this is self-play of ``main``.
             others: Policy of all agents but one. The trained one is drawn from the task's seed, the same in all
                 episodes of a group.
 
@@ -85,7 +85,9 @@ class TurnsAgent(Agent):
             raise AgentError(f"turns: policies is {shown(policies)}: it must be a dict from roles to policies")
         for policy in [*(policies or {}).values(), *([] if others is None else [others])]:
             if not isinstance(policy, str) or not policy:
-                raise AgentError(f"turns: {shown(policy)} is not a policy: name one of policies (such as 'main') or of rollout.frozen")
+                raise AgentError(
+                    f"turns: {shown(policy)} is not a policy: name one of policies (as 'main') or of rollout.frozen"
+                )
         self._policies = {check_name(agent): policy for agent, policy in (policies or {}).items()}
         self._others = others
 

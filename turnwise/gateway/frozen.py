@@ -15,7 +15,7 @@ from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import ServedPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 
 

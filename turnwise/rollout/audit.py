@@ -359,6 +359,12 @@ class _Audit:
             self._say(
                 trajectory, f"was trained (step {rows[0].step}) although its policy {trajectory.policy!r} is frozen"
             )
+        others = sorted({row.policy for row in rows if row.policy != trajectory.policy})
+        if others:
+            self._say(
+                trajectory,
+                f"was trained (step {rows[0].step}) by the policy {others[0]!r}, but {trajectory.policy!r} sampled it",
+            )
         if trajectory.baseline:
             self._say(trajectory, f"was trained (step {rows[0].step}) although it is a greedy baseline")
         if trajectory.partition != "train":

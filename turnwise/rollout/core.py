@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from turnwise.agents.roles import MAIN
 from turnwise.errors import InferenceError
-from turnwise.model.core import ServedPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.strategies import GroupFacts

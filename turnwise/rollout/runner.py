@@ -32,7 +32,7 @@ from turnwise.gateway.endpoints import EndpointTemplate
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
-from turnwise.model.core import ServedPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics

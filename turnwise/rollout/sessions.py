@@ -14,7 +14,7 @@ from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.session import TextSession
-from turnwise.model.core import ServedPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig

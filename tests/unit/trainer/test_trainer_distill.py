@@ -18,7 +18,7 @@ from support.trainer.preference_data import chat_model
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.model.core import ServedPolicy, ModelInfo
+from turnwise.model.core import ModelInfo, ServedPolicy
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
 from turnwise.trainer.batch.experience import Experience
 from turnwise.trainer.config.train import TrainConfig

@@ -130,7 +130,11 @@ def test_several_sessions_of_a_role_are_one_ragged_group() -> None:
 
 
 def test_what_a_frozen_policy_did_is_in_no_group_and_no_mean_but_its_own() -> None:
-    members = [trajectory("a", 1.0), trajectory("b", 0.0), trajectory("b/x", 100.0, group="g", policy="old", frozen=True)]
+    members = [
+        trajectory("a", 1.0),
+        trajectory("b", 0.0),
+        trajectory("b/x", 100.0, group="g", policy="old", frozen=True),
+    ]
     members[-1].agent = "x"
     result = build(members)
     assert [(row.sample.trajectory_id, row.advantage) for row in result.rows] == [("a", 0.5), ("b", -0.5)]
