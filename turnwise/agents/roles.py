@@ -6,10 +6,10 @@ The role is the name up to its first slash: ``solver`` and ``solver/0`` both hav
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Literal
 
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, ConfigError, shown
 
 MAIN: Final = "main"
 """The policy of roles that ``rollout.roles`` does not map."""
@@ -29,6 +29,20 @@ def role_of(agent: str) -> str:
 def policy_of(agent: str, roles: Mapping[str, str]) -> str:
     """Return the policy of a session by ``rollout.roles``: that of its name, else of its role, else ``main``."""
     return roles.get(agent) or roles.get(role_of(agent), MAIN)
+
+
+def check_played(agents: Iterable[str], roles: Mapping[str, str], known: Collection[str]) -> None:
+    """Check that the policy of each agent of an environment is known.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for agent in agents:
+        if (policy := policy_of(agent, roles)) not in known:
+            raise ConfigError(
+                f"rollout.roles: the environment's agent {agent!r} has the policy {policy!r}, which does not exist: "
+                f"map the role {role_of(agent)!r} to one of {', '.join(known)}"
+            )
 
 
 def check_name(agent: str) -> str:

@@ -13,9 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
-from turnwise.agents.roles import MAIN, Compare, compared_within
+from turnwise.agents.roles import MAIN, Compare, check_played, compared_within
 from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import (
@@ -310,11 +311,18 @@ class EpisodeRunner:
         try:
             self._spare = await self._make(name, {})
             self._hold(name, self._spare)
+            self._check_roles(self._spare)
         except ConfigError:
             await self.close()
             raise
         except TurnwiseError:
             await self._close_spare()
+
+    def _check_roles(self, env: Env) -> None:
+        """Check that each agent that the environment names has a policy, unless the agent's code names policies."""
+        if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.own().policies():
+            return
+        check_played(env.agents, self._config.roles, [self._policy, *self._further])
 
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""

@@ -246,6 +246,12 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
         raise ValueError(
             f"policies.{both[0]} and rollout.frozen.{both[0]} have one name: a policy is trained or frozen; rename one"
         )
+    for name, frozen in rollout.frozen.items():
+        if frozen.league is not None and frozen.league.of not in policies:
+            raise ValueError(
+                f"rollout.frozen.{name}.league.of is {frozen.league.of!r}, which is not trained: name one of "
+                f"{', '.join(policies)}"
+            )
     known = [*policies, *rollout.frozen]
     for role, name in rollout.roles.items():
         if name not in known:

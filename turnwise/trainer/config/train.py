@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.evaluation.config import EvalPlan
+from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import PolicyName, RolloutConfig
@@ -408,6 +409,10 @@ def check_teacher_named(config: TrainConfig) -> None:
             f"algorithm.distill.teacher is {distill.teacher!r}, but rollout.frozen holds "
             f"{', '.join(frozen) or 'nothing'}: add rollout.frozen.{distill.teacher} with model, or url and model"
         )
+    if frozen[distill.teacher].league is not None:
+        raise ValueError(
+            f"algorithm.distill.teacher is {distill.teacher!r}, a league, whose versions change: name one with a model"
+        )
     if frozen[distill.teacher].hosted is not None:
         raise ValueError(
             f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it cannot score given ids; name "
@@ -518,7 +523,7 @@ class TrainConfig(Section):
     def _fits_together(self) -> Self:
         self.checkpoint.check_best(evaluates=self.eval is not None)
         check_policies(self.policies, self.rollout)
-        if len(self.policies) > 1:
+        if len(self.policies) > 1 or self.leagues:
             self._check_several()
         for name in self.policies:
             alone = self.of_policy(name)
@@ -529,8 +534,8 @@ class TrainConfig(Section):
     def _check_several(self) -> None:
         if self.placement == "ray":
             raise ValueError(
-                f"placement is ray, but policies holds {', '.join(self.policies)}: several policies are trained on one "
-                "machine; set placement to local"
+                f"placement is ray, which serves one trained policy ({', '.join([*self.policies, *self.leagues])} are "
+                "given): set placement to local"
             )
         taken: dict[str, str] = {}
         for name in self.policies:
@@ -553,6 +558,16 @@ class TrainConfig(Section):
     def algorithms(self) -> dict[str, AlgorithmConfig]:
         """The algorithm of each policy."""
         return {name: policy.algorithm or self.algorithm for name, policy in self.policies.items()}
+
+    @property
+    def leagues(self) -> dict[str, FrozenConfig]:
+        """The frozen policies that are past versions of a trained one."""
+        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is not None}
+
+    @property
+    def other_frozen(self) -> dict[str, FrozenConfig]:
+        """The frozen policies that are no league."""
+        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is None}
 
     @property
     def greedy_baseline(self) -> bool:

@@ -125,6 +125,8 @@ METRICS: dict[str, str] = {
     "lag/mean": "weight versions between the training weights and those that sampled, mean over tokens",
     "lag/max": "largest of these: staleness of the step's oldest token",
     "sync/bytes": "bytes of weights sent to each server after the step, or of an adapter; 0 where none changed",
+    "league/oldest/*": "step whose weights the oldest version of a league has (rollout.frozen.NAME.league)",
+    "league/newest/*": "step whose weights the newest version has",
     "memory/peak": "largest resident memory so far: of the trainer, and of each server, added up",
     "memory/trainer": "resident memory of the trainer at the end of the step",
     "memory/trainer_peak": "the largest so far, since the process started",

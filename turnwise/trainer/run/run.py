@@ -27,7 +27,7 @@ from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.model.core import ServedPolicy
 from turnwise.placement.ray_cluster import RayCluster
 from turnwise.placement.usage import process_memory
-from turnwise.recorder.ledger import LedgerWriter
+from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import create_manager
@@ -47,6 +47,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, captu
 from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
 from turnwise.trainer.run.directory import RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
+from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -59,10 +60,12 @@ class Servers:
     Attributes:
         policies: The trained policies, with their servers.
         frozen: The frozen policies.
+        leagues: Those of them that are past versions of a trained one.
     """
 
     policies: dict[str, TrainedPolicy]
     frozen: FrozenPolicies
+    leagues: dict[str, League]
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a failed request."""
@@ -84,10 +87,21 @@ async def launch_servers(
     book = LedgerWriter(directory / "ledger.jsonl")
     stack.push(book.leave)
     policies = await serve_policies(start.policies, logs, book, stack)
-    frozen = await open_frozen(config.rollout.frozen, start.frozen, stack, start=model, logs=logs, book=book)
+    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=book)
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
-    return Servers(policies, frozen)
+    leagues: dict[str, League] = {}
+    for name, each in config.leagues.items():
+        assert each.league is not None, "leagues have a section"
+        policy = policies[each.league.of]
+        league = leagues[name] = await League.open(name, each, policy, directory, stack)
+        await league.restore(start.state.leagues.get(name, ()))
+        frozen.fleets |= {f"{name}-{slot}": fleet for slot, fleet in enumerate(league.fleets)}
+        client = LedgerClient(league.client, book)
+        stack.push_async_callback(client.close)
+        info = await client.model_info()
+        frozen.policies[name] = ServedPolicy(client, policy.renderer, info, each.temperature)
+    return Servers(policies, frozen, leagues)
 
 
 COLUMNS = {
@@ -118,6 +132,7 @@ class TrainRun:
         config: The run's configuration.
         directory: The run directory.
         policies: The trained policies by name, in the order of the configuration.
+        leagues: Past versions of them that play, by name.
         tasks: The training tasks, in order.
         eval_tasks: Held-out tasks; empty without evaluation.
         buffer: The replay buffer.
@@ -146,6 +161,7 @@ class TrainRun:
     config: TrainConfig
     directory: Path
     policies: dict[str, TrainedPolicy]
+    leagues: dict[str, League]
     tasks: TaskStream
     eval_tasks: list[Task]
     buffer: ReplayBuffer
@@ -244,7 +260,12 @@ class TrainRun:
         step = self.state.step
         written = [await policy.sync_weights(step, still=still) for policy in self.policies.values()]
         self.state.weight_version = step
-        return {"sync/bytes": float(sum(written))}
+        metrics = {"sync/bytes": float(sum(written))}
+        for name, league in self.leagues.items():
+            await league.take(step)
+            self.state.leagues[name] = list(league.versions)
+            metrics |= league.metrics()
+        return metrics
 
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
@@ -297,6 +318,8 @@ class TrainRun:
             self.journal.sync()
             self.store.save(self.state, self._write, self.found)
         self.saved_step = self.state.step
+        for league in self.leagues.values():
+            league.prune(self.store)
 
     def _write(self, checkpoint: Path) -> None:
         for name, policy in self.policies.items():
@@ -399,6 +422,7 @@ async def _assemble(
     run = TrainRun(
         **_read(config, directory, start),
         policies=servers.policies,
+        leagues=servers.leagues,
         buffer=buffer,
         manager=manager,
         scheduler=scheduler,
