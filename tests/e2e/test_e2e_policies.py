@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "colocate": {"mode": "colocate_async"},
     "separate": {"mode": "separate_async", "overlap": {"stream": 2}},
 }
+KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
 ROLES = {"solver": "solver", "critic": "critic_agent"}
 
 
@@ -63,9 +65,8 @@ def league_of_two(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "roles": {"critic": "rivals"},
         "frozen": {"rivals": {"league": {"size": 2, "every": 1}}},
     }
-    return TrainConfig.model_validate(
-        one | {"policies": {"main": one["policies"]["solver"]}, "rollout": rollout} | changes
-    )
+    policies = {"main": one["policies"]["solver"]}
+    return TrainConfig.model_validate(one | {"policies": policies, "rollout": rollout} | changes)
 
 
 def weights(run: Path, step: int, policy: str) -> dict[str, torch.Tensor]:
@@ -163,20 +164,11 @@ def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(look
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
 
 
-def test_an_agent_without_a_policy_is_named_before_an_episode(lookup_model: Path, tmp_path: Path) -> None:
-    config = two_policies(lookup_model, tmp_path)
-    config.rollout.roles.pop("critic")
-    config.rollout.roles["judge"] = "critic_agent"
-    with pytest.raises(ConfigError, match="agent 'critic' has the policy 'main', which does not exist: map the role"):
-        run_train(config, console=silent())
-    assert (tmp_path / "run" / "trajectories.jsonl").read_bytes() == b""
-
-
 @pytest.mark.long
-def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_path: Path, kills: int = 3) -> None:
+def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
     config = two_policies(lookup_model, tmp_path, steps=6, mode="colocate_async")
     draw, run = random.Random(7), tmp_path / "run"
-    for _ in range(kills):
+    for _ in range(KILLS):
         with training(config) as process:
             deadline = time.monotonic() + draw.uniform(3, 9)
             while process.poll() is None and time.monotonic() < deadline:

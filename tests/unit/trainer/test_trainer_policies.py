@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.roles import compared_within, policy_of, role_of
 from turnwise.config import dump_config, load_config
+from turnwise.errors import ConfigError
 from turnwise.gateway.config import LeagueConfig
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.steps import merge_metrics, policy_metrics
 from turnwise.trainer.run.league import LeagueClient
@@ -83,6 +88,16 @@ def test_a_written_configuration_is_read_back_equal(tmp_path: Any) -> None:
     again = load_config(TrainConfig, file)
     assert again.algorithms == made.algorithms
     assert dump_config(again) == dump_config(made)
+
+
+async def test_an_agent_without_a_policy_is_named_before_an_episode() -> None:
+    rollout = RolloutConfig.model_validate(
+        {"env": {"name": "support.envs.pair_env:Pair"}, "agent": {"name": "turns"}, "roles": {"solver": "solver"}}
+    )
+    renderer = ToyRenderer()
+    runner = EpisodeRunner(rollout, ScriptedClient(renderer, []), renderer, context_length=500, policy="solver")
+    with pytest.raises(ConfigError, match=r"agent 'critic' has the policy 'main', which does not exist: map the role"):
+        await runner.prepare()
 
 
 @given(st.dictionaries(NAMES, NAMES, max_size=4), NAMES, st.integers(0, 9))

@@ -396,8 +396,8 @@ def check_plan(config: TrainConfig, plan: PlanConfig) -> Plan:
     """
     if len(config.policies) > 1:
         raise ConfigError(
-            f"policies holds {', '.join(config.policies)}: memory and speed are planned for one trained policy; plan each "
-            "by itself, and add up"
+            f"policies holds {', '.join(config.policies)}: memory and speed are planned for one trained policy: plan "
+            "each by itself, and add up"
         )
     made = Plan(config, plan)
     if problems := made.problems():
