@@ -323,8 +323,7 @@ async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bo
     Raises:
         TrainError: Every episode failed.
     """
-    step, found = run.state.step + 1, dict[str, dict[str, float]]()
-    gaps: dict[str, Gaps] = {}
+    step = run.state.step + 1
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
     with run.timeline.span(UPDATE, step):
@@ -335,13 +334,11 @@ async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bo
                 return Learned(batch, batch.metrics | silent, {}, time.monotonic(), 0.0)
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
         with run.updating() as changing:
-            for each in prepared:
-                name = each.policy.name
-                if not each.trains:
-                    found[name] = each.collected.metrics
-                    continue
-                found[name], gaps[name] = await _train(run, each, batch, place, changing)
-    metrics = batch.metrics | policy_metrics(found)
+            # All policies or none: an interrupt between two would leave weights of no step.
+            trained = await uninterrupted(_train_all(run, prepared, batch, place, changing))
+    found = {each.policy.name: each.collected.metrics for each in prepared}
+    metrics = batch.metrics | policy_metrics(found | {name: figures for name, (figures, _) in trained.items()})
+    gaps = {name: each for name, (_, each) in trained.items()}
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
@@ -365,6 +362,13 @@ async def _prepare(policy: TrainedPolicy, batch: Batch, place: Runner) -> _Prepa
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
         experience = distilled(experience, scores, distill)
     return _Prepared(policy, collected, experience)
+
+
+async def _train_all(
+    run: TrainRun, prepared: Sequence[_Prepared], batch: Batch, place: Runner, changing: Callable[[], object]
+) -> dict[str, tuple[dict[str, float], Gaps]]:
+    """Update the policies that have trajectories, in order; return metrics and gaps of each."""
+    return {each.policy.name: await _train(run, each, batch, place, changing) for each in prepared if each.trains}
 
 
 async def _train(

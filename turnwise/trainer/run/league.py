@@ -15,7 +15,7 @@ from turnwise.chat.renderer import save_format
 from turnwise.errors import CheckpointError
 from turnwise.gateway.config import FrozenConfig, LeagueConfig
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.seeding import stable_hash
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
@@ -77,7 +77,7 @@ class LeagueClient(LLMClient):
     ) -> AsyncIterator[TokenDelta]:
         """Sample from it incrementally."""
         client = self._clients[self.slot_of(session_id)]
-        async with contextlib.aclosing(_generator(client.stream(prompt, params, session_id=session_id))) as deltas:
+        async with closing(client.stream(prompt, params, session_id=session_id)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -89,11 +89,6 @@ class LeagueClient(LLMClient):
         """Close the clients of all slots."""
         for client in self._clients:
             await client.close()
-
-
-async def _generator(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
-    async for delta in deltas:
-        yield delta
 
 
 class League:

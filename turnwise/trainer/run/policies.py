@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,12 +163,17 @@ class TrainedPolicy(LoadedPolicy):
 async def serve_policies(
     loaded: Mapping[str, LoadedPolicy], logs: Path, book: LedgerWriter, stack: contextlib.AsyncExitStack
 ) -> dict[str, TrainedPolicy]:
-    """Start the servers of all trained policies; logs of several are in one folder each.
+    """Start the servers of all trained policies concurrently; logs of several are in one folder each.
 
     Raises as :meth:`TrainedPolicy.serve`.
     """
     several = len(loaded) > 1
-    return {
-        name: await TrainedPolicy.serve(policy, logs / name if several else logs, book, stack)
-        for name, policy in loaded.items()
-    }
+    try:
+        async with asyncio.TaskGroup() as starting:
+            tasks = {
+                name: starting.create_task(TrainedPolicy.serve(policy, logs / name if several else logs, book, stack))
+                for name, policy in loaded.items()
+            }
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return {name: task.result() for name, task in tasks.items()}
