@@ -93,10 +93,12 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConf
     """
     checker = _Checker(config, cluster)
     await checker.run("run directory", checker.directory(fresh))
-    await _check_policy(checker, config.of_policy(first := next(iter(config.policies))), first)
-    for name in list(config.policies)[1:]:
-        further = checker.beside(name)
-        await _check_policy(further, config.of_policy(name), name)
+    first, *others = config.policies
+    await _check_policy(checker, config.of_policy(first), first, weights=cluster is None)
+    for name in others:
+        further = _Checker(config, cluster, name)
+        further.resumed = checker.resumed
+        await _check_policy(further, config.of_policy(name), name, weights=cluster is None)
         await further.run("chat format", further.chat_format())
         checker.checks += [replace(each, name=f"{name}: {each.name}") for each in further.checks]
     if config.placement == "ray":
@@ -130,9 +132,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConf
     return DryRun(checker.checks, list(_plan(config)))
 
 
-async def _check_policy(checker: _Checker, config: TrainConfig, name: str) -> None:
+async def _check_policy(checker: _Checker, config: TrainConfig, name: str, *, weights: bool) -> None:
     """Check model, adapters, critic and devices of a trained policy, by its own configuration."""
-    weights = not checker.elsewhere
     await checker.run("model", checker.model())
     if (lora := config.policy.model.lora) is not None:
         await checker.run("adapters", _adapters(config.policy.model.path, lora))
@@ -208,18 +209,7 @@ class _Checker:
         self._renderer: Renderer | None = None
         self._first: list[Task] = []
         self._loaded: list[Tool] | None = None
-        self._resumed: Path | None = None
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the run is planned for another machine."""
-        return self._cluster is not None
-
-    def beside(self, policy: str) -> _Checker:
-        """Return a checker of another policy of the run."""
-        other = _Checker(self._config, self._cluster, policy)
-        other._resumed = self._resumed
-        return other
+        self.resumed: Path | None = None
 
     async def run(self, name: str, check: Awaitable[str]) -> None:
         try:
@@ -241,7 +231,7 @@ class _Checker:
                 f"{home.path} holds a run of another configuration: choose another name, resume it with its own "
                 "config.yaml, or start over with --fresh"
             )
-        self._resumed = store.path(steps[-1]) if steps else None
+        self.resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 
     async def model(self) -> str:
@@ -279,8 +269,8 @@ class _Checker:
         own = self._own
         path = own.policy.model.path
         self._renderer = own.renderer.load(path)
-        if self._resumed is not None:
-            folder = policy_folder(self._resumed, self._policy, self._config.policies)
+        if self.resumed is not None:
+            folder = policy_folder(self.resumed, self._policy, self._config.policies)
             check_template(folder, self._renderer, self._policy)
         # Whether the endpoints of frozen policies answer is known when the run starts.
         start = self._config.policy.model.path
