@@ -48,7 +48,7 @@ def config(**changes: Any) -> TrainConfig:
             r"policies\.solver and rollout\.frozen\.solver have one name",
         ),
         ({"policies": {"solver": {**SOLVER, "hosted": {"model": "m"}}}}, "hosted endpoint returns no token ids"),
-        ({"policies": {}}, "at least 1 item"),
+        ({"policies": {}}, "policies holds nothing"),
         ({"policies": {"a/b": SOLVER}}, "should match pattern"),
         ({"inference": {"url": "http://127.0.0.1:1"}}, r"would serve the policies solver and critic_agent"),
         ({"inference": {"port": 9}}, r"inference\.port 9 would serve the policies"),

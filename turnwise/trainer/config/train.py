@@ -472,7 +472,7 @@ class TrainConfig(Section):
     max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
     curriculum: CurriculumConfig | None = None
-    policies: Annotated[dict[PolicyName, PolicyConfig], Field(min_length=1)]
+    policies: dict[PolicyName, PolicyConfig]
     rollout: RolloutConfig
     replay: ReplayConfig = ReplayConfig()
     renderer: RendererConfig = RendererConfig()
@@ -499,6 +499,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _whole_sections(self) -> Self:
         """Add the run's keys to the sections of policies: a dumped configuration holds whole sections."""
+        if not self.policies:
+            raise ValueError("policies holds nothing: give the policy to train, such as main, with its model.path")
         for name, policy in self.policies.items():
             if policy.algorithm is not None:
                 policy.algorithm = merged_section(self.algorithm, policy.algorithm, f"policies.{name}.algorithm")
