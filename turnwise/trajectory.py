@@ -127,6 +127,7 @@ class Trajectory:
         task_id: The dataset row.
         agent: The session's name (``main`` unless the agent opened further ones).
         policy: The policy that sampled.
+        frozen: Whether that policy is never trained.
         segments: A forest, in commit order.
         rewards: Events (turn id or None, name, value).
         stop_reason: Why it ended.
@@ -151,6 +152,7 @@ class Trajectory:
     task_id: str
     agent: str = "main"
     policy: str = "main"
+    frozen: bool = False
     segments: list[Segment] = field(default_factory=list)
     rewards: list[tuple[str | None, str, float]] = field(default_factory=list)
     stop_reason: StopReason = StopReason.COMPLETED
@@ -212,6 +214,8 @@ class Trajectory:
         if not np.isfinite([value for _, _, value in self.rewards]).all():
             raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
+        if not self.frozen:
+            del record["frozen"]
         record["segments"] = [segment_record(segment) for segment in self.segments]
         try:
             return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -78,7 +78,7 @@ async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
         })  # fmt: skip
         directory = Path(runs) / "run"
         async with open_run(config, directory, Console(file=io.StringIO())) as run:
-            for replica in run.fleet.replicas:
+            for replica in run.policy.fleet.replicas:
                 assert replica.pid is not None
                 pin(replica.pid, cores[1])
             pin(os.getpid(), cores[0])

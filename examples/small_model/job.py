@@ -61,6 +61,7 @@ class Job:
             demonstrations.
         tasks: The held-out tasks that ``turnwise eval`` is to name; by default the environment's.
         details: Prints more between the figures and what to try next.
+        policies: The trained policies, which all begin with the warm start.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Job:
     pretrained: Callable[[argparse.Namespace], Path] | None = None
     tasks: str | None = None
     details: Callable[[TrainSummary], None] | None = None
+    policies: tuple[str, ...] = ("main",)
 
 
 def run(job: Job, description: str | None) -> int:
@@ -128,7 +130,7 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
             f"name={name}",
             f"runs={arguments.runs.absolute()}",
             f"seed={arguments.seed}",
-            f"policies.main.model.path={model.absolute()}",
+            *(f"policies.{name}.model.path={model.absolute()}" for name in job.policies),
             *job.overrides,
             *(job.smoke if arguments.smoke else ()),
             *arguments.overrides,

@@ -7,6 +7,8 @@
 3. Before, in between and after, it plays held-out games against two players that are not trained: one that moves at
    random, and one that is perfect.
 
+With ``--also league.yaml`` the opponent is one of the last three versions of the policy instead of its present one.
+
 ``--smoke`` does all of it with next to no training, in seconds.
 """
 
@@ -53,7 +55,7 @@ def main() -> int:
 def report(summary: TrainSummary) -> None:
     """Print the share of games won against each opponent, before and after."""
     print("\ngames won against     before    after")
-    for opponent in ("random", "perfect"):
+    for opponent in summary.after["sampled"]["by_source"]:
         for kind in ("sampled", "greedy"):
             won = [part[kind]["by_source"][opponent]["success"]["mean"] for part in (summary.before, summary.after)]
             print(f"{opponent}, {kind:<10} {won[0]:10.3f} {won[1]:8.3f}")

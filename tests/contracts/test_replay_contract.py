@@ -211,7 +211,7 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
 async def test_what_a_frozen_policy_sampled_makes_no_group_old(make: Make) -> None:
     buffer = make(Bounded(0, "drop"))
     whole = sampled_by(1, "g")
-    frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival")
+    frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival", frozen=True)
     await buffer.put(replace(whole, trajectories=[*whole.trajectories, frozen]))
     ref, _ = await buffer.sample(2, "train", 1)
     assert ref.group_ids == ("g",)

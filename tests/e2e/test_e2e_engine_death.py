@@ -74,7 +74,7 @@ async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
     """In step 2, with requests in flight and without patience: the episodes are done again, by the same weights."""
     changes = {"steps": 3, "inference": {"retries": 0}}
     async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
-        [replica] = run.fleet.replicas
+        [replica] = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
         await replica.pause()
@@ -84,9 +84,9 @@ async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
         with caplog.at_level(logging.ERROR):
             await kill(replica)
             await training
-        assert run.fleet.restarts == 1
+        assert run.policy.fleet.restarts == 1
         assert (replica.pid != first, replica.url) == (True, where)
-        assert (await run.fleet.client.model_info()).weight_version == 3
+        assert (await run.policy.fleet.client.model_info()).weight_version == 3
     assert run.state.step == 3
     assert f"process {first}) died: signal 9" in caplog.text
     assert "restarting a server" in caplog.text
@@ -121,7 +121,7 @@ def versions(trajectory: Any) -> set[int]:
 async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"inference": {"retries": 60, "retry_wait": 0.5}}
     async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
-        [replica] = run.fleet.replicas
+        [replica] = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
         await replica.pause()
@@ -129,7 +129,7 @@ async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, t
         await in_flight(replica)
         await kill(replica)
         await training
-        assert run.fleet.restarts == 1
+        assert run.policy.fleet.restarts == 1
     trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
     assert len(trajectories) == 2 * PER_STEP
     assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
@@ -142,7 +142,7 @@ async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, t
 async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
     """Its requests go to the one that lives, while it is restarted."""
     async with run_held(lookup_model, tmp_path, PER_STEP + 3, inference={"replicas": 2}) as (run, gate):
-        dying, _ = run.fleet.replicas
+        dying, _ = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
         await dying.pause()
@@ -150,8 +150,8 @@ async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_pa
         await in_flight(dying)
         await kill(dying)
         await training
-        assert run.fleet.restarts == 1
-        assert [each.requests for each in run.fleet.client.router.servers] == [0, 0]
+        assert run.policy.fleet.restarts == 1
+        assert [each.requests for each in run.policy.fleet.client.router.servers] == [0, 0]
     trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
     assert len(trajectories) == 2 * PER_STEP
     assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
@@ -166,12 +166,12 @@ async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_
 
     async def train_and_kill_twice() -> None:
         async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
-            [replica] = run.fleet.replicas
+            [replica] = run.policy.fleet.replicas
             training = asyncio.create_task(train_sync(run))
             await gate.reached.wait()
             await kill(replica)
-            await run.fleet.recover(InferenceError("killed"))
-            assert run.fleet.restarts == 1
+            await run.policy.fleet.recover(InferenceError("killed"))
+            assert run.policy.fleet.restarts == 1
             await kill(replica)
             gate.opened.set()
             await training
@@ -191,20 +191,20 @@ async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_m
     config = train_config(lookup_model, tmp_path, steps=1)
     async with open_run(config, tmp_path / "run", silent()) as run:
         await train_sync(run)
-        [replica] = run.fleet.replicas
+        [replica] = run.policy.fleet.replicas
         with torch.no_grad():
-            for _, tensor in run.learner.export_weights():
+            for _, tensor in run.policy.learner.export_weights():
                 tensor.mul_(1.5)
         run.state.step = 2
         await kill(replica)
         await run.sync_weights()
         assert run.state.weight_version == 2
-        assert (await run.fleet.client.model_info()).weight_version == 2
+        assert (await run.policy.fleet.client.model_info()).weight_version == 2
         greedy = SamplingParams(temperature=0, max_tokens=4)
-        answer = await run.fleet.client.generate(TokenPrompt(PROMPT), greedy, session_id="")
+        answer = await run.policy.fleet.client.generate(TokenPrompt(PROMPT), greedy, session_id="")
         run.torn = True  # the weights of this test are no step's
         model = AutoModelForCausalLM.from_pretrained(lookup_model, dtype=torch.float32)
-        model.load_state_dict(dict(run.learner.export_weights()), strict=False)
+        model.load_state_dict(dict(run.policy.learner.export_weights()), strict=False)
         model.tie_weights()
     assert answer.weight_versions == ((2, 0, len(answer.token_ids)),)
     with torch.no_grad():
@@ -219,20 +219,20 @@ async def test_weights_that_no_step_changed_are_not_sent(lookup_model: Path, tmp
     config = train_config(lookup_model, tmp_path, steps=1, inference={"max_restarts": 2})
     async with open_run(config, tmp_path / "run", silent()) as run:
         run.torn = True  # the weights of this test are no step's
-        [replica], client = run.fleet.replicas, run.fleet.client
+        [replica], client = run.policy.fleet.replicas, run.policy.fleet.client
         with torch.no_grad():
-            for _, tensor in run.learner.export_weights():
+            for _, tensor in run.policy.learner.export_weights():
                 tensor.mul_(1.25)
         sent = []
         for run.state.step in (1, 2, 3):
             sent.append((await run.sync_weights())["sync/bytes"])
             assert run.state.weight_version == run.state.step
             assert (await client.model_info()).weight_version == run.state.step
-        assert sent[0] == sum(tensor.nbytes for _, tensor in run.learner.export_weights())
+        assert sent[0] == sum(tensor.nbytes for _, tensor in run.policy.learner.export_weights())
         assert sent[1:] == [0.0, 0.0]
         before = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
         await kill(replica)
-        await run.fleet.recover(InferenceError("killed"))
+        await run.policy.fleet.recover(InferenceError("killed"))
         after = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
         assert after.weight_versions == before.weight_versions == ((3, 0, 8),)
         assert after.token_ids.tolist() == before.token_ids.tolist()

@@ -90,7 +90,7 @@ async def test_rollouts_go_on_during_training_and_nothing_trained_is_too_old(
     async with open_run(config, tmp_path / "run", silent()) as run:
         await train_as_configured(run)
         assert run.state.weight_version == STEPS
-        assert (await run.fleet.client.model_info()).weight_version == STEPS
+        assert (await run.policy.fleet.client.model_info()).weight_version == STEPS
     assert check_run(tmp_path / "run", bound=1).steps == STEPS
     records = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
     assert max(each["lag/max"] for each in records) == 1
@@ -138,13 +138,13 @@ async def test_a_server_that_dies_during_an_update_comes_back_with_its_weights(
         async with open_run(config, tmp_path / "run", silent()) as run:
             training = asyncio.create_task(train_as_configured(run))
             await reached(hold, training)
-            [replica] = run.fleet.replicas
+            [replica] = run.policy.fleet.replicas
             assert replica.pid is not None
             os.kill(replica.pid, signal.SIGKILL)
             hold.opened.set()
             await training
-            assert run.fleet.restarts == 1
-            assert (await run.fleet.client.model_info()).weight_version == STEPS
+            assert run.policy.fleet.restarts == 1
+            assert (await run.policy.fleet.client.model_info()).weight_version == STEPS
     assert check_run(tmp_path / "run", bound=1).steps == STEPS
 
 

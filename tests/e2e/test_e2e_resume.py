@@ -136,20 +136,20 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     async with open_run(config, run_dir, silent()) as run:
         # What was loaded is what was saved.
         assert run.state.step == state["step"] == 2
-        assert run.kl is not None
-        assert run.kl.control.coef == state["kl_coef"] != 0.05
+        assert run.policy.kl is not None
+        assert run.policy.kl.control.coef == state["kl_coefs"]["main"] != 0.05
         assert (run.tasks.epoch, run.tasks.position) == (state["epoch"], state["position"]) == (0, 2 * GROUPS)
         assert capture_rng() == state["rng"]
-        assert equal(dict(run.learner.export_weights()), load_file(saved / "model.safetensors"))
-        run.learner.save(tmp_path / "again")
+        assert equal(dict(run.policy.learner.export_weights()), load_file(saved / "model.safetensors"))
+        run.policy.learner.save(tmp_path / "again")
         assert equal(optimizer_file(tmp_path / "again"), optimizer_file(saved))
         assert optimizer_file(saved)["steps"] == 1
-        assert run.critic is not None
-        run.critic.save(tmp_path / "again" / "critic")
+        assert run.policy.critic is not None
+        run.policy.critic.save(tmp_path / "again" / "critic")
         assert equal(critic_files(tmp_path / "again"), critic_files(saved))
-        assert run.critic.steps == 2
+        assert run.policy.critic.steps == 2
         # The server samples with them, before anything is asked of it.
-        assert (await run.fleet.client.model_info()).weight_version == 2
+        assert (await run.policy.fleet.client.model_info()).weight_version == 2
         await train_sync(run)
     assert run.state.step == 5
 

@@ -29,6 +29,7 @@ def run(example: str, folder: Path, *arguments: str, timeout: int = 110) -> subp
     ("example", "roles"),
     [
         ("two_player", {"first", "second", "main"}),
+        ("solver_critic", {"solver", "critic"}),
         ("proposer_solver", {"proposer", "solver/0", "solver/1", "solver/2"}),
     ],
 )

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
-from turnwise.agents.roles import TRAINED, check_name
+from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
@@ -199,6 +199,7 @@ class Episode:
         rewards: Reward events so far.
         metrics: Metrics so far; ``turn_metrics`` by session and turn id.
         states: Environment states after turns, by session and turn id; the id is None after ``reset``.
+        roles: Policy of an agent or role (``rollout.roles``).
         rewarded: Whether the agent set the reward itself (:meth:`reward`); the environment then does not score.
         list_turns: Returns a session's turn ids; the recorder may be remote.
     """
@@ -221,6 +222,7 @@ class Episode:
         id: str = "",  # noqa: A002 - the field's name for it
         partition: str = "train",
         attempt: int = 0,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
         self.id = id
         self.partition = partition
@@ -246,6 +248,7 @@ class Episode:
         self.list_turns = list_turns or recorded_turns
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
+        self.roles = dict(roles or {})
         self.states = first_state(info)
         self._failure: TurnwiseError | None = None
 
@@ -274,16 +277,21 @@ class Episode:
 
         Args:
             name: Name of the session; each makes a trajectory. ``solver/0`` and ``solver/1`` share the role ``solver``.
-            policy: Policy that samples: ``main`` (default, trained) or one of ``rollout.frozen``.
+            policy: Policy that samples, of ``policies`` or ``rollout.frozen``; by default that of ``rollout.roles``,
+                else ``main``.
 
         Raises:
             AgentError: The name is invalid, the session has another policy, or the policy is unknown.
         """
+        wanted = policy or policy_of(name, self.roles)
         if name not in self._sessions:
-            self._sessions[name] = self._open_session(check_name(name), policy or TRAINED)
-            self._policies[name] = policy or TRAINED
+            self._sessions[name] = self._open_session(check_name(name), wanted)
+            self._policies[name] = wanted
         elif policy is not None and policy != self._policies[name]:
-            raise AgentError(f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}")
+            raise AgentError(
+                f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}: a session has "
+                "one policy and its tokenizer: open another session for the other policy"
+            )
         return self._sessions[name]
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
@@ -532,8 +540,8 @@ class Agent(ABC):
         """Release shared resources. Called once, after the last episode."""
 
     def policies(self) -> frozenset[str]:
-        """Policies of its sessions; checked before the run."""
-        return frozenset({TRAINED})
+        """The policies that it names for sessions, checked before the run; others follow ``rollout.roles``."""
+        return frozenset()
 
     def sandbox_mounts(self) -> tuple[Mount, ...]:
         """Read-only host mounts that its program needs in the episode's sandbox."""

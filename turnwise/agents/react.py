@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from turnwise.agents.context.config import ContextConfig, read_context
 from turnwise.agents.context.sub_agent import EpisodeOver, Team
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.roles import TRAINED, check_name, role_of
+from turnwise.agents.roles import MAIN, check_name, role_of
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, shown
 from turnwise.seeding import stable_hash
@@ -71,8 +71,8 @@ class TurnsAgent(Agent):
         """Assign policies to agents.
 
         Args:
-            policies: Policy of an agent or role (``solver`` includes ``solver/0``): ``main``, which is trained, or one
-                of ``rollout.frozen``. Others are played by ``main``; without any this is self-play.
+            policies: Policy of an agent or role (``solver`` includes ``solver/0``): a trained one, or one of
+                ``rollout.frozen``. Others follow ``rollout.roles``; without any this is self-play of ``main``.
             others: Policy of all agents but one. The trained one is drawn from the task's seed, the same in all
                 episodes of a group.
 
@@ -85,18 +85,20 @@ class TurnsAgent(Agent):
             raise AgentError(f"turns: policies is {shown(policies)}: it must be a dict from roles to policies")
         for policy in [*(policies or {}).values(), *([] if others is None else [others])]:
             if not isinstance(policy, str) or not policy:
-                raise AgentError(f"turns: {shown(policy)} is not a policy: name 'main' or one of rollout.frozen")
+                raise AgentError(
+                    f"turns: {shown(policy)} is not a policy: name one of policies (as 'main') or of rollout.frozen"
+                )
         self._policies = {check_name(agent): policy for agent, policy in (policies or {}).items()}
         self._others = others
 
     def policies(self) -> frozenset[str]:
         """The policies that play."""
         others = frozenset() if self._others is None else frozenset({self._others})
-        return others | frozenset(self._policies.values()) | {TRAINED}
+        return others | frozenset(self._policies.values())
 
     async def run(self, episode: Episode) -> None:
         """Run one episode."""
-        agents: Sequence[str] = episode.info.get("agents") or (TRAINED,)
+        agents: Sequence[str] = episode.info.get("agents") or (MAIN,)
         turn: str = episode.info.get("turn") or agents[0]
         # All at once: an agent that never acts has a trajectory too, which holds its reward.
         policies = self._cast(agents, episode.seed)
@@ -119,11 +121,11 @@ class TurnsAgent(Agent):
             heard = as_messages(result.observation)
             turn = result.info.get("turn") or turn
 
-    def _cast(self, agents: Sequence[str], seed: int) -> dict[str, str]:
+    def _cast(self, agents: Sequence[str], seed: int) -> dict[str, str | None]:
         if self._others is None:
-            return {name: self._policies.get(name, self._policies.get(role_of(name), TRAINED)) for name in agents}
+            return {name: self._policies.get(name, self._policies.get(role_of(name))) for name in agents}
         trained = agents[stable_hash("cast", seed) % len(agents)]
-        return {name: TRAINED if name == trained else self._others for name in agents}
+        return {name: None if name == trained else self._others for name in agents}
 
 
 def _offered(episode: Episode, agent: str) -> Sequence[ToolSchema]:

@@ -6,12 +6,13 @@ The role is the name up to its first slash: ``solver`` and ``solver/0`` both hav
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Literal
 
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, ConfigError, shown
 
-TRAINED: Final = "main"
-"""The policy that is trained."""
+MAIN: Final = "main"
+"""The policy of roles that ``rollout.roles`` does not map."""
 
 Compare = Literal["role", "agent", "together"]
 """Whose rewards a session's reward is compared with, within the group of its task."""
@@ -25,6 +26,25 @@ def role_of(agent: str) -> str:
     return agent.partition("/")[0]
 
 
+def policy_of(agent: str, roles: Mapping[str, str]) -> str:
+    """Return the policy of a session by ``rollout.roles``: that of its name, else of its role, else ``main``."""
+    return roles.get(agent) or roles.get(role_of(agent), MAIN)
+
+
+def check_played(agents: Iterable[str], roles: Mapping[str, str], known: Collection[str]) -> None:
+    """Check that the policy of each agent of an environment is known.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for agent in agents:
+        if (policy := policy_of(agent, roles)) not in known:
+            raise ConfigError(
+                f"rollout.roles: the environment's agent {agent!r} has the policy {policy!r}, which does not exist: "
+                f"map the role {role_of(agent)!r} to one of {', '.join(known)}"
+            )
+
+
 def check_name(agent: str) -> str:
     """Check a session's name and return it."""
     if not isinstance(agent, str) or not _NAME.fullmatch(agent):
@@ -35,17 +55,18 @@ def check_name(agent: str) -> str:
     return agent
 
 
-def compared_within(group_id: str, agent: str, policy: str, compare: Compare) -> str:
+def compared_within(group_id: str, agent: str, policy: str, compare: Compare, *, frozen: bool = False) -> str:
     """Return the id of the group that a session's trajectory is compared within.
 
     Args:
         group_id: Group of the task.
         agent: Session name.
-        policy: Its policy. Frozen policies are never compared with trained ones.
+        policy: Its policy. Sessions of different policies are never compared.
         compare: ``role``: with sessions of its role, its own episode's included; ``agent``: with those of its name;
-            ``together``: with all trained ones.
+            ``together``: with all of its policy, unless that is frozen.
+        frozen: Whether the policy is frozen.
     """
     name = agent if compare == "agent" else role_of(agent)
-    if policy != TRAINED:
-        return f"{group_id}/{name}@{policy}"
+    if policy != MAIN:
+        return f"{group_id}@{policy}" if compare == "together" and not frozen else f"{group_id}/{name}@{policy}"
     return group_id if compare == "together" or name == "main" else f"{group_id}/{name}"

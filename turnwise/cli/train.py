@@ -86,7 +86,8 @@ def train(
         from turnwise.trainer.run.train import run_train
 
     frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-    here = [checked.inference, *(each.inference for each in frozen)] if checked.placement == "local" else []
+    trained = [checked.of_policy(name) for name in checked.policies]
+    here = [each.inference for each in (*trained, *frozen)] if checked.placement == "local" else []
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
@@ -224,7 +225,9 @@ def export(
     partition: Annotated[
         Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
     ] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help="Only conversations of this policy.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="The policy to export, or the only one whose conversations are.")
+    ] = None,
     min_reward: Annotated[
         float | None, typer.Option("--min-reward", help="Only conversations with at least this reward.")
     ] = None,
@@ -238,14 +241,15 @@ def export(
     models = {"--step": step is not None, "--best": best, "--adapter": adapter}
     chosen = (partition, policy, min_reward, best_per_task)
     names = ("--partition", "--policy", "--min-reward", "--best-per-task")
-    runs = {name: value is not None for name, value in zip(names, chosen, strict=True)}
+    runs = {name: value is not None for name, value in zip(names, chosen, strict=True) if name != "--policy"}
     if wrong := [name for name, given in (runs if to == "model" else models).items() if given]:
         one = "a model has none" if to == "model" else "they choose a model: leave out --to"
         raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {one}")
     if to == "model":
         from turnwise.trainer.run.train import export_model
 
-        typer.echo(f"{target} (from {export_model(source, target, step=step, best=best, adapter=adapter)})")
+        found = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
+        typer.echo(f"{target} (from {found})")
         return
     from turnwise.evaluation.export import Choice, export_run
 

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.agents.roles import TRAINED, role_of
+from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, pass_all_k, pass_at_k
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -175,7 +175,7 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None)
     for member in members:
         name = role_of(member.agent)
         turns = sum(segment.sampled for segment in member.segments)
-        roles[name if member.policy == TRAINED else f"{name}@{member.policy}"].append((member.reward, turns))
+        roles[name if not member.frozen else f"{name}@{member.policy}"].append((member.reward, turns))
     reward = _reward(members, role)
     prefix = "tool_errors/"
     kinds = {name.removeprefix(prefix): int(n) for name, n in metrics.items() if name.startswith(prefix) and n}
@@ -201,7 +201,7 @@ def _reward(members: Sequence[Trajectory], role: str | None) -> float:
     if role is not None:
         own = [member.reward for member in members if role_of(member.agent) == role]
         return math.fsum(own) / max(1, len(own))
-    return math.fsum(member.reward for member in members if member.policy == TRAINED)
+    return math.fsum(member.reward for member in members if not member.frozen)
 
 
 def summarize(

@@ -348,7 +348,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 
         parts = RolloutParts(
             renderer, run_part=str(finished.part), write=write, finished=finished, recover=recover,
-            frozen=frozen.policies, custom=config.custom, notify=console.print,
+            policies=frozen.policies, custom=config.custom, notify=console.print,
         )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)

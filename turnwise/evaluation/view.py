@@ -107,7 +107,7 @@ def _head(trajectory: Trajectory) -> Text:
     if trajectory.agent != "main":
         facts.insert(1, f"session {trajectory.agent}")
     if trajectory.policy != "main":
-        facts.append(f"sampled by {trajectory.policy}, which is frozen")
+        facts.append(f"sampled by {trajectory.policy}{', which is frozen' if trajectory.frozen else ''}")
     head = Text.assemble(("reward ", "dim"), (f"{trajectory.reward:g}", "bold"), ("  ended ", "dim"))
     head.append(str(trajectory.stop_reason), style="bold")
     head.append(f"\n{'  '.join(facts)}", style="dim")

@@ -15,7 +15,7 @@ from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 
 
@@ -66,7 +66,7 @@ class FrozenPolicies:
     """
 
     def __init__(self) -> None:
-        self.policies: dict[str, FrozenPolicy] = {}
+        self.policies: dict[str, ServedPolicy] = {}
         self.clients: list[HTTPClient] = []
         self.fleets: dict[str, ReplicaSet] = {}
 
@@ -118,7 +118,7 @@ class FrozenPolicies:
             except InferenceError as error:
                 where = f"rollout.frozen.{name}"
                 raise InferenceError(f"{where}{f'.url is {config.url}' if config.url else ''}: {error}") from error
-            self.policies[name] = FrozenPolicy(kept, renderer, info, config.temperature)
+            self.policies[name] = ServedPolicy(kept, renderer, info, config.temperature)
             return stack.pop_all()
 
 

@@ -348,8 +348,8 @@ class Renderer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenPolicy:
-    """An open frozen policy.
+class ServedPolicy:
+    """A policy that is served, beside the first one of a run.
 
     Attributes:
         client: Inference client.

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import orjson
 
-from turnwise.agents.roles import TRAINED, role_of
+from turnwise.agents.roles import role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
 from turnwise.report.runs import MOST_TEXT, RunFacts
@@ -139,7 +139,7 @@ def _row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
         group=trajectory.group_id,
         episode=(trajectory.episode_id, trajectory.attempt),
         agent=trajectory.agent,
-        counted=trajectory.policy == TRAINED if facts.role is None else role_of(trajectory.agent) == facts.role,
+        counted=not trajectory.frozen if facts.role is None else role_of(trajectory.agent) == facts.role,
         reward=round(trajectory.reward, 6),
         stop=str(trajectory.stop_reason),
         error=_short(trajectory.error),

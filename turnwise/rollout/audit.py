@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
@@ -260,7 +259,7 @@ class _Audit:
                 continue
             seen.add(trajectory.id)
             ended = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED
-            if ended and trajectory.partition == "train" and trajectory.policy == TRAINED:
+            if ended and trajectory.partition == "train" and not trajectory.frozen:
                 self.finished.append(trajectory.id)
             if trajectory.recorded == _TEXT:
                 counts[_OF_TEXT] += 1
@@ -356,9 +355,15 @@ class _Audit:
             self._say(
                 trajectory, f"was trained (step {rows[0].step}) although it ended in an error: {trajectory.error}"
             )
-        if trajectory.policy != TRAINED:
+        if trajectory.frozen:
             self._say(
                 trajectory, f"was trained (step {rows[0].step}) although its policy {trajectory.policy!r} is frozen"
+            )
+        others = sorted({row.policy for row in rows if row.policy != trajectory.policy})
+        if others:
+            self._say(
+                trajectory,
+                f"was trained (step {rows[0].step}) by the policy {others[0]!r}, but {trajectory.policy!r} sampled it",
             )
         if trajectory.baseline:
             self._say(trajectory, f"was trained (step {rows[0].step}) although it is a greedy baseline")

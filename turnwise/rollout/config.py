@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from turnwise.agents.roles import TRAINED, Compare
+from turnwise.agents.roles import MAIN, Compare, check_name
 from turnwise.config import ConfigPath, ConfigReference
-from turnwise.errors import ConfigError
+from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
 from turnwise.gateway.errors import Lenient
@@ -17,13 +17,22 @@ from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
 
+def _agent_name(name: str) -> str:
+    try:
+        return check_name(name)
+    except AgentError as error:
+        raise ValueError(str(error)) from error
+
+
 def _frozen_name(name: str) -> str:
-    if name == TRAINED:
-        raise ValueError("another name than main, which is the trained policy's")
+    if name == MAIN:
+        raise ValueError("another name than main, which is a trained policy's")
     return name
 
 
-PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"), AfterValidator(_frozen_name)]
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+FrozenName = Annotated[PolicyName, AfterValidator(_frozen_name)]
+AgentName = Annotated[str, AfterValidator(_agent_name)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -208,6 +217,8 @@ class RolloutConfig(BaseModel):
         echo: An assistant message that returns rewritten, with its call ids: ``same`` takes it as the sampled turn;
             ``strict`` as edited, which starts a branch.
         save_messages: Whether saved trajectories hold messages (for viewing) besides ids.
+        roles: Policy of an agent or role (``solver`` includes ``solver/0``): one of ``policies`` or ``frozen``. Others
+            are played by ``main``.
         frozen: Further policies by name; their sessions are recorded and audited, never trained.
         group_reward: Rewards trajectories by comparison within their group.
     """
@@ -245,7 +256,8 @@ class RolloutConfig(BaseModel):
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
     save_messages: bool = True
-    frozen: dict[PolicyName, FrozenConfig] = {}
+    roles: dict[AgentName, PolicyName] = {}
+    frozen: dict[FrozenName, FrozenConfig] = {}
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
 
     @field_validator("address")

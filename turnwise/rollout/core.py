@@ -12,8 +12,9 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from turnwise.agents.roles import MAIN
 from turnwise.errors import InferenceError
-from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.strategies import GroupFacts
@@ -89,7 +90,8 @@ class RolloutParts:
         finished: Journal of finished members of held-out groups, for an evaluation that can be resumed.
         recover: Awaited after an inference failure, before the retry. Raises to end the run.
         custom: The raw ``custom`` section of the configuration.
-        frozen: Further policies by name, never trained.
+        policy: Name of the policy that client and renderer belong to.
+        policies: Further policies by name; those of ``rollout.frozen`` are never trained.
         notify: Called with messages for the user (runners that come and go).
         workers: Starts the rollout workers that play the episodes; None plays them in this process.
         settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
@@ -104,7 +106,8 @@ class RolloutParts:
     finished: FinishedMembers | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
-    frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)
+    policy: str = MAIN
+    policies: Mapping[str, ServedPolicy] = field(default_factory=dict)
     settings: BaseModel | None = None
     notify: Callable[[str], None] | None = None
     workers: Workers | None = None

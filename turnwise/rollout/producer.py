@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from turnwise.agents.roles import TRAINED
 from turnwise.envs.core import Env
 from turnwise.envs.results import finite, named_numbers
 from turnwise.envs.rewards.core import call_function, describe, is_async, load_function
@@ -174,11 +173,11 @@ class GroupRewarder:
 
 
 def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Return the trained policy's main trajectories as one list; without any, its trajectories by comparison group.
+    """Return the trained policies' main trajectories as one list; without any, theirs by comparison group.
 
     Frozen policies are compared with nothing, even one that plays ``main``.
     """
-    trained = [each for each in trajectories if each.policy == TRAINED]
+    trained = [each for each in trajectories if not each.frozen]
     main = [each for each in trained if each.agent == "main"]
     if main:
         return [main]
@@ -295,7 +294,8 @@ class RolloutProducer(RolloutManager):
             guides=info.guides,
             executor=threads,
             write=write,
-            frozen=parts.frozen,
+            policy=parts.policy,
+            policies=parts.policies,
         )
         await runner.prepare()
         remote = None

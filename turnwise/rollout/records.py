@@ -6,6 +6,8 @@ record for each train step and epoch, written before its update::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
 
+A record of another policy than ``main`` names it as ``policy``.
+
 ``{"event": "undo", "step": 3, "records": 1}`` voids the last records of a step: their update failed before it changed
 anything.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from turnwise.agents.roles import MAIN
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import FormatError
 from turnwise.trajectory import TrainSample, Trajectory
@@ -38,6 +41,7 @@ class BatchRow:
         epoch: Pass over the rows of this step, from 0.
         spans: Trained positions, as (start, end) in order.
         max_tokens: Truncation length, or None.
+        policy: The policy that was updated.
     """
 
     step: int
@@ -48,6 +52,7 @@ class BatchRow:
     spans: tuple[tuple[int, int], ...]
     digest: str
     max_tokens: int | None
+    policy: str = MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,8 @@ class BatchWriter:
             self._file = AppendFile(path)
             self._file.append(orjson.dumps(start))
 
-    def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
-        """Append the rows of a step. Raises DiskError where the disk refuses."""
+    def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0, policy: str = MAIN) -> None:
+        """Append the rows of a step that train a policy. Raises DiskError where the disk refuses."""
         rows = [
             {
                 "trajectory": sample.trajectory_id,
@@ -128,7 +133,8 @@ class BatchWriter:
             for sample in samples
         ]
         with writing(self._path):
-            self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+            whose = {} if policy == MAIN else {"policy": policy}
+            self._file.append(orjson.dumps({"step": step, "epoch": epoch, **whose, "rows": rows}))
         self.records += 1
 
     def undo(self, step: int, records: int) -> None:
@@ -196,6 +202,7 @@ def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) ->
         tokens=int(row["tokens"]),
         spans=spans,
         digest=str(row["digest"]),
+        policy=str(record.get("policy", MAIN)),
         max_tokens=max_tokens,
     )
 

@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
-from turnwise.agents.roles import TRAINED, Compare, compared_within
+from turnwise.agents.roles import MAIN, Compare, check_played, compared_within
 from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import (
@@ -32,7 +33,7 @@ from turnwise.gateway.endpoints import EndpointTemplate
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
-from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
@@ -53,7 +54,7 @@ class AgentTable:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._default = config.agent
-        self._policies = {TRAINED, *config.frozen}
+        self._policies = {MAIN, *config.frozen, *config.roles.values()}
         self._file = config.agent_loop_config_path
         self._named: dict[str, AgentEntry] = {}
         self._made: dict[str, Agent] = {}
@@ -99,7 +100,8 @@ class AgentTable:
                 del self._made[key]
                 raise ConfigError(
                     f"agent {name!r} names the policy {unknown[0]!r}, which does not exist: name one of "
-                    f"{', '.join(sorted(self._policies))}, or add rollout.frozen.{unknown[0]}"
+                    f"{', '.join(sorted(self._policies))}, map a role to it in rollout.roles, or add "
+                    f"rollout.frozen.{unknown[0]}"
                 )
         return self._made[key]
 
@@ -123,6 +125,7 @@ def session_trajectories(
     *,
     compare: Compare,
     save_messages: bool,
+    frozen: Collection[str] = (),
 ) -> list[Trajectory]:
     """Return one trajectory for each session, the main one first, the others in the order of opening.
 
@@ -132,6 +135,7 @@ def session_trajectories(
         episode: Holds rewards and metrics; None where the reset failed.
         compare: See :func:`~turnwise.agents.roles.compared_within`.
         save_messages: Whether segments hold their messages.
+        frozen: The policies that are never trained.
     """
     rewards = episode.rewards if episode is not None else []
     metrics = episode.metrics if episode is not None else {}
@@ -147,9 +151,10 @@ def session_trajectories(
             replace(
                 blank,
                 id=session.id,
-                group_id=compared_within(blank.group_id, name, policy, compare),
+                group_id=compared_within(blank.group_id, name, policy, compare, frozen=policy in frozen),
                 agent=name,
                 policy=policy,
+                frozen=policy in frozen,
                 reasoning=session.reasoning,
                 echo=session.echo,
                 recorded=session.recorded_as,
@@ -248,7 +253,8 @@ class EpisodeRunner:
         guides: Whether the server supports structured output.
         executor: Runs sync tools and blocking environments.
         write: Called with every trajectory, failed and cancelled ones included.
-        frozen: Further policies by name, never trained.
+        policy: Name of the policy that client and renderer belong to.
+        policies: Further policies by name; those of ``rollout.frozen`` are never trained.
     """
 
     def __init__(
@@ -261,9 +267,11 @@ class EpisodeRunner:
         guides: bool = False,
         executor: Executor | None = None,
         write: Callable[[Trajectory], None] | None = None,
-        frozen: Mapping[str, FrozenPolicy] | None = None,
+        policy: str = MAIN,
+        policies: Mapping[str, ServedPolicy] | None = None,
     ) -> None:
-        self._frozen = {name: Sampler.of(each, config) for name, each in (frozen or {}).items()}
+        self._policy = policy
+        self._further = {name: Sampler.of(each, config) for name, each in (policies or {}).items()}
         self._config = config
         self._client = client
         self._renderer = renderer
@@ -303,16 +311,23 @@ class EpisodeRunner:
         try:
             self._spare = await self._make(name, {})
             self._hold(name, self._spare)
+            self._check_roles(self._spare)
         except ConfigError:
             await self.close()
             raise
         except TurnwiseError:
             await self._close_spare()
 
+    def _check_roles(self, env: Env) -> None:
+        """Check that each agent that the environment names has a policy, unless the agent's code names policies."""
+        if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.own().policies():
+            return
+        check_played(env.agents, self._config.roles, [self._policy, *self._further])
+
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""
         await self._agents.close()
-        for gateway in (self.gateway, *(each.gateway for each in self._frozen.values())):
+        for gateway in (self.gateway, *(each.gateway for each in self._further.values())):
             await gateway.close()
         await self._close_spare()
         await self._sandboxes.close()
@@ -414,6 +429,7 @@ class EpisodeRunner:
             id=spec.episode_id,
             partition=spec.partition,
             attempt=spec.attempt,
+            roles=config.roles,
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
@@ -434,7 +450,7 @@ class EpisodeRunner:
 
     def _hold(self, name: str, env: Env) -> None:
         if name not in self._held:
-            for renderer in (self._renderer, *(each.renderer for each in self._frozen.values())):
+            for renderer in (self._renderer, *(each.renderer for each in self._further.values())):
                 check_media(name, env.toolset(), renderer.media)
             self._held.add(name)
 
@@ -449,7 +465,8 @@ class EpisodeRunner:
             trained=spec.partition == "train",
             context_length=self._context_length,
             gateway=self.gateway,
-            frozen=self._frozen,
+            policy=self._policy,
+            policies=self._further,
         )
 
     def _temperature(self, spec: EpisodeSpec) -> float:
@@ -506,7 +523,12 @@ class EpisodeRunner:
             baseline=spec.baseline,
         )
         return session_trajectories(
-            blank, run.sessions.opened, episode, compare=self._config.compare, save_messages=self._config.save_messages
+            blank,
+            run.sessions.opened,
+            episode,
+            compare=self._config.compare,
+            save_messages=self._config.save_messages,
+            frozen=self._config.frozen,
         )
 
 

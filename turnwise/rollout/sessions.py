@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from turnwise.agents.core import Episode
-from turnwise.agents.roles import TRAINED
+from turnwise.agents.roles import MAIN
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.session import TextSession
-from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
@@ -37,8 +37,8 @@ class Sampler:
     temperature: float | None = None
 
     @classmethod
-    def of(cls, policy: FrozenPolicy, config: RolloutConfig) -> Self:
-        """Return the sampler of a frozen policy."""
+    def of(cls, policy: ServedPolicy, config: RolloutConfig) -> Self:
+        """Return the sampler of a served policy."""
         context = min(policy.info.context_length, config.context_length or policy.info.context_length)
         client, renderer = policy.client, policy.renderer
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
@@ -60,7 +60,8 @@ class EpisodeSessions:
         seed: Sampling seed of the episode; each session derives its own from it and its name.
         trained: Whether its trajectories are trained, which fixes the temperature.
         context_length: Most tokens of prompt and completion together.
-        frozen: Samplers of the policies besides ``main``, by name.
+        policy: Name of the policy that client and renderer belong to.
+        policies: Samplers of the others, by name.
 
     Attributes:
         opened: Session and policy by the session's name, in the order of opening.
@@ -78,13 +79,14 @@ class EpisodeSessions:
         trained: bool,
         context_length: int,
         gateway: LocalGateway,
-        frozen: Mapping[str, Sampler] | None = None,
+        policy: str = MAIN,
+        policies: Mapping[str, Sampler] | None = None,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
         self._gateway = gateway
         self._gateways: dict[str, LocalGateway] = {}
         self._endpoints: dict[str, SessionEndpoint] = {}
-        self._samplers = {TRAINED: Sampler(client, renderer, context_length, gateway), **(frozen or {})}
+        self._samplers = {policy: Sampler(client, renderer, context_length, gateway), **(policies or {})}
         self._episode_id = episode_id
         self._rollout_id, _, self._attempt_id = episode_id.rpartition(".")
         self._base: str | None = None
@@ -107,8 +109,8 @@ class EpisodeSessions:
         sampler = self._samplers.get(policy)
         if sampler is None:
             raise AgentError(
-                f"session {name!r} names the policy {policy!r}, which does not exist; there are "
-                f"{', '.join(self._samplers)} (rollout.frozen)"
+                f"session {name!r} has the policy {policy!r}, which does not exist: map its role in rollout.roles, or "
+                f"name one of {', '.join(self._samplers)} (policies and rollout.frozen)"
             )
         params = self._params
         if sampler.temperature is not None:

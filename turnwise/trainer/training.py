@@ -92,7 +92,7 @@ class Training:
             # The ids contain the number of the call: the same task may be requested again in a step.
             self._asked += 1
             tag = f"step{self.step + 1}.{self._asked}"
-            greedy = self.config.algorithm.greedy_baseline
+            greedy = self.config.greedy_baseline
             epoch = self.run.tasks.epoch
             requests = [RolloutRequest(task, epoch, size, tag=tag, greedy_baseline=greedy) for task in tasks]
             if not requests:

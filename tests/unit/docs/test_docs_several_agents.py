@@ -12,10 +12,12 @@ from support.chat.toy_renderer import ToyRenderer
 from support.doc_pages import blocks, section
 from turnwise.agents.roles import Compare
 from turnwise.envs.registration import register
+from turnwise.gateway.config import LeagueConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
+from turnwise.trainer.config.train import TrainConfig
 
 TEXT = section("agents.md", "Several agents")
 
@@ -44,7 +46,18 @@ async def test_the_environment_that_is_described(answer: str, turns: int, reward
 def test_what_the_table_and_the_section_name_is_there() -> None:
     table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
-    [block] = blocks(TEXT, "yaml")
-    section = yaml.safe_load(block)["rollout"]
-    config = RolloutConfig.model_validate({"env": {"name": "nim"}, **section})
+    frozen, _, league = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    config = RolloutConfig.model_validate({"env": {"name": "nim"}, **frozen["rollout"]})
     assert set(config.frozen) == {"past", "judge", "far", "hosted"}
+    past = RolloutConfig.model_validate({"env": {"name": "nim"}, **league["rollout"]}).frozen["past"].league
+    assert past is not None
+    assert past == LeagueConfig()
+
+
+def test_several_policies_as_they_are_configured() -> None:
+    _, several, _ = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    rollout = {"env": {"name": "nim"}, **several["rollout"]}
+    config = TrainConfig.model_validate({"name": "r", "steps": 1, **several, "rollout": rollout})
+    assert set(config.rollout.roles.values()) == set(config.policies)
+    assert config.algorithms["critic_agent"].entropy_coef == 0.01
+    assert config.of_policy("critic_agent").inference.replicas == 2

@@ -143,7 +143,7 @@ def test_roles_have_figures_of_their_own() -> None:
         trajectory("a", 0, 0.0, agent="solver/1"),
         trajectory("a", 0, 0.5, agent="proposer"),
         trajectory("b", 0, 1.0, agent="solver/0"),
-        trajectory("b", 0, 1.0, agent="judge", policy="old"),
+        trajectory("b", 0, 1.0, agent="judge", policy="old", frozen=True),
     ]
     groups = [TrajectoryGroup("g", "a", members)]
     summary = summarize(groups)

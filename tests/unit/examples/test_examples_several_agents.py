@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import ModelInfo, ServedPolicy
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.trainer.config.train import TrainConfig
@@ -26,10 +28,14 @@ async def played(example: str, task: Task, said: dict[str, list[str]]) -> dict[s
     client = ScriptedClient(renderer, lambda request: next(lines[request.session_id.split("/", 2)[2]]))
     # The toy renderer writes a letter a token.
     rollout = config.rollout.model_copy(update={"max_tokens_per_turn": None})
-    runner = EpisodeRunner(rollout, client, renderer, context_length=5000)
+    first, *further = config.policies
+    info = ModelInfo("toy", context_length=5000)
+    policies = {name: ServedPolicy(client, renderer, info) for name in further}
+    runner = EpisodeRunner(rollout, client, renderer, context_length=5000, policy=first, policies=policies)
     outcome = await runner.run(EpisodeSpec(task, "g"))
     await runner.close()
     assert outcome.error is None
+    assert not any(each.frozen for each in outcome.trajectories)
     return {each.agent: each.reward for each in outcome.trajectories}
 
 
@@ -57,7 +63,25 @@ async def test_a_proposer_is_paid_for_sums_that_some_solve(
 
 
 @pytest.mark.parametrize(
-    ("example", "maker", "rows"), [("two_player", "games", 10), ("proposer_solver", "demonstrations", 20)]
+    ("said", "rewards"),
+    [
+        ({"solver": ["-1", "{sum}"], "critic": ["wrong"]}, {"solver": 1.0, "critic": 1.0}),
+        ({"solver": ["-1"], "critic": ["right"]}, {"solver": 0.0, "critic": 0.0}),
+        ({"solver": ["{sum}", "-1"], "critic": ["wrong"]}, {"solver": 0.0, "critic": 0.0}),
+        ({"solver": ["{sum}"], "critic": ["right"]}, {"solver": 1.0, "critic": 1.0}),
+    ],
+)
+async def test_a_critic_is_paid_for_a_true_verdict_and_the_solver_for_its_last_answer(
+    said: dict[str, list[str]], rewards: dict[str, float]
+) -> None:
+    total = str(sum(random.Random(0).choices(range(10), k=2)))
+    spoken = {agent: [line.replace("{sum}", total) for line in lines] for agent, lines in said.items()}
+    assert await played("solver_critic", Task("t", ""), spoken) == rewards
+
+
+@pytest.mark.parametrize(
+    ("example", "maker", "rows"),
+    [("two_player", "games", 10), ("proposer_solver", "demonstrations", 20), ("solver_critic", "demonstrations", 10)],
 )
 async def test_a_model_is_warmed_up_on_conversations_that_end_with_an_answer(
     example: str, maker: str, rows: int

@@ -89,7 +89,9 @@ def several_sessions() -> list[Trajectory]:
         found += [
             played(f"e{number}.main", task, **common, rewards=rewards, metrics={"tool_calls": 2}),
             played(f"e{number}.helper", task, **common, agent="helper/0", rewards=[(None, "help", 0.5)]),
-            played(f"e{number}.judge", task, **common, agent="judge", policy="frozen", rewards=[(None, "no", 9.0)]),
+            played(
+                f"e{number}.judge", task, **common, agent="judge", policy="a", frozen=True, rewards=[(None, "no", 9.0)]
+            ),
         ]  # fmt: skip
     found[3].error = "InferenceError: gone"
     # A further attempt at the same episode is an episode.

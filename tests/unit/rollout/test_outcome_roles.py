@@ -168,7 +168,9 @@ def test_roles_and_groups_by_name() -> None:
     assert [role_of(name) for name in ("main", "solver", "solver/0", "solver/0/helper")] == [
         "main", "solver", "solver", "solver",
     ]  # fmt: skip
-    assert compared_within("g", "solver/0", "old", "together") == "g/solver@old"
+    assert compared_within("g", "solver/0", "old", "together", frozen=True) == "g/solver@old"
+    assert compared_within("g", "solver/0", "solver", "together") == "g@solver"
+    assert compared_within("g", "solver/0", "solver", "role") == "g/solver@solver"
     assert compared_within("g", "main", "old", "role") == "g/main@old"
 
 

@@ -36,7 +36,7 @@ def test_defaults_and_shortcuts() -> None:
     [
         (
             {"policies": {"main": {"model": {"path": "a"}}, "critic": {"model": {"path": "b"}}}},
-            "holds main, critic; exactly one",
+            r"policies\.critic is trained, but no role of rollout\.roles",
         ),
         ({"policies": {}}, "policies holds nothing"),
         ({"rollout": {"env": {"name": "lookup"}, "group_size": 1}}, "a group of one has advantage zero"),

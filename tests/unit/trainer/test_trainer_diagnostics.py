@@ -228,12 +228,12 @@ def test_a_step_is_written_down_and_warned_about(tmp_path: Path) -> None:
             "rollout": {"env": {"name": "lookup"}},
         }
     )
-    diagnostics = Diagnostics(tmp_path, config, ToyRenderer())
+    diagnostics = Diagnostics(tmp_path, {"main": (config, ToyRenderer())})
     groups = [TrajectoryGroup("g", "task", [two_turns("a"), two_turns("b")])]
     metrics = {"gap/mean": 0.3, "gap/max": 3.0}
-    [warned] = diagnostics.step(1, metrics, watched().found(), groups)
+    [warned] = diagnostics.step(1, metrics, {"main": watched().found()}, groups)
     assert "in turn 2 of trajectory a" in warned.text
-    assert diagnostics.step(2, metrics, GapWatch().found(), groups) == []
+    assert diagnostics.step(2, metrics, {"main": GapWatch().found()}, groups) == []
     diagnostics.close()
     [record] = [json.loads(line) for line in (tmp_path / "diagnostics.jsonl").read_text().splitlines()]
     assert (record["kind"], record["step"], len(record["turns"]), len(record["largest"])) == ("gap", 1, 2, 3)

@@ -18,7 +18,7 @@ from support.trainer.preference_data import chat_model
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.model.core import FrozenPolicy, ModelInfo
+from turnwise.model.core import ModelInfo, ServedPolicy
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
 from turnwise.trainer.batch.experience import Experience
 from turnwise.trainer.config.train import TrainConfig
@@ -92,7 +92,7 @@ def test_a_teacher_is_asked_within_its_context_and_again_after_a_failure(row: Ca
 
     async def ask(failures: int) -> list[Any]:
         client = Scorer(failures)
-        teacher = Teacher(FrozenPolicy(client, ToyRenderer(), ModelInfo("t", context_length=5)), recover)
+        teacher = Teacher(ServedPolicy(client, ToyRenderer(), ModelInfo("t", context_length=5)), recover)
         samples = [row(length, 1, ids=list(range(10, 10 + length))).sample for length in (3, 6)]
         return await teacher.score(samples)
 

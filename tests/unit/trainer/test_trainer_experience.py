@@ -20,6 +20,7 @@ def trajectory(
     tokens: int = 4,
     error: str | None = None,
     policy: str = "main",
+    frozen: bool = False,
 ) -> Trajectory:
     """A root context, a sampled turn, and so many continuations of it (each a context and a turn)."""
 
@@ -43,6 +44,7 @@ def trajectory(
         group,
         "task",
         policy=policy,
+        frozen=frozen,
         segments=segments,
         rewards=[(None, "score", reward)],
         stop_reason=StopReason.ERROR if error else StopReason.COMPLETED,
@@ -101,7 +103,7 @@ def test_sessions_of_other_names_and_policies_are_apart() -> None:
         trajectory("a/judge", 10.0, group="g/judge"),
         trajectory("b", 0.0),
         trajectory("b/judge", 20.0, group="g/judge"),
-        trajectory("b/other", 5.0, policy="frozen"),
+        trajectory("b/other", 5.0, policy="frozen", frozen=True),
     ]
     result = build(members)
     assert [(row.sample.trajectory_id, row.advantage) for row in result.rows] == [
@@ -128,7 +130,11 @@ def test_several_sessions_of_a_role_are_one_ragged_group() -> None:
 
 
 def test_what_a_frozen_policy_did_is_in_no_group_and_no_mean_but_its_own() -> None:
-    members = [trajectory("a", 1.0), trajectory("b", 0.0), trajectory("b/x", 100.0, group="g", policy="old")]
+    members = [
+        trajectory("a", 1.0),
+        trajectory("b", 0.0),
+        trajectory("b/x", 100.0, group="g", policy="old", frozen=True),
+    ]
     members[-1].agent = "x"
     result = build(members)
     assert [(row.sample.trajectory_id, row.advantage) for row in result.rows] == [("a", 0.5), ("b", -0.5)]
@@ -160,5 +166,5 @@ def test_nothing_but_failures() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    result = build([trajectory("a", 1.0), trajectory("b", 0.0), trajectory("c", 0.0, policy="old")])
+    result = build([trajectory("a", 1.0), trajectory("b", 0.0), trajectory("c", 0.0, policy="old", frozen=True)])
     assert [name for name in result.metrics if meaning(name) is None] == []

@@ -158,12 +158,12 @@ def test_the_coefficient_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> N
     # Nothing was measured (every group taught nothing): nothing is adapted.
     assert held.step({"batch/trajectories": 10.0}) == {"kl/coef": held.control.coef}
     held.control.coef = 0.1 + 0.2  # No short decimal.
-    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coef=held.control.coef), lambda _: None)
-    assert load_state(path).kl_coef == held.control.coef
+    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coefs={"main": held.control.coef}), lambda _: None)
+    assert load_state(path).kl_coefs == {"main": held.control.coef}
     old = orjson.loads((path / "trainer_state.json").read_bytes())
-    old.pop("kl_coef")
+    old.pop("kl_coefs")
     (path / "trainer_state.json").write_bytes(orjson.dumps(old))
-    assert load_state(path).kl_coef is None
+    assert load_state(path).kl_coefs == {}
     fixed = guard({}, Fixed())
     fixed.step({"kl/value": 9.0, "batch/trajectories": 10.0})
     assert fixed.control.coef == 0.5

@@ -223,6 +223,7 @@ class RemoteEpisode(Episode):
             id=str(work["id"]),
             partition=str(work["partition"]),
             attempt=int(work["attempt"]),
+            roles=work["roles"],
         )
         self._lease = lease
         self._counted: list[tuple[dict[str, float], str | None, str]] = []

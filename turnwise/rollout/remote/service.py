@@ -433,6 +433,7 @@ def _work(episode: Episode) -> dict[str, Any]:
         "tools": [asdict(tool) for tool in episode.tools],
         "limits": asdict(episode.limits),
         "seconds": left,
+        "roles": episode.roles,
     }
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar
 
-from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
@@ -521,7 +520,7 @@ def _without_in_flight(
 
 def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
     """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
-    trained = [each for each in group.trajectories if each.policy == TRAINED]
+    trained = [each for each in group.trajectories if not each.frozen]
     return GroupFacts(
         id=group.id,
         key=key,
@@ -540,7 +539,7 @@ def _spread(group: TrajectoryGroup) -> dict[str, float]:
     """Return the spread of the members' values by reward, within comparison groups."""
     compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for each in group.trajectories:
-        if each.error is None and each.policy == TRAINED:
+        if each.error is None and not each.frozen:
             earned: defaultdict[str, float] = defaultdict(float)
             for _, name, value in each.rewards:
                 earned[name] += value

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Self, TypeVar
 from uuid import uuid4
 
-from turnwise.agents.roles import TRAINED
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.payloads import (
     Columns,
@@ -270,6 +269,6 @@ def _unpacked(shipped: Shipped, found: dict[str, Columns]) -> TrajectoryGroup:
 def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:
     """Yield the weight versions of trained policies' tokens."""
     for trajectory in trajectories:
-        for segment in trajectory.segments if trajectory.policy == TRAINED else ():
+        for segment in trajectory.segments if not trajectory.frozen else ():
             for version, _, _ in segment.weight_versions:
                 yield version

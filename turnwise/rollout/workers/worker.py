@@ -119,7 +119,7 @@ class RolloutWorker:
             guides=info.guides,
             executor=self._threads,
             write=self._write,
-            frozen=frozen.policies,
+            policies=frozen.policies,
         )
         await runner.prepare()
         self._stack.push_async_callback(runner.close)

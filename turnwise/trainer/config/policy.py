@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from turnwise.agents.roles import MAIN
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import RegistryError
+from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.plugins import load_object
+from turnwise.rollout.config import RolloutConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.types import StopReason
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -179,6 +184,9 @@ class PolicyConfig(Section):
             class as ``pkg.mod:Class``.
         engine_options: Options of that engine by name.
         critic: The critic that ``algorithm.advantage: gae`` reads.
+        algorithm: Keys of the run's ``algorithm`` that differ for this policy.
+        inference: Keys of the run's ``inference`` that differ for its servers.
+        renderer: Its renderer of messages; by default the run's.
     """
 
     model: ModelConfig
@@ -187,6 +195,19 @@ class PolicyConfig(Section):
     engine: ConfigReference = "torch"
     engine_options: dict[str, Any] = Field(default_factory=dict)
     critic: CriticConfig | None = None
+    algorithm: AlgorithmConfig | None = None
+    inference: InferenceConfig | None = None
+    renderer: RendererConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_hosted(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "hosted" in data:
+            raise ValueError(
+                "hosted is given, but a hosted endpoint returns no token ids and takes no weights, so that its policy "
+                "cannot be trained: name a model, or move the policy to rollout.frozen"
+            )
+        return data
 
     @model_validator(mode="after")
     def _has_an_engine(self) -> Self:
@@ -199,3 +220,52 @@ class PolicyConfig(Section):
         except RegistryError as error:
             raise ValueError(str(error)) from error
         return self
+
+
+Merged = TypeVar("Merged", bound=BaseModel)
+
+
+def merged_section(run: Merged, own: Merged, key: str) -> Merged:
+    """Return a section of a policy with the run's values of the keys that it does not set."""
+    keys = {name: getattr(run, name) for name in run.model_fields_set}
+    keys |= {name: getattr(own, name) for name in own.model_fields_set}
+    try:
+        return type(run).model_validate(keys)
+    except ValidationError as error:
+        raise ValueError(f"{key}, with the keys that the run gives: {error.errors()[0]['msg']}") from error
+
+
+def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig) -> None:
+    """Check that names are unique, and that each role has a policy and each trained policy a role.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    both = sorted(policies.keys() & rollout.frozen.keys())
+    if both:
+        raise ValueError(
+            f"policies.{both[0]} and rollout.frozen.{both[0]} have one name: a policy is trained or frozen; rename one"
+        )
+    for name, frozen in rollout.frozen.items():
+        if frozen.league is not None and frozen.league.of not in policies:
+            raise ValueError(
+                f"rollout.frozen.{name}.league.of is {frozen.league.of!r}, which is not trained: name one of "
+                f"{', '.join(policies)}"
+            )
+    known = [*policies, *rollout.frozen]
+    for role, name in rollout.roles.items():
+        if name not in known:
+            raise ValueError(
+                f"rollout.roles.{role} is {name!r}, which is no policy: name one of {', '.join(known)}, or add "
+                f"policies.{name}"
+            )
+    if MAIN not in policies and not rollout.roles:
+        raise ValueError(
+            f"policies holds {', '.join(policies)}, and rollout.roles maps no role to any of them: map each role, such "
+            f"as {{main: {next(iter(policies))}}}, or name one policy main"
+        )
+    idle = [name for name in policies if name != MAIN and name not in rollout.roles.values()]
+    if idle:
+        raise ValueError(
+            f"policies.{idle[0]} is trained, but no role of rollout.roles is mapped to it: add one, or remove it"
+        )

@@ -11,14 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.evaluation.config import EvalPlan
+from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
-from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.config import PolicyName, RolloutConfig
 from turnwise.rollout.replay.config import MemberRule, ReplayConfig, RunFacts, allowed_staleness
 from turnwise.rollout.replay.strategies import StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section
+from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section, check_policies, merged_section
 from turnwise.trainer.observe.loggers import LoggersConfig
 
 
@@ -341,6 +342,89 @@ HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_l
 """What ``hooks`` takes in a configuration: one reference, or several."""
 
 
+def check_algorithm(name: str, config: TrainConfig) -> None:
+    """Check that the algorithm of one policy fits the groups, its start model and its critic.
+
+    Args:
+        name: The policy.
+        config: Its configuration (:meth:`TrainConfig.of_policy`).
+
+    Raises:
+        ValueError: A combination is not allowed.
+    """
+    rollout, algorithm, policy = config.rollout, config.algorithm, config.policy
+    if rollout.group_size < 2 and algorithm.compares_groups:
+        raise ValueError(
+            f"rollout.group_size is 1, and by algorithm.advantage {algorithm.advantage} a group of one has "
+            "advantage zero; set at least 2, or an estimator that compares no groups (gae, remax ...)"
+        )
+    if algorithm.greedy_baseline and rollout.group_reward is not None:
+        raise ValueError(
+            f"algorithm.advantage {algorithm.advantage} compares trajectories with a greedy rollout, which is "
+            "no member of the group that rollout.group_reward compares: its reward would lack that part; choose "
+            "one"
+        )
+    begins = sorted(name for name, frozen in rollout.frozen.items() if frozen.start)
+    if begins and policy.model.continues_adapter:
+        raise ValueError(
+            f"rollout.frozen.{begins[0]}.start is true, but the run begins with the adapter in "
+            f"policies.{name}.model.lora.path, and start serves the model without it: name the adapter's folder as "
+            f"rollout.frozen.{begins[0]}.model instead"
+        )
+    members = config.batch.groups * rollout.group_size
+    if algorithm.minibatches > members:
+        raise ValueError(
+            f"algorithm.minibatches is {algorithm.minibatches}, but a step has {members} trajectories "
+            "(batch.groups x rollout.group_size)"
+        )
+    critic = policy.critic
+    if algorithm.asks_critic and critic is None:
+        raise ValueError(
+            f"algorithm.advantage is {algorithm.advantage}, which needs a critic: give policies.{name}.critic, "
+            "such as {kind: own}"
+        )
+    if critic is not None and not algorithm.asks_critic:
+        raise ValueError(
+            f"policies.{name}.critic is given, but algorithm.advantage {algorithm.advantage} needs none: remove "
+            "it, or set algorithm.advantage to gae"
+        )
+    if critic is not None and config.steps is not None and critic.warmup_steps >= config.steps:
+        raise ValueError(
+            f"policies.{name}.critic.warmup_steps is {critic.warmup_steps} of {config.steps} steps: the policy would "
+            "never learn"
+        )
+
+
+def check_teacher_named(config: TrainConfig) -> None:
+    """Check that the teacher of ``algorithm.distill`` can score ids at the temperature of the rollouts.
+
+    Raises:
+        ValueError: It is missing or hosted, or the temperature is not 1.
+    """
+    distill, frozen = config.algorithm.distill, config.rollout.frozen
+    if distill is None:
+        return
+    if distill.teacher not in frozen:
+        raise ValueError(
+            f"algorithm.distill.teacher is {distill.teacher!r}, but rollout.frozen holds "
+            f"{', '.join(frozen) or 'nothing'}: add rollout.frozen.{distill.teacher} with model, or url and model"
+        )
+    if frozen[distill.teacher].league is not None:
+        raise ValueError(
+            f"algorithm.distill.teacher is {distill.teacher!r}, a league, whose versions change: name one with a model"
+        )
+    if frozen[distill.teacher].hosted is not None:
+        raise ValueError(
+            f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it cannot score given ids; name "
+            "a model, or a server of token ids"
+        )
+    if config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g}, but servers score given ids at temperature 1, "
+            "and algorithm.distill compares both: set it to 1"
+        )
+
+
 class TrainConfig(Section):
     """``turnwise train``.
 
@@ -357,7 +441,8 @@ class TrainConfig(Section):
             own prompt and the environment's tools, not what the environment adds when it resets.
         shuffle: Whether tasks are reshuffled in each epoch.
         curriculum: Preferred difficulty of tasks (``tasks/order.py``); None takes all equally often.
-        policies: The trained policies by name. One for now, ``main``.
+        policies: The trained policies by name: ``main``, or several, each with its own model, optimizer and servers;
+            ``rollout.roles`` maps roles to them.
         rollout: How episodes are rolled out.
         replay: The replay buffer: which finished groups a step trains.
         renderer: The renderer of messages.
@@ -387,7 +472,7 @@ class TrainConfig(Section):
     max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
     curriculum: CurriculumConfig | None = None
-    policies: dict[str, PolicyConfig]
+    policies: dict[PolicyName, PolicyConfig]
     rollout: RolloutConfig
     replay: ReplayConfig = ReplayConfig()
     renderer: RendererConfig = RendererConfig()
@@ -412,9 +497,21 @@ class TrainConfig(Section):
         return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
 
     @model_validator(mode="after")
+    def _whole_sections(self) -> Self:
+        """Add the run's keys to the sections of policies: a dumped configuration holds whole sections."""
+        if not self.policies:
+            raise ValueError("policies holds nothing: give the policy to train, such as main, with its model.path")
+        for name, policy in self.policies.items():
+            if policy.algorithm is not None:
+                policy.algorithm = merged_section(self.algorithm, policy.algorithm, f"policies.{name}.algorithm")
+            if policy.inference is not None:
+                policy.inference = merged_section(self.inference, policy.inference, f"policies.{name}.inference")
+        return self
+
+    @model_validator(mode="after")
     def _ends(self) -> Self:
         check_limits(self.steps, self.budget)
-        passes = self.algorithm.epochs * self.algorithm.minibatches
+        passes = max(each.epochs * each.minibatches for each in self.algorithms.values())
         check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
         check_leftover(self.batch, self.replay, sync=self.mode == "sync")
         return self
@@ -427,77 +524,67 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self.checkpoint.check_best(evaluates=self.eval is not None)
-        if list(self.policies) != ["main"]:
-            raise ValueError(
-                f"policies holds {', '.join(self.policies) or 'nothing'}; exactly one, main, can be trained"
-            )
-        if self.rollout.group_size < 2 and self.algorithm.compares_groups:
-            raise ValueError(
-                f"rollout.group_size is 1, and by algorithm.advantage {self.algorithm.advantage} a group of one has "
-                "advantage zero; set at least 2, or an estimator that compares no groups (gae, remax ...)"
-            )
-        if self.algorithm.greedy_baseline and self.rollout.group_reward is not None:
-            raise ValueError(
-                f"algorithm.advantage {self.algorithm.advantage} compares trajectories with a greedy rollout, which is "
-                "no member of the group that rollout.group_reward compares: its reward would lack that part; choose "
-                "one"
-            )
-        self._check_teacher()
-        begins = sorted(name for name, frozen in self.rollout.frozen.items() if frozen.start)
-        if begins and self.policy.model.continues_adapter:
-            raise ValueError(
-                f"rollout.frozen.{begins[0]}.start is true, but the run begins with the adapter in "
-                "policies.main.model.lora.path, and start serves the model without it: name the adapter's folder as "
-                f"rollout.frozen.{begins[0]}.model instead"
-            )
-        members = self.batch.groups * self.rollout.group_size
-        if self.algorithm.minibatches > members:
-            raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has {members} trajectories "
-                "(batch.groups x rollout.group_size)"
-            )
-        critic = self.policy.critic
-        if self.algorithm.asks_critic and critic is None:
-            raise ValueError(
-                f"algorithm.advantage is {self.algorithm.advantage}, which needs a critic: give policies.main.critic, "
-                "such as {kind: own}"
-            )
-        if critic is not None and not self.algorithm.asks_critic:
-            raise ValueError(
-                f"policies.main.critic is given, but algorithm.advantage {self.algorithm.advantage} needs none: remove "
-                "it, or set algorithm.advantage to gae"
-            )
-        if critic is not None and self.steps is not None and critic.warmup_steps >= self.steps:
-            raise ValueError(
-                f"policies.main.critic.warmup_steps is {critic.warmup_steps} of {self.steps} steps: the policy would "
-                "never learn"
-            )
+        check_policies(self.policies, self.rollout)
+        if len(self.policies) > 1 or self.leagues:
+            self._check_several()
+        for name in self.policies:
+            alone = self.of_policy(name)
+            check_algorithm(name, alone)
+            check_teacher_named(alone)
         return self
 
-    def _check_teacher(self) -> None:
-        distill, frozen = self.algorithm.distill, self.rollout.frozen
-        if distill is None:
-            return
-        if distill.teacher not in frozen:
+    def _check_several(self) -> None:
+        if self.placement == "ray":
             raise ValueError(
-                f"algorithm.distill.teacher is {distill.teacher!r}, but rollout.frozen holds "
-                f"{', '.join(frozen) or 'nothing'}: add rollout.frozen.{distill.teacher} with model, or url and model"
+                f"placement is ray, which serves one trained policy ({', '.join([*self.policies, *self.leagues])} are "
+                "given): set placement to local"
             )
-        if frozen[distill.teacher].hosted is not None:
-            raise ValueError(
-                f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it cannot score given ids; name "
-                "a model, or a server of token ids"
-            )
-        if self.rollout.temperature != 1.0:
-            raise ValueError(
-                f"rollout.temperature is {self.rollout.temperature:g}, but servers score given ids at temperature 1, "
-                "and algorithm.distill compares both: set it to 1"
-            )
+        taken: dict[str, str] = {}
+        for name in self.policies:
+            inference = self.of_policy(name).inference
+            for key, values in (("port", [inference.port] * (inference.port > 0)), ("url", inference.urls)):
+                for value in map(str, values):
+                    if value in taken:
+                        raise ValueError(
+                            f"inference.{key} {value} would serve the policies {taken[value]} and {name}, whose "
+                            f"weights differ: give each its own policies.{name}.inference.{key}"
+                        )
+                    taken[value] = name
 
     @property
     def policy(self) -> PolicyConfig:
-        """The one trained policy."""
-        return self.policies["main"]
+        """The first trained policy; of the configuration of one policy, that one."""
+        return next(iter(self.policies.values()))
+
+    @property
+    def algorithms(self) -> dict[str, AlgorithmConfig]:
+        """The algorithm of each policy."""
+        return {name: policy.algorithm or self.algorithm for name, policy in self.policies.items()}
+
+    @property
+    def leagues(self) -> dict[str, FrozenConfig]:
+        """The frozen policies that are past versions of a trained one."""
+        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is not None}
+
+    @property
+    def other_frozen(self) -> dict[str, FrozenConfig]:
+        """The frozen policies that are no league."""
+        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is None}
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether a policy's algorithm reads the reward of a greedy rollout."""
+        return any(each.greedy_baseline for each in self.algorithms.values())
+
+    def of_policy(self, name: str) -> TrainConfig:
+        """Return the configuration of one policy: ``policies`` holds it alone, and its sections are the run's."""
+        policy = self.policies[name]
+        own = {
+            "algorithm": policy.algorithm or self.algorithm,
+            "inference": policy.inference or self.inference,
+            "renderer": policy.renderer or self.renderer,
+        }
+        return self.model_copy(update={"policies": {name: policy}, **own})
 
     @property
     def optimizer_steps(self) -> int:

@@ -15,7 +15,7 @@ from turnwise.chat.model_dir import read_model_dir
 from turnwise.errors import ConfigError, InferenceError, RenderError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import FrozenPolicies
-from turnwise.model.core import FrozenPolicy
+from turnwise.model.core import ServedPolicy
 from turnwise.trainer.algorithms.config import DistillConfig
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
 from turnwise.trainer.batch.experience import Experience
@@ -45,7 +45,7 @@ class Teacher:
         recover: Waits for its server after a failed request.
     """
 
-    policy: FrozenPolicy
+    policy: ServedPolicy
     recover: Callable[[InferenceError], Awaitable[None]]
 
     @classmethod

@@ -13,7 +13,6 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.setup import make_admission
@@ -25,8 +24,9 @@ from turnwise.trainer.learn.distill import distilled
 from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.gap import Gaps, GapWatch
-from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
+from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
+from turnwise.trainer.run.policies import TrainedPolicy
 from turnwise.trainer.run.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
 
@@ -116,7 +116,7 @@ async def sample_groups(
     """
     step = run.state.step + 1
     # Only a function of the user's may want to read what was said.
-    said = bool(run.config.algorithm.credit.custom or run.config.hooks)
+    said = bool(run.config.hooks) or any(each.credit.custom for each in run.config.algorithms.values())
     fields = ("tokens", "rewards", "metrics", *(("messages",) if said else ()))
     await run.hooks.step_begin()
     groups: list[TrajectoryGroup] = []
@@ -173,7 +173,8 @@ _SUMS = (
 )
 _SUMS_TOO = ("distill/unscored_tokens",)
 _LAST = ("lr/", "critic/lr", "kl/coef", "replay/ready", "replay/in_flight", "straggler/carried")
-_OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
+_MAXIMA = ("_max", "/max", "/worst_turn")
+_OF_TOKENS = ("train/", "gap/", "lag/", "critic/", "correction/", "kl/", "distill/")
 
 
 def split_evenly(groups: int, parts: int) -> list[int]:
@@ -182,34 +183,47 @@ def split_evenly(groups: int, parts: int) -> list[int]:
     return [whole + (number < over) for number in range(parts)]
 
 
-def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def merge_metrics(parts: Sequence[Mapping[str, float]], *, first: tuple[str, ...] = ("gap/",)) -> dict[str, float]:
     """Return the metrics of a step from those of its parts, in training order.
 
-    Counts are summed, maxima maximised; of rates and remainders the last counts, of gaps the first. All others are
-    means, weighted by trained tokens where they concern tokens, else by trajectories.
+    Counts are summed, maxima maximised; of rates and remainders the last counts, of those that begin with ``first`` the
+    first. All others are means, weighted by trained tokens where they concern tokens, else by trajectories.
     """
     if len(parts) == 1:
         return dict(parts[0])
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
+        policy, bare = split_policy(name)
         having = [part for part in parts if name in part]
         values = [part[name] for part in having]
-        if name.startswith("gap/"):
+        if bare.startswith(first):
             # Later parts are trained by other weights than those that the step began with.
             found[name] = values[0]
-        elif name.startswith(_SUMS) or name in _SUMS_TOO:
+        elif bare.startswith(_SUMS) or bare in _SUMS_TOO:
             found[name] = sum(values)
-        elif name.endswith(("_max", "/max")):
+        elif bare.endswith(_MAXIMA):
             found[name] = max(values)
-        elif name.startswith(_LAST):
+        elif bare.startswith(_LAST):
             found[name] = values[-1]
         else:
-            by = "batch/trained_tokens" if name.startswith(_OF_TOKENS) else "batch/trajectories"
+            by = policy + ("batch/trained_tokens" if bare.startswith(_OF_TOKENS) else "batch/trajectories")
             weights = [part.get(by, 0.0) for part in having]
             total = sum(weights)
             pairs = zip(values, weights, strict=True)
             found[name] = sum(value * weight for value, weight in pairs) / total if total else values[-1]
     return found
+
+
+def policy_metrics(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a step from those of its policies: merged, and of several each under ``policy/NAME/``.
+
+    A learning rate or coefficient belongs to one policy, and is not merged.
+    """
+    if len(found) == 1:
+        return dict(next(iter(found.values())))
+    shared = [{key: value for key, value in each.items() if not key.startswith(_LAST)} for each in found.values()]
+    own = {f"policy/{name}/{key}": value for name, each in found.items() for key, value in each.items()}
+    return merge_metrics(shared, first=()) | own
 
 
 def staleness_metrics(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
@@ -245,14 +259,14 @@ class Learned:
     Attributes:
         batch: The batch.
         metrics: Metrics of the update.
-        gaps: Differences between trainer and server.
+        gaps: Differences between trainer and server, by policy that was trained.
         updated: End of the update, by ``time.monotonic``.
         overlap: Seconds of the update with groups in flight.
     """
 
     batch: Batch
     metrics: dict[str, float]
-    gaps: Gaps
+    gaps: dict[str, Gaps]
     updated: float
     overlap: float
 
@@ -295,75 +309,119 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     with run.timeline.span(WAIT, step):
         taken, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
     rolled_out = (each for group in taken for each in (*group.trajectories, *group.baselines))
-    mine = [each for each in rolled_out if each.policy == TRAINED]
+    mine = [each for each in rolled_out if not each.frozen]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
     return Batch(taken, metrics, started, time.monotonic())
 
 
 async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bool = False) -> Learned:
-    """Train on a batch: advantages and rows, then updates. The run's step counter does not advance.
+    """Train each policy on its trajectories of a batch: advantages and rows, then updates.
 
-    ``place`` runs the blocking half; one ``part`` of a step's batch may have nothing to train.
+    The run's step counter does not advance. ``place`` runs the blocking half; one ``part`` of a step's batch may have
+    nothing to train, and so may one of several policies.
 
     Raises:
         TrainError: Every episode failed.
     """
-    config, step = run.config, run.state.step + 1
+    step = run.state.step + 1
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
     with run.timeline.span(UPDATE, step):
-        collected, experience = await place(lambda: _experience(run, batch))
-        if not collected.metrics["batch/trajectories"]:
+        prepared = [await _prepare(policy, batch, place) for policy in run.policies.values()]
+        if not any(each.trains for each in prepared):
+            silent = policy_metrics({each.policy.name: each.collected.metrics for each in prepared})
             if part:
-                return Learned(batch, batch.metrics | collected.metrics, Gaps(), time.monotonic(), 0.0)
+                return Learned(batch, batch.metrics | silent, {}, time.monotonic(), 0.0)
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
-        if run.teacher is not None and config.algorithm.distill is not None:
-            scores = await uninterrupted(run.teacher.score([row.sample for row in experience.rows]))
-            experience = distilled(experience, scores, config.algorithm.distill)
-        watch = GapWatch()
         with run.updating() as changing:
-            metrics = await place(lambda: _update(run, experience, watch, changing))
-            run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
-            gaps = watch.found()
-            metrics |= gaps.metrics() | tool_metrics(batch.groups) | staleness_metrics(experience.rows, step)
-            metrics |= dropped_tokens(batch.groups, collected.trajectories, collected.samples, experience.rows)
-            metrics = batch.metrics | experience.metrics | metrics
+            # All policies or none: an interrupt between two would leave weights of no step.
+            trained = await uninterrupted(_train_all(run, prepared, batch, place, changing))
+    found = {each.policy.name: each.collected.metrics for each in prepared}
+    metrics = batch.metrics | policy_metrics(found | {name: figures for name, (figures, _) in trained.items()})
+    gaps = {name: each for name, (_, each) in trained.items()}
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
-def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
-    config = run.config
-    collected = collect(batch.groups, max_tokens_per_row=config.batch.max_tokens_per_row)
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What one policy learns from in a step."""
+
+    policy: TrainedPolicy
+    collected: Collected
+    experience: Experience
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.collected.metrics["batch/trajectories"])
+
+
+async def _prepare(policy: TrainedPolicy, batch: Batch, place: Runner) -> _Prepared:
+    collected, experience = await place(lambda: _experience(policy, batch))
+    distill = policy.config.algorithm.distill
+    if policy.teacher is not None and distill is not None and experience.rows:
+        scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
+        experience = distilled(experience, scores, distill)
+    return _Prepared(policy, collected, experience)
+
+
+async def _train_all(
+    run: TrainRun, prepared: Sequence[_Prepared], batch: Batch, place: Runner, changing: Callable[[], object]
+) -> dict[str, tuple[dict[str, float], Gaps]]:
+    """Update the policies that have trajectories, in order; return metrics and gaps of each."""
+    return {each.policy.name: await _train(run, each, batch, place, changing) for each in prepared if each.trains}
+
+
+async def _train(
+    run: TrainRun, prepared: _Prepared, batch: Batch, place: Runner, changing: Callable[[], object]
+) -> tuple[dict[str, float], Gaps]:
+    """Update one policy; return the metrics of its step, and its gaps."""
+    policy, collected, experience = prepared.policy, prepared.collected, prepared.experience
+    step, watch = run.state.step + 1, GapWatch()
+    metrics = await place(lambda: _update(run, policy, experience, watch, changing))
+    run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
+    gaps = watch.found()
+    metrics |= gaps.metrics() | tool_metrics(batch.groups, policy=policy.name)
+    metrics |= staleness_metrics(experience.rows, step)
+    samples = collected.samples
+    metrics |= dropped_tokens(batch.groups, collected.trajectories, samples, experience.rows, policy=policy.name)
+    return experience.metrics | metrics, gaps
+
+
+def _experience(policy: TrainedPolicy, batch: Batch) -> tuple[Collected, Experience]:
+    config = policy.config
+    collected = collect(batch.groups, policy=policy.name, max_tokens_per_row=config.batch.max_tokens_per_row)
     if not collected.metrics["batch/trajectories"]:
         return collected, Experience([])
-    if run.kl is not None:
-        collected = run.kl.reward_penalties(collected, run.learner)
-    values = critic_values(run.critic, collected.trajectories, collected.samples, config.batch)
+    if policy.kl is not None:
+        collected = policy.kl.reward_penalties(collected, policy.learner)
+    values = critic_values(policy.critic, collected.trajectories, collected.samples, config.batch)
     return collected, build_experience(
         collected, config.algorithm, temperature=config.rollout.temperature, values=values
     )
 
 
-def _update(run: TrainRun, experience: Experience, watch: GapWatch, changing: Callable[[], object]) -> dict[str, float]:
-    config, step = run.config, run.state.step + 1
+def _update(
+    run: TrainRun, policy: TrainedPolicy, experience: Experience, watch: GapWatch, changing: Callable[[], object]
+) -> dict[str, float]:
+    config, step = policy.config, run.state.step + 1
     for epoch in range(config.algorithm.epochs):
-        run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
+        run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch, policy=policy.name)
     metrics = update_policy(
-        run.learner,
+        policy.learner,
         experience.rows,
         config.algorithm,
         config.batch,
         seed=step,
-        kl=None if run.kl is None else run.kl.term(experience.rows),
-        critic=run.critic,
-        critic_alone=run.critic is not None and run.critic.learns_alone(step),
+        kl=None if policy.kl is None else policy.kl.term(experience.rows),
+        critic=policy.critic,
+        critic_alone=policy.critic is not None and policy.critic.learns_alone(step),
         watch=watch,
         changing=changing,
     )
     return_freed_memory(above=_MOST_IDLE)
-    if run.kl is not None:
-        metrics |= run.kl.step(experience.metrics | metrics)
-        run.state.kl_coef = run.kl.control.coef
+    if policy.kl is not None:
+        metrics |= policy.kl.step(experience.metrics | metrics)
+        run.state.kl_coefs[policy.name] = policy.kl.control.coef
     return metrics
 
 

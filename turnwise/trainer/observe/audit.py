@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.agents.roles import TRAINED
+from turnwise.agents.roles import MAIN
 from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches, read_trajectories
@@ -101,29 +101,51 @@ def _read_config(run: Path) -> dict[str, Any]:
     return config
 
 
-def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
-    """Return the weight versions on disk: the initial model and the checkpoints."""
-    from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
+_Version = tuple[str, int]
+"""A policy and its weight version."""
 
+
+def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weights]:
+    """Return the weight versions on disk: initial models, checkpoints and the versions of leagues."""
     dtype = config.get("inference", {}).get("dtype", "auto")
-    found: dict[int, _Weights] = {}
-    if "policies" in config:
-        model = config["policies"]["main"]["model"]
-        launched, first = model["path"], _first_model(model)
-    else:
+    if "policies" not in config:
         # An evaluation. Which weights an external server served is unknown.
-        launched = first = config.get("model") if config.get("url") is None else None
+        model = config.get("model") if config.get("url") is None else None
+        if model is None or not (Path(model) / "config.json").is_file():
+            return {}
+        return {(MAIN, 0): _Weights(Path(model), is_float32(Path(model), dtype))}
+    found: dict[_Version, _Weights] = {}
+    for name, policy in config["policies"].items():
+        own = (policy.get("inference") or {}).get("dtype", dtype)
+        found |= dict(_versions_of(run, name, policy["model"], own, config["policies"]))
+    for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
+        if league := frozen.get("league"):
+            model = config["policies"][league["of"]]["model"]
+            exact = is_float32(Path(model["path"]), (frozen.get("inference") or {}).get("dtype", "auto"))
+            first = _first_model(model)
+            if first is not None and (Path(first) / "config.json").is_file():
+                found[name, 0] = _Weights(Path(first), exact)
+            for folder in sorted((run / "league" / name).glob("step_*")):
+                found[name, int(folder.name.removeprefix("step_"))] = _Weights(folder, exact)
+    return found
+
+
+def _versions_of(
+    run: Path, name: str, model: dict[str, Any], dtype: str, policies: Collection[str]
+) -> Iterator[tuple[_Version, _Weights]]:
+    """Yield the versions of a trained policy on disk."""
+    from turnwise.trainer.run.checkpoint import CheckpointStore, load_state, policy_folder
+
     # The dtype of a server is fixed at launch, whatever weights it receives later.
-    exact = launched is not None and is_float32(Path(launched), dtype)
+    exact, first = is_float32(Path(model["path"]), dtype), _first_model(model)
     if first is not None and (Path(first) / "config.json").is_file():
-        found[0] = _Weights(Path(first), exact)
+        yield (name, 0), _Weights(Path(first), exact)
     store = CheckpointStore(run / CHECKPOINTS)
     for step in store.steps():
         directory = store.path(step)
         # A version is the number of the step that made it. What the servers held when the checkpoint was written
         # (weight_version) is an older one where the run was interrupted before they were given these weights.
-        found[load_state(directory).step] = _Weights(directory, exact)
-    return found
+        yield (name, load_state(directory).step), _Weights(policy_folder(directory, name, policies), exact)
 
 
 def _first_model(model: dict[str, Any]) -> str | None:
@@ -159,16 +181,17 @@ def is_float32(directory: Path, dtype: str) -> bool:
 
 
 def _turns(
-    run: Path, weights: dict[int, _Weights], temperature: float, at_most: int
-) -> tuple[dict[int, list[_Turn]], int]:
+    run: Path, weights: dict[_Version, _Weights], temperature: float, at_most: int
+) -> tuple[dict[_Version, list[_Turn]], int]:
     """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
-    chosen: dict[int, list[_Turn]] = {}
-    seen: dict[int, int] = {}
+    chosen: dict[_Version, list[_Turn]] = {}
+    seen: dict[_Version, int] = {}
+    known = {policy for policy, _ in weights}
     unchecked = 0
     draw = random.Random(0)
     starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
     for trajectory in read_trajectories(run / TRAJECTORIES):
-        if trajectory.policy != TRAINED:
+        if trajectory.frozen and trajectory.policy not in known:
             # Its servers count their own versions, and the run does not keep their weights.
             unchecked += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue
@@ -176,8 +199,8 @@ def _turns(
         last = _last_version(trajectory, starts)
         for segment in trajectory.segments:
             for span in segment.weight_versions:
-                version = span[0]
-                if version not in weights or divisor is None or version > last:
+                version = trajectory.policy, span[0]
+                if version not in weights or divisor is None or span[0] > last:
                     unchecked += span[2] - span[1]
                     continue
                 kept = chosen.setdefault(version, [])
@@ -224,8 +247,10 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
     return _Turn(trajectory.id, segment.index, sample, temperature)
 
 
-def _check_version(version: int, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
+def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
     differences: list[float] = []
+    policy, number = version
+    what = f"version {number}" if policy == MAIN else f"version {number} of {policy}"
     wrong: dict[int, tuple[_Turn, list[str]]] = {}
     for turn, position, reported, computed in _recomputed(weights.directory, turns):
         differences.append(abs(reported - computed))
@@ -235,14 +260,13 @@ def _check_version(version: int, weights: _Weights, turns: Sequence[_Turn], repo
     for turn, texts in wrong.values():
         more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
         report.contradictions.append(
-            f"trajectory {turn.trajectory}: segment {turn.segment}, sampled by version {version} "
+            f"trajectory {turn.trajectory}: segment {turn.segment}, sampled by {what} "
             f"({weights.directory.name}): {texts[0]}{more}"
         )
     mean = float(np.mean(differences)) if differences else 0.0
     if not weights.exact and mean > _MEAN_TOLERANCE_HALF:
         report.contradictions.append(
-            f"version {version}: the logprobs of {len(differences)} ids differ from {weights.directory} by {mean:.4f} "
-            "on average"
+            f"{what}: the logprobs of {len(differences)} ids differ from {weights.directory} by {mean:.4f} on average"
         )
     report.counts["weight versions recomputed"] += 1
     report.counts["turns recomputed"] += len(turns)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from turnwise.agents.roles import TRAINED
 from turnwise.model.core import MemoryUse
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
 
@@ -126,6 +125,8 @@ METRICS: dict[str, str] = {
     "lag/mean": "weight versions between the training weights and those that sampled, mean over tokens",
     "lag/max": "largest of these: staleness of the step's oldest token",
     "sync/bytes": "bytes of weights sent to each server after the step, or of an adapter; 0 where none changed",
+    "league/oldest/*": "step whose weights the oldest version of a league has (rollout.frozen.NAME.league)",
+    "league/newest/*": "step whose weights the newest version has",
     "memory/peak": "largest resident memory so far: of the trainer, and of each server, added up",
     "memory/trainer": "resident memory of the trainer at the end of the step",
     "memory/trainer_peak": "the largest so far, since the process started",
@@ -197,8 +198,17 @@ def memory_metrics(trainer: MemoryUse, servers: Sequence[MemoryUse | None]) -> d
 
 def meaning(name: str) -> str | None:
     """Return the meaning of a metric name, or None where it is undocumented."""
+    name = split_policy(name)[1]
     exact = METRICS.get(name)
     return METRICS.get(name.rpartition("/")[0] + "/*") if exact is None else exact
+
+
+def split_policy(name: str) -> tuple[str, str]:
+    """Return prefix (``policy/NAME/`` in a run of several policies, else empty) and rest of a metric's name."""
+    if not name.startswith("policy/"):
+        return "", name
+    policy, _, rest = name.removeprefix("policy/").partition("/")
+    return f"policy/{policy}/", rest
 
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -248,7 +258,7 @@ def dropped_tokens(
     samples: Sequence[Sequence[TrainSample]],
     rows: Sequence[TrainRow],
     *,
-    policy: str = TRAINED,
+    policy: str,
 ) -> dict[str, float]:
     """Count the sampled tokens of a policy in ``groups`` that are in no row of a step, by reason.
 
@@ -275,7 +285,7 @@ def dropped_tokens(
     return {f"dropped/{reason}_tokens": float(count) for reason, count in found.items()}
 
 
-def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str = TRAINED) -> dict[str, float]:
+def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str) -> dict[str, float]:
     """Return tool calls per trajectory and error rates, in total and by tool; failed trajectories are skipped.
 
     Returns:

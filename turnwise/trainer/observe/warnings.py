@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from turnwise.model.core import Renderer
 from turnwise.trainer.config.train import TrainConfig
@@ -281,33 +281,78 @@ def _share(value: float) -> str:
 _NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
 
 
+@dataclass(frozen=True, slots=True)
+class _Diagnosed:
+    """What the diagnostics of one policy depend on."""
+
+    renderer: Renderer
+    warner: Warner
+    exact: bool
+    compares: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, renderer: Renderer) -> Self:
+        model = config.policy.model
+        exact = model.compute_dtype == "float32" and is_float32(model.path, config.inference.dtype)
+        return cls(renderer, Warner(), exact, config.algorithm.advantage not in _NO_GROUPS)
+
+
 class Diagnostics:
     """The diagnostics of one run, in ``diagnostics.jsonl`` (docs/metrics.md).
 
-    One JSON object a line: ``{"kind": "gap", "step": ..., "turns": [...], "largest": [...]}``.
+    One JSON object a line: ``{"kind": "gap", "step": ..., "turns": [...], "largest": [...]}``, with the ``policy``
+    where a run trains several; warnings then begin with its name.
     """
 
-    def __init__(self, directory: Path, config: TrainConfig, renderer: Renderer) -> None:
+    def __init__(self, directory: Path, policies: Mapping[str, tuple[TrainConfig, Renderer]]) -> None:
+        """Open the file.
+
+        Args:
+            directory: The run directory.
+            policies: Configuration (``TrainConfig.of_policy``) and renderer of each trained policy.
+        """
         self._log = JSONLLogger(directory / "diagnostics.jsonl")
-        self._renderer = renderer
-        self._warner = Warner()
-        self._compares = config.algorithm.advantage not in _NO_GROUPS
-        model = config.policy.model
-        self._exact = model.compute_dtype == "float32" and is_float32(model.path, config.inference.dtype)
+        self._policies = {name: _Diagnosed.of(config, renderer) for name, (config, renderer) in policies.items()}
 
     def step(
-        self, step: int, metrics: Mapping[str, float], gaps: Gaps, groups: Sequence[TrajectoryGroup]
+        self, step: int, metrics: Mapping[str, float], gaps: Mapping[str, Gaps], groups: Sequence[TrajectoryGroup]
     ) -> list[TrainingWarning]:
-        """Record the gaps of a step, and return the warnings that are due."""
+        """Record the gaps of a step by policy, and return the warnings that are due.
+
+        Of several policies ``metrics`` holds those of each under ``policy/NAME/``.
+        """
+        if len(self._policies) == 1:
+            [(name, policy)] = self._policies.items()
+            return self._one(policy, step, metrics, gaps.get(name, Gaps()), groups, {})
+        due: list[TrainingWarning] = []
+        shared = {key: value for key, value in metrics.items() if key.startswith("replay/")}
+        for name, policy in self._policies.items():
+            head = f"policy/{name}/"
+            own = {key.removeprefix(head): value for key, value in metrics.items() if key.startswith(head)}
+            if name in gaps:
+                found = self._one(policy, step, own | shared, gaps[name], groups, {"policy": name})
+                shared = {}
+                due += [replace(each, text=f"policy {name}: {each.text}") for each in found]
+        return due
+
+    def _one(
+        self,
+        policy: _Diagnosed,
+        step: int,
+        metrics: Mapping[str, float],
+        gaps: Gaps,
+        groups: Sequence[TrajectoryGroup],
+        about: Mapping[str, str],
+    ) -> list[TrainingWarning]:
         words = ""
         if gaps.turns:
             named = {each.trajectory for each in gaps.largest}
             held = {each.id: each for group in groups for each in group.trajectories if each.id in named}
-            record = gap_record(gaps, held, self._renderer)
-            self._log.log({"kind": "gap", "step": step, **record})
+            record = gap_record(gaps, held, policy.renderer)
+            self._log.log({"kind": "gap", "step": step, **about, **record})
             words = describe_gap(record)
-        setting = WarningContext(exact=self._exact, compares=self._compares, worst_gap=words)
-        return self._warner.due(step, find_warnings(metrics, setting))
+        setting = WarningContext(exact=policy.exact, compares=policy.compares, worst_gap=words)
+        return policy.warner.due(step, find_warnings(metrics, setting))
 
     def close(self) -> None:
         """Close the file."""

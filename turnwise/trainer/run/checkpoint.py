@@ -110,6 +110,15 @@ class BestCheckpoints:
             ) from error
 
 
+POLICIES = "policies"
+"""Where a checkpoint of several trained policies holds them, each in a folder of its name."""
+
+
+def policy_folder(checkpoint: Path, name: str, policies: Collection[str]) -> Path:
+    """Return the folder of a policy in a checkpoint: the checkpoint itself where no other policy is trained."""
+    return checkpoint / POLICIES / name if len(policies) > 1 else checkpoint
+
+
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1
 
@@ -130,8 +139,9 @@ class TrainerState:
         metrics: The last logged ones.
         spent: Amounts of the budget besides steps (``run/budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
-        kl_coef: Weight of the KL penalty in the next step, if any.
+        kl_coefs: Weight of the KL penalty of a policy in the next step, where it has one.
         feed: Groups in flight (``TaskScheduler.state``).
+        leagues: Versions of each league, oldest first.
     """
 
     step: int
@@ -143,8 +153,9 @@ class TrainerState:
     metrics: dict[str, float] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
-    kl_coef: float | None = None
+    kl_coefs: dict[str, float] = field(default_factory=dict)
     feed: list[dict[str, Any]] = field(default_factory=list)
+    leagues: dict[str, list[int]] = field(default_factory=dict)
 
 
 class CheckpointStore:

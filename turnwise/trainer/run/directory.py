@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 
+from turnwise.agents.roles import MAIN
 from turnwise.append_file import private_directory, write_private, writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config
@@ -34,17 +35,16 @@ from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
-from turnwise.trainer.learn.learner import Learner, find_engine, open_learner
-from turnwise.trainer.model.critic import Critic
-from turnwise.trainer.model.reference import KLGuard
+from turnwise.trainer.learn.learner import find_engine
 from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.observe.run_log import RunLog, check_loggers
 from turnwise.trainer.observe.timeline import Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
-from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, restore_rng
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, policy_folder, restore_rng
 from turnwise.trainer.run.hooks import Hooks, load_hooks
 from turnwise.trainer.run.machine import check_machine
+from turnwise.trainer.run.policies import LoadedPolicy
 from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 
 CHECKPOINTS = "checkpoints"
@@ -59,14 +59,12 @@ _FREE_SECTIONS = (
 def config_digest(config: TrainConfig) -> str:
     """Return a digest of the configuration keys that a resumed run must not change."""
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
-    placement = set(find_engine(config.policy.engine).placement_options)
+    machine: dict[str, Any] = {
+        name: {"engine_options": set(find_engine(each.engine).placement_options), "inference": True}
+        for name, each in config.policies.items()
+    }
     kept = config.model_dump(
-        mode="json",
-        exclude={
-            **free,
-            "replay": {"memory_mb", "backend", "transfer_queue"},
-            "policies": {"main": {"engine_options": placement}},
-        },
+        mode="json", exclude={**free, "replay": {"memory_mb", "backend", "transfer_queue"}, "policies": machine}
     )
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
@@ -152,14 +150,17 @@ class RunDirectory:
 
     def check_removable(self, config: TrainConfig) -> None:
         """Reject a fresh start whose model is in the directory to remove. Raises ConfigError."""
-        policy, kl = config.policy, config.algorithm.kl
-        named = {
-            "policies.main.model.path": policy.model.path,
-            "policies.main.model.lora.path": policy.model.lora and policy.model.lora.path,
-            "policies.main.critic.path": policy.critic and policy.critic.path,
-            "algorithm.kl.reference": kl and kl.reference,
-            **{f"rollout.frozen.{name}.model": frozen.model for name, frozen in config.rollout.frozen.items()},
+        named: dict[str, object] = {
+            f"rollout.frozen.{name}.model": frozen.model for name, frozen in config.rollout.frozen.items()
         }
+        for name, policy in config.policies.items():
+            kl = (policy.algorithm or config.algorithm).kl
+            named |= {
+                f"policies.{name}.model.path": policy.model.path,
+                f"policies.{name}.model.lora.path": policy.model.lora and policy.model.lora.path,
+                f"policies.{name}.critic.path": policy.critic and policy.critic.path,
+                "algorithm.kl.reference": kl and kl.reference,
+            }
         for key, model in named.items():
             if isinstance(model, Path) and self.path.resolve() in (model.resolve(), *model.resolve().parents):
                 raise ConfigError(
@@ -217,8 +218,13 @@ class RunDirectory:
             )
 
 
-def check_template(checkpoint: Path, renderer: Renderer) -> None:
-    """Check that a run resumes with the chat template of its checkpoint.
+def check_template(checkpoint: Path, renderer: Renderer, policy: str = MAIN) -> None:
+    """Check that a policy resumes with the chat template of its checkpoint.
+
+    Args:
+        checkpoint: The policy's folder of the checkpoint.
+        renderer: The policy's renderer.
+        policy: Its name, for messages.
 
     Raises:
         CheckpointError: It was trained with another one.
@@ -228,7 +234,7 @@ def check_template(checkpoint: Path, renderer: Renderer) -> None:
         raise CheckpointError(
             f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would "
             f"resume with ({str(now)[:12]}...): make renderer.chat_template, or the template of "
-            f"policies.main.model.path, the one that is saved as {checkpoint / 'chat_template.jinja'}; or choose "
+            f"policies.{policy}.model.path, the one that is saved as {checkpoint / 'chat_template.jinja'}; or choose "
             "another name, or start over with --fresh"
         )
 
@@ -253,22 +259,15 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-CRITIC = "critic"
-"""Where a checkpoint holds the critic."""
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
     """The inputs of a new or resumed run."""
 
     store: CheckpointStore
     state: TrainerState
-    renderer: Renderer
+    policies: dict[str, LoadedPolicy]
     tasks: TaskStream
     eval_tasks: list[Task]
-    learner: Learner
-    kl: KLGuard | None
-    critic: Critic | None
     frozen: dict[str, Renderer]
     began: float
     hooks: list[type[Hooks]]
@@ -281,7 +280,8 @@ async def read_start(
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
     check_replay(config.replay, config.replay_facts)
-    load_credit(config.algorithm.credit)
+    for algorithm in config.algorithms.values():
+        load_credit(algorithm.credit)
     check_loggers(config.loggers)
     hooks = load_hooks(config.hooks)
     digest = config_digest(config)
@@ -292,15 +292,11 @@ async def read_start(
     else:
         latest, state = home.resume_point(store, digest, resume_step)
     state.config_digest = digest
-    policy = config.policy
-    for warning in check_machine(policy, config.inference, key="policies.main.model"):
-        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    renderer = config.renderer.load(policy.model.path)
-    console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
-    if latest is not None:
-        check_template(latest, renderer)
-    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path), config.renderer)
-    check_teacher(config.algorithm.distill, config.rollout.frozen, Path(policy.model.path))
+    renderers = {name: _renderer(config, name, latest, console) for name in config.policies}
+    renderer = next(iter(renderers.values()))
+    frozen = load_renderers(config.other_frozen, Path(config.policy.model.path), config.renderer)
+    for name, algorithm in config.algorithms.items():
+        check_teacher(algorithm.distill, config.rollout.frozen, Path(config.policies[name].model.path))
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []
     if config.eval is not None:
@@ -312,14 +308,27 @@ async def read_start(
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
     with home.with_remedy(store, latest):
-        learner = open_learner(policy, config.optimizer_steps, model_path=latest)
-        guard = KLGuard.open(config, learner, state.kl_coef)
-        critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
+        policies = {
+            name: LoadedPolicy.load(name, config, each, latest, state.kl_coefs.get(name))
+            for name, each in renderers.items()
+        }
         if latest is not None:
-            learner.load(latest)
             restore_rng(state.rng)
             console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began, hooks)
+    return Start(store, state, policies, tasks, eval_tasks, frozen, began, hooks)
+
+
+def _renderer(config: TrainConfig, name: str, checkpoint: Path | None, console: Console) -> Renderer:
+    """Return the renderer of a trained policy, after checks of its machine and of the checkpoint's template."""
+    alone, whose = config.of_policy(name), f"{name}: " if len(config.policies) > 1 else ""
+    for warning in check_machine(alone.policy, alone.inference, key=f"policies.{name}.model"):
+        console.print(f"warning: {whose}{warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    renderer = alone.renderer.load(alone.policy.model.path)
+    about = renderer.describe()
+    console.print(f"{whose}chat format: {about['format']} ({about['proof']})", highlight=False)
+    if checkpoint is not None:
+        check_template(policy_folder(checkpoint, name, config.policies), renderer, name)
+    return renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +364,7 @@ def open_files(
         Journal.open(directory, part=part, after_step=after, max_uses=uses, say=say),
         BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
         RunLog.open(logged, config.loggers, console, part=part),
-        Diagnostics(directory, config, start.renderer),
+        Diagnostics(directory, {name: (each.config, each.renderer) for name, each in start.policies.items()}),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
     )
     for each in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):

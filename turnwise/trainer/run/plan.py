@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from turnwise.agents.roles import check_played
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, invoke, schemas
@@ -40,7 +41,7 @@ from turnwise.trainer.model.policy import try_adapters
 from turnwise.trainer.model.reference import reference_path
 from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
-from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.checkpoint import CheckpointStore, policy_folder
 from turnwise.trainer.run.cluster import placement_text
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
@@ -92,12 +93,14 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConf
     """
     checker = _Checker(config, cluster)
     await checker.run("run directory", checker.directory(fresh))
-    await checker.run("model", checker.model())
-    if (lora := config.policy.model.lora) is not None:
-        await checker.run("adapters", _adapters(config.policy.model.path, lora))
-    if config.policy.critic is not None:
-        await checker.run("critic", _critic(config.policy, weights=cluster is None))
-    await checker.run("devices", checker.devices())
+    first, *others = config.policies
+    await _check_policy(checker, config.of_policy(first), first, weights=cluster is None)
+    for name in others:
+        further = _Checker(config, cluster, name)
+        further.resumed = checker.resumed
+        await _check_policy(further, config.of_policy(name), name, weights=cluster is None)
+        await further.run("chat format", further.chat_format())
+        checker.checks += [replace(each, name=f"{name}: {each.name}") for each in further.checks]
     if config.placement == "ray":
         await checker.run("placement", _placement(config, here=cluster is None))
     if cluster is None:
@@ -129,6 +132,16 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConf
     return DryRun(checker.checks, list(_plan(config)))
 
 
+async def _check_policy(checker: _Checker, config: TrainConfig, name: str, *, weights: bool) -> None:
+    """Check model, adapters, critic and devices of a trained policy, by its own configuration."""
+    await checker.run("model", checker.model())
+    if (lora := config.policy.model.lora) is not None:
+        await checker.run("adapters", _adapters(config.policy.model.path, lora))
+    if config.policy.critic is not None:
+        await checker.run("critic", _critic(config.policy, f"policies.{name}.critic.path", weights=weights))
+    await checker.run("devices", checker.devices())
+
+
 async def check_inference(config: TrainConfig) -> str:
     """Check the engines that are to serve the trained policy and the frozen ones, without starting a server.
 
@@ -138,12 +151,18 @@ async def check_inference(config: TrainConfig) -> str:
     Raises:
         ConfigError: An engine cannot be used as configured.
     """
-    if not model_under(config.policy.model.path).is_dir():
+    trained = {name: config.of_policy(name) for name in config.policies}
+    if not all(model_under(each.policy.model.path).is_dir() for each in trained.values()):
         raise _Wanting("wants a model")
-    start = config.policy.model.path
-    served = [("", start, config.inference)]
+    several, start = len(trained) > 1, config.policy.model.path
+    served = [
+        (f"{name}: " if several else "", each.policy.model.path, each.inference) for name, each in trained.items()
+    ]
     for name, frozen in config.rollout.frozen.items():
-        if frozen.hosted is None and not frozen.urls:
+        if frozen.league is not None:
+            of = trained[frozen.league.of].policy.model.path
+            served += [(f"{name} {slot}: ", of, frozen.inference) for slot in range(frozen.league.size)]
+        elif frozen.hosted is None and not frozen.urls:
             served.append((f"{name}: ", frozen.model or start, frozen.inference))
     said = []
     for whose, model, inference in served:
@@ -177,9 +196,12 @@ class _Wanting(TurnwiseError):
 
 
 class _Checker:
-    def __init__(self, config: TrainConfig, cluster: PlanConfig | None = None) -> None:
+    def __init__(self, config: TrainConfig, cluster: PlanConfig | None = None, policy: str | None = None) -> None:
         self._config = config
         self._cluster = cluster
+        # What is checked of a policy is that of the first, unless another is named.
+        self._policy = policy or next(iter(config.policies))
+        self._own = config.of_policy(self._policy)
         self.checks: list[Check] = []
         self._context: int | None = config.rollout.context_length
         self._has_model = False
@@ -187,7 +209,7 @@ class _Checker:
         self._renderer: Renderer | None = None
         self._first: list[Task] = []
         self._loaded: list[Tool] | None = None
-        self._resumed: Path | None = None
+        self.resumed: Path | None = None
 
     async def run(self, name: str, check: Awaitable[str]) -> None:
         try:
@@ -209,46 +231,51 @@ class _Checker:
                 f"{home.path} holds a run of another configuration: choose another name, resume it with its own "
                 "config.yaml, or start over with --fresh"
             )
-        self._resumed = store.path(steps[-1]) if steps else None
+        self.resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 
     async def model(self) -> str:
-        path = self._config.policy.model.path
+        own, key = self._own, f"policies.{self._policy}.model"
+        path = own.policy.model.path
         here = self._cluster is None
-        settings = model_settings(model_under(path), "policies.main.model.path", weights=here)
+        settings = model_settings(model_under(path), f"{key}.path", weights=here)
         if here:
-            self._warnings = check_machine(self._config.policy, self._config.inference, key="policies.main.model")
-        limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
+            self._warnings = check_machine(own.policy, own.inference, key=key)
+        limits = [self._context, own.inference.max_context, settings.get("max_position_embeddings")]
         known = [limit for limit in limits if type(limit) is int]
         self._context = min(known, default=None)
         self._has_model = True
         names = ", ".join(settings.get("architectures") or ["unknown architecture"])
-        kl = self._config.algorithm.kl
-        held = "" if kl is None else f", held to {reference_path(kl, self._config.policy.model)}"
+        kl = own.algorithm.kl
+        held = "" if kl is None else f", held to {reference_path(kl, own.policy.model)}"
         return f"{path}: {names}, context {self._context or 'unknown'}{held}"
 
     async def devices(self) -> str:
+        own = self._own
         if self._cluster is not None:
-            cluster, placement = self._cluster.cluster, Placement.of(self._config)
-            engine = find_engine(self._config.inference.engine).__name__
+            cluster, placement = self._cluster.cluster, Placement.of(own)
+            engine = find_engine(own.inference.engine).__name__
             return (
                 f"{placement.devices} of {cluster.count} x {cluster.device}: trains on {len(placement.trainer)}, "
                 f"samples with {len(placement.servers)} servers of {len(placement.servers[0])} ({engine})"
             )
-        trainer, server = self._config.policy.model.device, self._config.inference.device
-        trains = check_engine(self._config.policy) or pick_device(trainer)
+        trainer, server = own.policy.model.device, own.inference.device
+        trains = check_engine(own.policy) or pick_device(trainer)
         return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
 
     async def chat_format(self) -> str:
         if not self._has_model:
             raise _Wanting("wants a model")
-        path = self._config.policy.model.path
-        self._renderer = self._config.renderer.load(path)
-        if self._resumed is not None:
-            check_template(self._resumed, self._renderer)
+        own = self._own
+        path = own.policy.model.path
+        self._renderer = own.renderer.load(path)
+        if self.resumed is not None:
+            folder = policy_folder(self.resumed, self._policy, self._config.policies)
+            check_template(folder, self._renderer, self._policy)
         # Whether the endpoints of frozen policies answer is known when the run starts.
-        frozen = load_renderers(self._config.rollout.frozen, path, self._config.renderer)
-        check_teacher(self._config.algorithm.distill, self._config.rollout.frozen, path)
+        start = self._config.policy.model.path
+        frozen = load_renderers(self._config.other_frozen, start, self._config.renderer)
+        check_teacher(own.algorithm.distill, self._config.rollout.frozen, path)
         others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
         return ", ".join([str(self._renderer.describe()["format"]), *others])
 
@@ -317,17 +344,29 @@ class _Checker:
             env.add_tools(self._loaded)
         try:
             async with asyncio.timeout(RESET_TIMEOUT):
-                messages, _ = await invoke(env, "reset", task, seed=0)
+                messages, info = await invoke(env, "reset", task, seed=0)
         except TimeoutError as error:
             raise EnvError(
                 f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})"
             ) from error
+        self._check_roles(task, info)
         if self._renderer is None:
             return 0
         check_media(name, env.toolset(), self._renderer.media)
         if self._offers_tools(task):
             hold_to_tools(name, messages, schemas(env), self._renderer)
         return len(self._renderer.render(canonical_messages(messages), schemas(env)))
+
+    def _check_roles(self, task: Task, info: Mapping[str, Any]) -> None:
+        """Check that each agent of an episode has a policy, unless the agent's code names policies."""
+        rollout, known = self._config.rollout, [*self._config.policies, *self._config.rollout.frozen]
+        try:
+            named = AgentTable(rollout).of(task).policies()
+        except TurnwiseError:
+            # The check of the agent says why there is none.
+            return
+        if not named and rollout.remote is None:
+            check_played(info.get("agents") or (), rollout.roles, known)
 
     def _offers_tools(self, task: Task) -> bool:
         try:
@@ -341,7 +380,8 @@ class _Checker:
         agents.own()
         agents.check()
         name = self._config.rollout.agent.name
-        load_credit(self._config.algorithm.credit)
+        for algorithm in self._config.algorithms.values():
+            load_credit(algorithm.credit)
         manager = check_manager(self._config.rollout, self._config.custom)
         return name if manager is None else f"{name}, rolled out by {manager.__qualname__}"
 
@@ -377,12 +417,12 @@ async def _loggers(config: TrainConfig) -> str:
     return ", ".join(each.name for each in config.loggers)
 
 
-async def _critic(policy: PolicyConfig, *, weights: bool) -> str:
+async def _critic(policy: PolicyConfig, key: str, *, weights: bool) -> str:
     if policy.critic is None or policy.critic.kind == "shared":
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
-    model_settings(path, "policies.main.critic.path", weights=weights)
-    check_same_vocabulary(path, policy.model.path, "policies.main.critic.path")
+    model_settings(path, key, weights=weights)
+    check_same_vocabulary(path, policy.model.path, key)
     return f"{path}: a separate model"
 
 
@@ -391,8 +431,7 @@ def _counted(reports: list[SourceReport]) -> str:
 
 
 def _plan(config: TrainConfig) -> Iterator[str]:
-    rollout, algorithm, policy = config.rollout, config.algorithm, config.policy
-    greedy = algorithm.greedy_baseline
+    rollout, greedy = config.rollout, config.greedy_baseline
     episodes = config.batch.groups * (rollout.group_size + greedy)
     size = f"{rollout.group_size}{' + 1 greedy' * greedy}"
     each = f"{config.batch.groups} tasks x {size} episodes = {episodes} episodes"
@@ -404,10 +443,13 @@ def _plan(config: TrainConfig) -> Iterator[str]:
         yield f"it ends with the step after {Budget.of(config.steps, config.budget, {}).describe()}, whichever is first"
     turn = "" if rollout.max_tokens_per_turn is None else f" of at most {rollout.max_tokens_per_turn} tokens"
     yield f"episodes: {rollout.env.name}, up to {rollout.max_turns} turns{turn}, temperature {rollout.temperature:g}"
-    yield (
-        f"updates: {algorithm.advantage}, {policy.optim.name} at {policy.optim.lr:g} ({policy.schedule.kind}), "
-        f"{algorithm.epochs * algorithm.minibatches} per step, {policy.model.compute_dtype}"
-    )
+    for name, policy in config.policies.items():
+        algorithm, whose = config.algorithms[name], f" of {name}" if len(config.policies) > 1 else ""
+        yield (
+            f"updates{whose}: {algorithm.advantage}, {policy.optim.name} at {policy.optim.lr:g} "
+            f"({policy.schedule.kind}), {algorithm.epochs * algorithm.minibatches} per step, "
+            f"{policy.model.compute_dtype}"
+        )
     if config.eval is None:
         yield "no evaluation"
     else:

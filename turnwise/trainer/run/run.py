@@ -19,14 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from turnwise.chat.renderer import save_format
 from turnwise.engine.accelerator import peak_bytes
 from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
-from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import Renderer
+from turnwise.model.core import ServedPolicy
 from turnwise.placement.ray_cluster import RayCluster
 from turnwise.placement.usage import process_memory
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -39,21 +37,19 @@ from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks.core import Task
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
-from turnwise.trainer.learn.learner import Learner
-from turnwise.trainer.model.critic import Critic
-from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.observe.gap import Gaps
 from turnwise.trainer.observe.metrics import checked, figures, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.budget import Budget
-from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, policy_folder
 from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
-from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
+from turnwise.trainer.run.directory import RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
+from turnwise.trainer.run.league import League
+from turnwise.trainer.run.policies import TrainedPolicy, serve_policies
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
-from turnwise.trainer.weight_sync import SharedMemoryWriter, WeightWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -62,35 +58,50 @@ class Servers:
     """The inference servers of a run.
 
     Attributes:
-        fleet: The replicas of the trained policy.
-        client: Their client, which records every request in the ledger.
+        policies: The trained policies, with their servers.
         frozen: The frozen policies.
+        leagues: Those of them that are past versions of a trained one.
     """
 
-    fleet: ReplicaSet
-    client: LedgerClient
+    policies: dict[str, TrainedPolicy]
     frozen: FrozenPolicies
+    leagues: dict[str, League]
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a failed request."""
-        await self.fleet.recover(error)
+        for policy in self.policies.values():
+            await policy.fleet.recover(error)
         await self.frozen.recover(error)
+
+    async def beside(self, first: str) -> dict[str, ServedPolicy]:
+        """Return what episodes sample from besides the ``first`` policy."""
+        further = {name: await each.served() for name, each in self.policies.items() if name != first}
+        return {**further, **self.frozen.policies}
 
 
 async def launch_servers(
-    config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
+    config: TrainConfig, directory: Path, start: Start, stack: contextlib.AsyncExitStack
 ) -> Servers:
     """Start the servers, those of frozen policies included; all requests are recorded in the ledger."""
     model, logs = Path(config.policy.model.path), directory / "logs"
-    fleet = ReplicaSet(config.inference, model, logs=logs)
-    stack.push_async_callback(fleet.close)
-    await fleet.launch(updates=True)
     book = LedgerWriter(directory / "ledger.jsonl")
     stack.push(book.leave)
-    frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
-    client = LedgerClient(fleet.client, book)
-    stack.push_async_callback(client.close)
-    return Servers(fleet, client, frozen)
+    policies = await serve_policies(start.policies, logs, book, stack)
+    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=book)
+    for policy in policies.values():
+        policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
+    leagues: dict[str, League] = {}
+    for name, each in config.leagues.items():
+        assert each.league is not None, "leagues have a section"
+        policy = policies[each.league.of]
+        league = leagues[name] = await League.open(name, each, policy, directory, stack)
+        await league.restore(start.state.leagues.get(name, ()))
+        frozen.fleets |= {f"{name}-{slot}": fleet for slot, fleet in enumerate(league.fleets)}
+        client = LedgerClient(league.client, book)
+        stack.push_async_callback(client.close)
+        info = await client.model_info()
+        frozen.policies[name] = ServedPolicy(client, policy.renderer, info, each.temperature)
+    return Servers(policies, frozen, leagues)
 
 
 COLUMNS = {
@@ -120,17 +131,13 @@ class TrainRun:
     Attributes:
         config: The run's configuration.
         directory: The run directory.
-        learner: The trained policy.
-        kl: The KL penalty, if any.
-        critic: The critic, if the estimator reads one.
-        renderer: The renderer of messages.
+        policies: The trained policies by name, in the order of the configuration.
+        leagues: Past versions of them that play, by name.
         tasks: The training tasks, in order.
         eval_tasks: Held-out tasks; empty without evaluation.
-        fleet: The inference servers.
         buffer: The replay buffer.
         manager: The rollout manager.
         scheduler: The scheduler of tasks, with the groups in flight.
-        writer: The weight writer.
         batches: Record of trained rows.
         journal: Record of finished episodes, and of the steps that got them.
         store: Checkpoints.
@@ -138,7 +145,6 @@ class TrainRun:
         display: The live display.
         state: The checkpointed state.
         budget: Limits and amounts spent.
-        teacher: The teacher of distillation, if any.
         diagnostics: Findings besides metrics.
         timeline: Spans of work.
         first_eval: Figures of the first evaluation.
@@ -154,17 +160,13 @@ class TrainRun:
 
     config: TrainConfig
     directory: Path
-    learner: Learner
-    kl: KLGuard | None
-    critic: Critic | None
-    renderer: Renderer
+    policies: dict[str, TrainedPolicy]
+    leagues: dict[str, League]
     tasks: TaskStream
     eval_tasks: list[Task]
-    fleet: ReplicaSet
     buffer: ReplayBuffer
     manager: Rollouts
     scheduler: TaskScheduler
-    writer: WeightWriter
     batches: BatchWriter
     journal: Journal
     store: CheckpointStore
@@ -174,7 +176,6 @@ class TrainRun:
     budget: Budget
     diagnostics: Diagnostics
     timeline: Timeline
-    teacher: Teacher | None = None
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
     last_error: str | None = None
@@ -185,6 +186,11 @@ class TrainRun:
     found: dict[str, float] = field(default_factory=dict)
     hooks: HookCalls = field(default_factory=HookCalls)
     counted_until: float = field(default_factory=time.monotonic)
+
+    @property
+    def policy(self) -> TrainedPolicy:
+        """The first trained policy; often the only one."""
+        return next(iter(self.policies.values()))
 
     @property
     def ended(self) -> str | None:
@@ -216,9 +222,11 @@ class TrainRun:
         groups = self.config.batch.groups
         first = math.ceil(groups / self.config.overlap.stream) / groups
         steps = self.budget.expected_steps(under_way={"sampled_tokens": first})
-        self.learner.total_steps = max(1, steps - self.config.critic_alone) * self.config.updates_per_step
-        if self.critic is not None:
-            self.critic.total_steps = steps * self.config.updates_per_step
+        for policy in self.policies.values():
+            alone = policy.config
+            policy.learner.total_steps = max(1, steps - alone.critic_alone) * alone.updates_per_step
+            if policy.critic is not None:
+                policy.critic.total_steps = steps * alone.updates_per_step
 
     def advance(self) -> None:
         """Advance to the next step after its updates."""
@@ -237,13 +245,11 @@ class TrainRun:
         Raises:
             InferenceError: A server died more often than ``inference.max_restarts``.
         """
-        try:
-            await self.fleet.pause()
-        except InferenceError as error:
-            await self.fleet.recover(error)
+        for policy in self.policies.values():
+            await policy.pause()
 
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
-        """Send the learner's weights to the servers as the version of this step; return metrics.
+        """Send the weights of all policies to their servers as the version of this step; return metrics.
 
         A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered.
         ``still`` makes servers abort running requests and pause meanwhile.
@@ -251,22 +257,20 @@ class TrainRun:
         Raises:
             InferenceError: A server rejects them, or died too often.
         """
-        written = self.writer.written_bytes
-        await self.fleet.with_recovery(lambda: self._write_weights(still))
-        self.state.weight_version = self.state.step
-        return {"sync/bytes": float(self.writer.written_bytes - written)}
+        step = self.state.step
+        written = [await policy.sync_weights(step, still=still) for policy in self.policies.values()]
+        self.state.weight_version = step
+        metrics = {"sync/bytes": float(sum(written))}
+        for name, league in self.leagues.items():
+            await league.take(step)
+            self.state.leagues[name] = list(league.versions)
+            metrics |= league.metrics()
+        return metrics
 
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
-        return memory_metrics(process_memory(device_peak=peak_bytes()), await self.fleet.memory())
-
-    async def _write_weights(self, still: bool) -> None:
-        learner, fleet = self.learner, self.fleet
-        if still:
-            await fleet.pause()
-        await self.writer.sync(learner.export_weights(), fleet.replicas, self.state.step, adapter=learner.adapter)
-        if still:
-            await fleet.resume()
+        servers = [each for policy in self.policies.values() for each in await policy.fleet.memory()]
+        return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the current step."""
@@ -276,8 +280,8 @@ class TrainRun:
         self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
         self.shown = {}
 
-    def diagnose(self, gaps: Gaps, groups: Sequence[TrajectoryGroup]) -> None:
-        """Record the gaps of the current step, and print warnings."""
+    def diagnose(self, gaps: Mapping[str, Gaps], groups: Sequence[TrajectoryGroup]) -> None:
+        """Record the gaps of the current step by policy, and print warnings."""
         step = self.state.step
         for warned in self.diagnostics.step(step, self.state.metrics, gaps, groups):
             self.metrics.log({"kind": "warning", "step": step, "name": warned.name, "text": warned.text})
@@ -314,11 +318,12 @@ class TrainRun:
             self.journal.sync()
             self.store.save(self.state, self._write, self.found)
         self.saved_step = self.state.step
+        for league in self.leagues.values():
+            league.prune(self.store)
 
     def _write(self, checkpoint: Path) -> None:
-        self.learner.save(checkpoint, extra=lambda model: save_format(self.renderer, model))
-        if self.critic is not None:
-            self.critic.save(checkpoint / CRITIC)
+        for name, policy in self.policies.items():
+            policy.save(policy_folder(checkpoint, name, self.policies))
 
 
 @contextlib.asynccontextmanager
@@ -337,8 +342,9 @@ async def open_run(
         stack.enter_context(home.lock())
         cluster = await open_cluster(config, directory, console, stack)
         start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
-        if start.learner.processes is not None:
-            stack.callback(start.learner.processes.close)
+        for policy in start.policies.values():
+            if policy.learner.processes is not None:
+                stack.callback(policy.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy(after=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
@@ -350,7 +356,7 @@ async def open_run(
         run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         at_exit(stack, partial(_save_unsaved, run))
-        if run.state.step or config.policy.model.continues_adapter or config.inference.urls:
+        if run.state.step or any(each.launched_elsewhere for each in run.policies.values()):
             # Servers were launched with the model that the configuration names, or with none that is known.
             await run.sync_weights()
         # What was imported and loaded stays: collections between steps need not look at it again.
@@ -359,15 +365,18 @@ async def open_run(
             gc.freeze()
             stack.callback(gc.unfreeze)
         yield run
-        run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
+        for name, policy in run.policies.items():
+            whose = {"policy": name} if len(run.policies) > 1 else {}
+            run.metrics.log({"kind": "inference", "step": run.state.step, **whose, **await policy.fleet.stats()})
 
 
 async def _check_room(run: TrainRun, console: Console) -> None:
     rollout = run.config.rollout
-    limits = [rollout.context_length, (await run.fleet.with_recovery(run.fleet.client.model_info)).context_length]
+    policy = run.policy
+    limits = [rollout.context_length, (await policy.served()).info.context_length]
     context = min(limit for limit in limits if limit is not None)
     warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    await check_room(run.tasks.ahead(), rollout, run.renderer, context, warn)
+    await check_room(run.tasks.ahead(), rollout, policy.renderer, context, warn)
 
 
 async def _assemble(
@@ -382,8 +391,8 @@ async def _assemble(
     """Open the files, start servers and rollouts; ``stack`` closes them in reverse order."""
     state = start.state
     files = open_files(config, directory, start, part, console, stack)
-    writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
-    servers = await launch_servers(config, directory, start.frozen, stack)
+    servers = await launch_servers(config, directory, start, stack)
+    first, policy = next(iter(servers.policies.items()))
     buffer = await stack.enter_async_context(make_buffer(config.replay, config.replay_facts, files.journal))
 
     def write(trajectory: Trajectory) -> None:
@@ -392,37 +401,37 @@ async def _assemble(
         run.scheduler.wrote(trajectory)
 
     parts = RolloutParts(
-        start.renderer,
+        policy.renderer,
         run_seed=config.seed,
         run_part=str(part),
         write=write,
         journal=files.journal,
         rolling=lambda group_id: files.timeline.span(GROUP, group_id),
         recover=servers.recover,
-        frozen=servers.frozen.policies,
+        policy=first,
+        policies=await servers.beside(first),
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
-        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, servers.fleet, servers.frozen),
+        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, policy.fleet, servers.frozen),
     )
-    manager = await create_manager(config.rollout, servers.client, buffer, parts)
+    manager = await create_manager(config.rollout, policy.client, buffer, parts)
     stack.push_async_callback(manager.close)
     scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = _budget(config, state)
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
         **_read(config, directory, start),
-        fleet=servers.fleet,
+        policies=servers.policies,
+        leagues=servers.leagues,
         buffer=buffer,
         manager=manager,
         scheduler=scheduler,
-        writer=writer,
         batches=files.batches,
         journal=files.journal,
         store=start.store,
         metrics=files.metrics,
         display=display,
         budget=budget,
-        teacher=Teacher.of(config.algorithm.distill, servers.frozen),
         diagnostics=files.diagnostics,
         timeline=files.timeline,
     )
@@ -438,10 +447,6 @@ def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
     return {
         "config": config,
         "directory": directory,
-        "learner": start.learner,
-        "kl": start.kl,
-        "critic": start.critic,
-        "renderer": start.renderer,
         "tasks": start.tasks,
         "eval_tasks": start.eval_tasks,
         "state": start.state,
@@ -452,6 +457,7 @@ def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
 
 def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or the weights are torn or lost."""
-    lost = run.learner.processes is not None and run.learner.processes.lost
+    processes = [each.learner.processes for each in run.policies.values()]
+    lost = any(each is not None and each.lost for each in processes)
     if run.state.step > run.saved_step and not run.torn and not lost:
         run.save()

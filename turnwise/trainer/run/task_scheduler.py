@@ -157,7 +157,7 @@ class TaskScheduler:
         Raises:
             TaskError: A row cannot be read.
         """
-        size, greedy = group_size or self._config.rollout.group_size, self._config.algorithm.greedy_baseline
+        size, greedy = group_size or self._config.rollout.group_size, self._config.greedy_baseline
         again = [self._again.popleft() for _ in range(min(groups, len(self._again)))]
         return [*again, *self._tasks.take(groups - len(again), size, greedy_baseline=greedy)]
 

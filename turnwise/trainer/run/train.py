@@ -17,6 +17,7 @@ import orjson
 from rich.console import Console
 from safetensors import SafetensorError
 
+from turnwise.agents.roles import MAIN
 from turnwise.append_file import write_private, writing
 from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from turnwise.errors import CheckpointError, ConfigError, RankDied, TrainError
@@ -25,7 +26,7 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.model.policy import copy_companions, load_model
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
-from turnwise.trainer.run.checkpoint import BEST, STATE_FILE, CheckpointStore, load_state
+from turnwise.trainer.run.checkpoint import BEST, POLICIES, STATE_FILE, CheckpointStore, load_state
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import TrainRun, open_run
 
@@ -200,7 +201,13 @@ _ABOUT = ("config.json", "generation_config.json")
 
 
 def export_model(
-    source: Path, target: Path, *, step: int | None = None, best: bool = False, adapter: bool = False
+    source: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    adapter: bool = False,
+    policy: str | None = None,
 ) -> Path:
     """Write a model with its tokenizer, chat template and generation settings, adapters merged. Atomic.
 
@@ -210,6 +217,7 @@ def export_model(
         step: Of a run: the checkpoint of this step; by default the newest.
         best: Of a run: the best checkpoint (``checkpoint.best``).
         adapter: Write only the adapter, in peft's format.
+        policy: Which policy, where the run trained several.
 
     Returns:
         The exported directory.
@@ -224,6 +232,7 @@ def export_model(
     folder = _folder(source, step, best)
     if (folder / STATE_FILE).is_file():
         load_state(folder)
+    folder = _of_policy(folder, policy)
     if adapter and not is_adapter(folder):
         raise ConfigError(f"{folder} holds no adapter (no {ADAPTER_CONFIG}): export it without --adapter")
     draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
@@ -241,6 +250,16 @@ def export_model(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def _of_policy(folder: Path, policy: str | None) -> Path:
+    """Return the folder of a policy in a checkpoint or a model directory."""
+    found = sorted(each.name for each in (folder / POLICIES).iterdir()) if (folder / POLICIES).is_dir() else []
+    if policy is None and found:
+        raise ConfigError(f"{folder} holds the policies {', '.join(found)}: choose one with --policy")
+    if policy is not None and policy not in (found or [MAIN]):
+        raise ConfigError(f"--policy is {policy}, but {folder} holds {', '.join(found) or 'one policy'}")
+    return folder if policy is None or not found else folder / POLICIES / policy
 
 
 def _folder(source: Path, step: int | None, best: bool) -> Path:

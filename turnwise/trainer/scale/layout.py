@@ -394,6 +394,11 @@ def check_plan(config: TrainConfig, plan: PlanConfig) -> Plan:
     Raises:
         ConfigError: It cannot: memory, or the number of devices.
     """
+    if len(config.policies) > 1:
+        raise ConfigError(
+            f"policies holds {', '.join(config.policies)}: memory and speed are planned for one trained policy: plan "
+            "each by itself, and add up"
+        )
     made = Plan(config, plan)
     if problems := made.problems():
         raise ConfigError("; ".join(problems))

@@ -1,0 +1,66 @@
+"""Two policies learn together: a solver that adds, and a critic that says whether it was right.
+
+Each has its own model, optimizer, servers and checkpoint; ``rollout.roles`` in ``train.yaml`` says which role is played
+by which. The steps are those of every job on a small model: demonstrations (half of the answers and of the verdicts
+are wrong), a warm start on them (``sft.yaml``), from which both policies begin, and training.
+
+``--smoke`` does all of it with next to no training, in seconds.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.train import TrainSummary
+
+HERE = Path(__file__).parent
+
+
+async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return conversations of both roles, with what a wrong first answer leads to."""
+    rng = random.Random(seed)
+
+    def said(*lines: str) -> dict[str, Any]:
+        roles = ("user", "assistant") * len(lines)
+        return {
+            "messages": [{"role": role, "content": text} for role, text in zip(roles, lines, strict=False)],
+            "tools": [],
+        }
+
+    def answer(total: int) -> str:
+        return str(total if rng.random() < 0.5 else rng.randint(0, 18))
+
+    rows = []
+    for _ in range(count):
+        a, b = rng.choices(range(10), k=2)
+        first = answer(a + b)
+        again = ("wrong, again:", answer(a + b)) if rng.random() < 0.5 else ()
+        rows.append(said(f"{a} + {b} =", first, *again))
+        rows.append(said(f"{a} + {b} = {first}", rng.choice(["right", "wrong"])))
+    return rows
+
+
+def main() -> int:
+    sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
+    from job import Job, run
+
+    job = Job("solver-critic", HERE, demonstrations, count=2000, report=report, policies=("solver", "critic"))
+    return run(job, __doc__)
+
+
+def report(summary: TrainSummary) -> None:
+    """Print the mean reward of each role, before and after."""
+    print("\nmean reward      before    after")
+    for role in ("solver", "critic"):
+        parts = [part["sampled"].get("by_role", {}).get(role) for part in (summary.before, summary.after)]
+        figures = [part["reward"]["mean"] if part else float("nan") for part in parts]
+        print(f"{role:<12} {figures[0]:10.3f} {figures[1]:8.3f}")
+    print(f"{summary.wall_s:.0f} s wall; everything is in {summary.directory}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Several trained policies in one run, and leagues of past versions: each trained by its own tokens, and audited."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.trainer.lookup_run import lines, silent, training
+from turnwise.errors import ConfigError
+from turnwise.rollout.audit import audit_files
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
+from turnwise.trainer.run.train import export_model, run_train
+from turnwise.trajectory import Trajectory
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "colocate": {"mode": "colocate_async"},
+    "separate": {"mode": "separate_async", "overlap": {"stream": 2}},
+}
+KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
+ROLES = {"solver": "solver", "critic": "critic_agent"}
+
+
+def two_policies(model: Path, runs: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run of seconds in which solver and critic are two policies."""
+    own: dict[str, Any] = {"model": {"path": model, "threads": 1}}
+    plain: dict[str, Any] = {
+        "name": "run",
+        "runs": runs,
+        "steps": 2,
+        "seed": 3,
+        "tasks": "turnwise.envs.library.seeded:tasks?n=7",
+        "policies": {
+            "solver": {**own, "optim": {"lr": 1e-3}},
+            "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"norm_by_std": False}},
+        },
+        "rollout": {
+            "env": {"name": "support.envs.pair_env:Pair"},
+            "agent": {"name": "turns"},
+            "roles": ROLES,
+            "group_size": 4,
+            "max_tokens_per_turn": 8,
+        },
+        "batch": {"groups": 2, "max_tokens_per_micro_batch": 256},
+        "checkpoint": {"every": 1, "keep": None},
+    }
+    return TrainConfig.model_validate(plain | changes)
+
+
+def league_of_two(model: Path, runs: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run in which the solver meets its own past versions as critic."""
+    one = two_policies(model, runs).model_dump(exclude_unset=True)
+    rollout = one["rollout"] | {
+        "roles": {"critic": "rivals"},
+        "frozen": {"rivals": {"league": {"size": 2, "every": 1}}},
+    }
+    policies = {"main": one["policies"]["solver"]}
+    return TrainConfig.model_validate(one | {"policies": policies, "rollout": rollout} | changes)
+
+
+def weights(run: Path, step: int, policy: str) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step:06d}" / "policies" / policy / "model.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_attribution(run: Path) -> dict[str, Trajectory]:
+    """Check that each trajectory was sampled by its role's policy, and trained by that alone."""
+    found = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    assert {(each.agent, each.policy) for each in found.values() if each.error is None} == set(ROLES.items())
+    rows = read_batches(run / "batches.jsonl").rows
+    assert {row.policy for row in rows} == set(ROLES.values())
+    assert all(found[row.trajectory].policy == row.policy for row in rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    "mode", ["sync", *(pytest.param(each, marks=pytest.mark.long) for each in ("colocate", "separate"))]
+)
+def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+    run_train(two_policies(lookup_model, tmp_path, **MODES[mode]), console=silent())
+    run = tmp_path / "run"
+    check_attribution(run)
+    report = audit_run(run, at_most=8, console=silent())
+    assert report.contradictions == []
+    # Two policies, each with its start and what its steps made, as far as something was sampled by it.
+    assert report.counts["weight versions recomputed"] >= 4
+    start = load_file(lookup_model / "model.safetensors")
+    for name in ROLES.values():
+        assert not equal(start, weights(run, 1, name))
+    assert not equal(weights(run, 1, "solver"), weights(run, 1, "critic_agent"))
+    [_, last] = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    for name in ROLES.values():
+        assert last[f"policy/{name}/batch/trajectories"] == 8
+        assert last[f"policy/{name}/gap/max"] < 1e-3
+    assert last["batch/trajectories"] == 16
+    both = [last[f"policy/{name}/batch/trained_tokens"] for name in ROLES.values()]
+    assert last["batch/trained_tokens"] == sum(both)
+    assert (last["policy/solver/lr/adamw"], last["policy/critic_agent/lr/adamw"]) == (1e-3, 3e-3)
+    assert "lr/adamw" not in last
+    assert [name for name in last if name not in ("kind", "step") and meaning(name) is None] == []
+    assert {each["policy"] for each in lines(run / "diagnostics.jsonl")} == set(ROLES.values())
+    with pytest.raises(ConfigError, match="holds the policies critic_agent, solver: choose one with --policy"):
+        export_model(run, tmp_path / "out")
+    export_model(run, tmp_path / "out", policy="solver")
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), weights(run, 2, "solver"))
+
+
+def test_a_resumed_run_of_two_policies_goes_on_bit_by_bit(lookup_model: Path, tmp_path: Path) -> None:
+    whole, parts = (
+        two_policies(lookup_model, tmp_path / "whole"),
+        two_policies(lookup_model, tmp_path / "parts", steps=1),
+    )
+    run_train(whole, console=silent())
+    run_train(parts, console=silent())
+    run_train(parts.model_copy(update={"steps": 2}), console=silent())
+    for name in ROLES.values():
+        assert equal(weights(tmp_path / "whole" / "run", 2, name), weights(tmp_path / "parts" / "run", 2, name))
+    check_attribution(tmp_path / "parts" / "run")
+    assert audit_files(tmp_path / "parts" / "run").sound
+
+
+def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(lookup_model: Path, tmp_path: Path) -> None:
+    config = league_of_two(lookup_model, tmp_path, steps=2)
+    run_train(config, console=silent())
+    run_train(config.model_copy(update={"steps": 4}), console=silent())
+    run = tmp_path / "run"
+    played = [each for each in read_trajectories(run / "trajectories.jsonl") if each.policy == "rivals"]
+    assert all(each.frozen and each.agent == "critic" for each in played)
+    assert {row.policy for row in read_batches(run / "batches.jsonl").rows} == {"main"}
+    # All episodes of a group meet one version, of the two that the league has at that step.
+    by_group: dict[str, set[int]] = {}
+    for each in played:
+        spans = [version for segment in each.segments for version, _, _ in segment.weight_versions]
+        by_group.setdefault(each.group_id, set()).update(spans)
+    assert all(len(versions) == 1 for versions in by_group.values())
+    met = {version for versions in by_group.values() for version in versions}
+    assert met <= {0, 1, 2, 3}
+    assert len(met) > 1
+    assert load_state(CheckpointStore(run / "checkpoints").path(4)).leagues == {"rivals": [3, 4]}
+    # Those that a checkpoint needs are kept, so that the run can resume from any of them.
+    assert {each.name for each in (run / "league" / "rivals").iterdir()} == {
+        f"step_{step:06d}" for step in (1, 2, 3, 4)
+    }
+    records = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    assert [each["league/newest/rivals"] for each in records] == [1, 2, 3, 4]
+    assert [each["league/oldest/rivals"] for each in records] == [0, 1, 2, 3]
+    report = audit_run(run, at_most=8, console=silent())
+    assert report.contradictions == []
+    # What past versions sampled is recomputed too.
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+
+
+@pytest.mark.long
+def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
+    config = two_policies(lookup_model, tmp_path, steps=6, mode="colocate_async")
+    draw, run = random.Random(7), tmp_path / "run"
+    for _ in range(KILLS):
+        with training(config) as process:
+            deadline = time.monotonic() + draw.uniform(3, 9)
+            while process.poll() is None and time.monotonic() < deadline:
+                # No synchronisation: which moment the kill hits is what is drawn.
+                time.sleep(0.02)
+            process.kill()
+            process.wait()
+    run_train(config, console=silent())
+    found = check_attribution(run)
+    assert audit_run(run, at_most=8, console=silent()).contradictions == []
+    batches = read_batches(run / "batches.jsonl")
+    assert {row.step for row in batches.rows} == set(range(1, 7))
+    trained = [(row.policy, found[row.trajectory].group_id, row.step) for row in batches.rows]
+    for name in ROLES.values():
+        # Each step trained two groups of each policy: none was lost, none came twice.
+        assert len({(group, step) for policy, group, step in trained if policy == name}) <= 2 * 6
+        assert len({group for policy, group, _ in trained if policy == name}) == len(
+            {(group, step) for policy, group, step in trained if policy == name}
+        )

@@ -1,0 +1,143 @@
+"""Several trained policies: what a configuration may say, the roles' policies, and which past version plays a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from support.chat.toy_renderer import ToyRenderer
+from turnwise.agents.roles import compared_within, policy_of, role_of
+from turnwise.config import dump_config, load_config
+from turnwise.errors import ConfigError
+from turnwise.gateway.config import LeagueConfig
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.loops.steps import merge_metrics, policy_metrics
+from turnwise.trainer.run.league import LeagueClient
+
+SOLVER = {"model": {"path": "m"}}
+NAMES = st.from_regex(r"\A[a-z][a-z0-9_]{0,6}\Z")
+
+
+def config(**changes: Any) -> TrainConfig:
+    rollout = {"env": {"name": "lookup"}, "roles": {"solver": "solver", "critic": "critic_agent"}}
+    plain: dict[str, Any] = {
+        "name": "r",
+        "steps": 1,
+        "policies": {"solver": SOLVER, "critic_agent": {"model": {"path": "n"}}},
+        "rollout": rollout | changes.pop("rollout", {}),
+    }
+    return TrainConfig.model_validate(plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout": {"roles": {}}}, r"rollout\.roles maps no role to any of them: map each role"),
+        ({"rollout": {"roles": {"solver": "solver"}}}, r"policies\.critic_agent is trained, but no role"),
+        ({"rollout": {"roles": {"solver": "sover"}}}, r"rollout\.roles\.solver is 'sover', which is no policy"),
+        ({"rollout": {"roles": {"a b": "solver"}}}, "a session's name is 'a b'"),
+        (
+            {"rollout": {"frozen": {"solver": {"start": True}}}},
+            r"policies\.solver and rollout\.frozen\.solver have one name",
+        ),
+        ({"policies": {"solver": {**SOLVER, "hosted": {"model": "m"}}}}, "hosted endpoint returns no token ids"),
+        ({"policies": {}}, "policies holds nothing"),
+        ({"policies": {"a/b": SOLVER}}, "should match pattern"),
+        ({"inference": {"url": "http://127.0.0.1:1"}}, r"would serve the policies solver and critic_agent"),
+        ({"inference": {"port": 9}}, r"inference\.port 9 would serve the policies"),
+        ({"placement": "ray"}, "placement is ray, which serves one trained policy"),
+        (
+            {"rollout": {"frozen": {"past": {"league": {"of": "sover"}}}}},
+            r"rollout\.frozen\.past\.league\.of is 'sover', which is not trained",
+        ),
+        ({"rollout": {"frozen": {"past": {"league": {}, "start": True}}}}, "league alone"),
+        (
+            {"policies": {"solver": {**SOLVER, "algorithm": {"advantage": "gae"}}, "critic_agent": SOLVER}},
+            r"needs a critic: give policies\.solver\.critic",
+        ),
+    ],
+)  # fmt: skip
+def test_policies_that_do_not_fit_are_named_with_a_remedy(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(**changes)
+
+
+def test_a_policy_has_the_run_s_keys_but_for_its_own() -> None:
+    own = {"algorithm": {"entropy_coef": 0.5}, "inference": {"replicas": 2}}
+    both = {"solver": {**SOLVER, **own}, "critic_agent": SOLVER}
+    made = config(policies=both, algorithm={"epochs": 3})
+    solver, critic = made.of_policy("solver"), made.of_policy("critic_agent")
+    assert (solver.algorithm.epochs, solver.algorithm.entropy_coef) == (3, 0.5)
+    assert (critic.algorithm.epochs, critic.algorithm.entropy_coef) == (3, 0.0)
+    assert (solver.inference.replicas, critic.inference.replicas) == (2, 1)
+    assert (solver.updates_per_step, list(solver.policies)) == (3, ["solver"])
+
+
+def test_a_written_configuration_is_read_back_equal(tmp_path: Any) -> None:
+    both = {"solver": {**SOLVER, "algorithm": {"entropy_coef": 0.5}}, "critic_agent": SOLVER}
+    made = config(policies=both, algorithm={"epochs": 3})
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(made))
+    again = load_config(TrainConfig, file)
+    assert again.algorithms == made.algorithms
+    assert dump_config(again) == dump_config(made)
+
+
+async def test_an_agent_without_a_policy_is_named_before_an_episode() -> None:
+    rollout = RolloutConfig.model_validate(
+        {"env": {"name": "support.envs.pair_env:Pair"}, "agent": {"name": "turns"}, "roles": {"solver": "solver"}}
+    )
+    renderer = ToyRenderer()
+    runner = EpisodeRunner(rollout, ScriptedClient(renderer, []), renderer, context_length=500, policy="solver")
+    with pytest.raises(ConfigError, match=r"agent 'critic' has the policy 'main', which does not exist: map the role"):
+        await runner.prepare()
+
+
+@given(st.dictionaries(NAMES, NAMES, max_size=4), NAMES, st.integers(0, 9))
+def test_a_session_has_the_policy_of_its_name_or_of_its_role(roles: dict[str, str], role: str, number: int) -> None:
+    agent = f"{role}/{number}"
+    assert policy_of(agent, roles) == roles.get(role, "main")
+    assert policy_of(role, roles) == policy_of(agent, roles)
+    assert policy_of(agent, roles | {agent: "own"}) == "own"
+    assert role_of(agent) == role
+
+
+@given(st.lists(st.tuples(NAMES, NAMES), min_size=2, max_size=6), st.sampled_from(["role", "agent", "together"]))
+def test_sessions_of_different_policies_are_never_compared(sessions: list[tuple[str, str]], compare: Any) -> None:
+    groups = {(agent, policy): compared_within("g", agent, policy, compare) for agent, policy in sessions}
+    for (_, one), group in groups.items():
+        assert all(other == one for (_, other), same in groups.items() if same == group)
+
+
+def test_metrics_of_policies_are_merged_and_kept_apart() -> None:
+    one = {"reward/mean": 1.0, "batch/trajectories": 1.0, "batch/trained_tokens": 10.0, "gap/max": 0.1, "lr/adamw": 1.0}
+    two = {"reward/mean": 0.0, "batch/trajectories": 3.0, "batch/trained_tokens": 30.0, "gap/max": 0.4, "lr/adamw": 2.0}
+    assert policy_metrics({"main": one}) == one
+    found = policy_metrics({"a": one, "b": two})
+    assert (found["reward/mean"], found["batch/trained_tokens"], found["gap/max"]) == (0.25, 40.0, 0.4)
+    assert (found["policy/a/lr/adamw"], found["policy/b/lr/adamw"]) == (1.0, 2.0)
+    assert "lr/adamw" not in found
+    # A step in two parts: each policy's means are weighted by its own trajectories.
+    silent = {"reward/mean": 0.0, "batch/trajectories": 0.0, "batch/trained_tokens": 0.0}
+    both = merge_metrics([found, policy_metrics({"a": silent, "b": two})])
+    assert (both["policy/a/reward/mean"], both["policy/a/batch/trained_tokens"]) == (1.0, 10.0)
+    assert both["policy/b/batch/trained_tokens"] == 60.0
+
+
+@given(st.text(min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(["uniform", "latest"]))
+def test_all_sessions_of_a_group_meet_one_version(task: str, size: int, choose: Any) -> None:
+    client = LeagueClient("rivals", LeagueConfig(size=size, choose=choose), [])
+    client.slots = list(range(size))
+    chosen = client.slot_of(f"0-train-{task}-e0/0.0")
+    sessions = [f"0-train-{task}-e0/{member}.{attempt}/solver/1" for member in range(3) for attempt in range(2)]
+    # A process that resumes the group asks under its own number, and draws the same.
+    client.slots = client.slots[::-1]
+    assert {client.slot_of(each) for each in [*sessions, f"1-train-{task}-e0/4.0"]} == {chosen}
+    assert choose == "uniform" or chosen == size - 1
