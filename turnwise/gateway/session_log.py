@@ -196,7 +196,9 @@ class Restorable(Protocol):
     def recorded_as(self) -> str:
         """``tokens`` or ``text``."""
 
-    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+    def restore(
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+    ) -> None:
         """Commit a turn again. Raises SessionError."""
 
 
@@ -272,7 +274,7 @@ def _rebuild_tokens(
 def _restore(found: Rebuilt, recorder: Restorable, record: TurnRecord, call: LedgerEntry) -> None:
     completion = Completion(call.completion_ids, call.logprobs, record.finish_reason, call.weight_versions)
     try:
-        recorder.restore(record, call.prompt_ids, completion)
+        recorder.restore(record, call.prompt_ids, completion, call.media)
     except SessionError as error:
         found.abandoned[call.session] = str(error)
 

@@ -26,6 +26,7 @@ from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.media_files import FOLDER, MediaFiles
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
@@ -97,7 +98,8 @@ class RolloutWorker:
         sys.path.extend(each for each in spec.path if each not in sys.path)
         _check_code(spec)
         # The same worker is never started twice: a name of its own for each process, also of a resumed run.
-        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl")
+        images = MediaFiles(spec.run / FOLDER)
+        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
         self._stack.push(book.leave)
         renderer = spec.renderer.load(spec.model)
         renderers = load_renderers(spec.frozen, spec.model, spec.renderer)
