@@ -23,6 +23,7 @@ from turnwise.chat.formats.tags import Tag, unheld
 from turnwise.chat.incremental_render import CannotExtend, Shape, TurnSuffix, kind_of
 from turnwise.chat.media import MediaPlacer, media_in
 from turnwise.chat.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
+from turnwise.chat.processor import load_processor
 from turnwise.chat.template import ChatTemplate, TemplateFacts, template_digest
 from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
 from turnwise.chat.tokens import Tokens
@@ -490,7 +491,8 @@ def load_renderer(
         ConfigError: ``chat_template`` is unreadable, unknown, or does not fit the tokenizer.
         RenderError: Directory, template or tokenizer cannot be used, no format was detected, or the model was trained
             with another template.
-        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
+        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed, or the model takes images
+            and Pillow is not installed.
     """
     files = read_model_dir(model_dir)
     source = files.template if chat_template is None else _template_text(chat_template, files)
@@ -511,6 +513,7 @@ def load_renderer(
         now=now,
         fixed_arguments=fixed_arguments,
         tool_source=tool_source,
+        processor=load_processor(files.path),
     )
 
 

@@ -1,20 +1,21 @@
 """Canonical form of messages, tools and template arguments: what two requests are compared by.
 
 Images are compared by the SHA-256 of their bytes, wherever and however a message gives them
-(:mod:`turnwise.model.message_media`). Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal, a chat template does not.
+(:mod:`turnwise.model.message_media`). Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal,
+a chat template does not.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from turnwise.errors import RenderError, SessionError, shown
 from turnwise.model.message_media import TEXT_PARTS, MediaBytes, MessageMedia, media_of_part
-from turnwise.types import Json, Message, ToolCall, ToolSchema
+from turnwise.types import Json, Media, Message, ToolCall, ToolSchema
 
 # Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).
 _MAX_DEPTH = 100
@@ -61,10 +62,10 @@ class Canonical:
     calls: tuple[CanonicalCall, ...] = ()
     name: str | None = None
     answers: int | None = None
-    media: tuple[MessageMedia, ...] = ()
     call_id: str = field(default="", compare=False)
     call_name: str = field(default="", compare=False)
     turn: str | None = field(default=None, compare=False)
+    media: tuple[MessageMedia, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -314,6 +315,11 @@ class Canonicalizer:
 def is_turn(message: Canonical) -> bool:
     """Whether following tool messages answer the calls of this message."""
     return message.role == "assistant" and not message.empty
+
+
+def unplaced(messages: Iterable[Canonical]) -> tuple[Media, ...]:
+    """Return the images of messages, without a place in ids."""
+    return tuple(Media(each.kind, each.data, 0, 0) for message in messages for each in message.media)
 
 
 def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:

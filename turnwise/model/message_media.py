@@ -19,12 +19,12 @@ from turnwise.types import MediaKind
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of parts that are text."""
-MOST_BYTES = 20 * 2**20
+MOST_BYTES = 32 * 2**20
 """Bytes that the file of an image may have."""
-IMAGE_TYPES = ("png", "jpeg", "webp", "gif")
+IMAGE_TYPES = ("png", "jpeg", "webp", "gif", "bmp")
 """Types of images, as in ``image/png``."""
 _AUDIO = frozenset({"audio", "input_audio", "audio_url"})
-_SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8"}
+_SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "bmp": b"BM"}
 _REMEDY = "give the image's data as data:image/png;base64,..., for example by turnwise.image_part(...)"
 
 MediaBytes = Callable[[str, bytes], bytes]
@@ -88,7 +88,7 @@ def image_part(image: Any) -> dict[str, Any]:
     """Return the content part of an image for messages, tasks and observations, as JSON.
 
     Args:
-        image: Encoded bytes (PNG, JPEG, WebP or GIF), a ``data:`` URI, or a Pillow image.
+        image: Encoded bytes (PNG, JPEG, WebP, GIF or BMP), a ``data:`` URI, or a Pillow image.
 
     Raises:
         SessionError: As :func:`image_bytes`.
@@ -119,7 +119,10 @@ def media_of_part(part: Mapping[str, Any], at: int, where: str, keep: MediaBytes
         raise SessionError(f"{where} is audio, which no model here takes: give its transcript as text")
     if kind not in ("image", "image_url", "input_image"):
         raise SessionError(f"{where} is of type {shown(kind)}: text and images are allowed")
-    return [_media(_source(part, where), at, where, keep)]
+    source = _source(part, where)
+    if source is None:
+        raise SessionError(f"{where} is of type {kind} and has no image: {_REMEDY}")
+    return [_media(source, at, where, keep)]
 
 
 def _source(part: Mapping[str, Any], where: str) -> Any:

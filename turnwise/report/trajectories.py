@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import orjson
 from turnwise.agents.roles import TRAINED, role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
+from turnwise.media_files import MediaFiles
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.rollout.records import placed_trajectories
 from turnwise.trajectory import Segment, Trajectory, segment_record
@@ -368,7 +370,7 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> It
 
 def _read_record(file: BinaryIO, row: Row, facts: RunFacts) -> _Record:
     file.seek(row.offset)
-    trajectory = Trajectory.from_bytes(file.readline())
+    trajectory = Trajectory.from_bytes(file.readline(), MediaFiles.beside(Path(file.name)).read)
     data = _dumped(trajectory_record(trajectory, facts))
     if len(data) > LARGEST:
         return _Record(row, _dumped(trajectory_record(trajectory, facts, tokens=False)), None)

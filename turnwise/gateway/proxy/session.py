@@ -16,7 +16,7 @@ from turnwise.errors import InferenceError, SessionError, StructuredOutputError,
 from turnwise.gateway.config import SETTINGS, SessionSettings
 from turnwise.gateway.errors import unsupported
 from turnwise.media_files import MediaPlace
-from turnwise.model.canonical import Canonical, TemplateArguments
+from turnwise.model.canonical import Canonical, TemplateArguments, unplaced
 from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
@@ -107,11 +107,6 @@ class TextRenderer:
     def describe(self) -> dict[str, Any]:
         """Return a description without format or template."""
         return {"format": "text", "proof": "a hosted endpoint renders"}
-
-
-def unplaced(messages: Sequence[Canonical]) -> tuple[Media, ...]:
-    """Return the images of messages, without a place in ids."""
-    return tuple(Media(each.kind, each.data, 0, 0) for message in messages for each in message.media)
 
 
 class NoTokens(LLMClient):
