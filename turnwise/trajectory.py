@@ -14,6 +14,7 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, TrainError
+from turnwise.images import data_uri
 from turnwise.types import FinishReason, Logprobs, Media, StopReason, TokenIds, VersionSpan
 
 SegmentKind = Literal["context", "sampled"]
@@ -70,6 +71,19 @@ class Segment:
         return mask
 
 
+def messages_of(segment: Segment) -> tuple[dict[str, Any], ...]:
+    """Return a segment's messages in OpenAI's form: parts ``image_url`` with data in the place of images' digests."""
+    if not segment.media:
+        return segment.messages
+    images = {each.digest: {"type": "image_url", "image_url": {"url": data_uri(each.data)}} for each in segment.media}
+    return tuple(
+        {**message, "content": [images.get(part.get("sha256"), part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in segment.messages
+    )
+
+
 _SEGMENT_FIELDS = ("index", "parent", "kind", "token_ids", "messages")
 _SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
 _RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
@@ -89,7 +103,13 @@ def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[st
     record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
     if segment.media:
         record["media"] = [
-            [each.kind, each.digest, each.position, each.length, *([] if media else [base64.b64encode(each.data).decode()])]
+            [
+                each.kind,
+                each.digest,
+                each.position,
+                each.length,
+                *([] if media else [base64.b64encode(each.data).decode()]),
+            ]
             for each in segment.media
         ]
         if media is not None:

@@ -9,9 +9,9 @@ import numpy as np
 
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
+from turnwise.images import MessageMedia
 from turnwise.model.canonical import Canonical
 from turnwise.model.media import MediaProcessor, PlacedMedia
-from turnwise.model.message_media import MessageMedia
 from turnwise.types import Media, TokenIds
 
 _REMEMBERED = 4096

@@ -147,7 +147,8 @@ class TemplateRenderer:
                 "tokenizer_config.json names an end-of-text token; set eos_token in tokenizer_config.json"
             )
         self._placer = placer or MediaPlacer(None, tokens)
-        self.media = self._placer.kinds
+        # A video is given as its frames.
+        self.media = self._placer.kinds | ({"video"} if "image" in self._placer.kinds else frozenset())
         self.placed: tuple[Media, ...] = ()
         self.arguments: TemplateArguments = ()
         self.why = ""

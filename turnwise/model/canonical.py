@@ -1,7 +1,7 @@
 """Canonical form of messages, tools and template arguments: what two requests are compared by.
 
 Images are compared by the SHA-256 of their bytes, wherever and however a message gives them
-(:mod:`turnwise.model.message_media`). Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal,
+(:mod:`turnwise.images`). Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal,
 a chat template does not.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from turnwise.errors import RenderError, SessionError, shown
-from turnwise.model.message_media import TEXT_PARTS, MediaBytes, MessageMedia, media_of_part
+from turnwise.images import TEXT_PARTS, MediaBytes, MessageMedia, media_of_part
 from turnwise.types import Json, Media, Message, ToolCall, ToolSchema
 
 # Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).

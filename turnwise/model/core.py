@@ -275,7 +275,7 @@ class Renderer(Protocol):
     stop_ids: frozenset[int]
     why: str
     media: frozenset[str]
-    """Kinds of media that it places besides text: ``image``."""
+    """Kinds of media that it places besides text: ``image``, and ``video`` as a list of images."""
     placed: tuple[Media, ...]
     """Media of the last :meth:`render` or :meth:`extend`, at their places in its ids; read before anything else runs."""
     guides: StructuralTags

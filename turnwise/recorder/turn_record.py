@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from turnwise.errors import FormatError
+from turnwise.images import MessageMedia
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
-from turnwise.model.message_media import MessageMedia
 from turnwise.types import FinishReason, ToolSchema
 
 ReadFile = Callable[[str], bytes]

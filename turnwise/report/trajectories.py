@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,7 +21,7 @@ from turnwise.evaluation.estimates import clustered_mean
 from turnwise.media_files import MediaFiles
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.rollout.records import placed_trajectories
-from turnwise.trajectory import Segment, Trajectory, segment_record
+from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -414,7 +414,8 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
 
 
 def _segment(segment: Segment, tokens: bool) -> dict[str, Any]:
-    record = segment_record(segment)
+    # The page shows images where their messages have them.
+    record = segment_record(replace(segment, messages=messages_of(segment), media=()))
     record["tokens"] = len(segment.token_ids)
     if not tokens:
         return {name: value for name, value in record.items() if name not in ("token_ids", "logprobs")}

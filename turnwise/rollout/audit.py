@@ -567,7 +567,10 @@ def _difference(segment: Segment, prompt: _Prompt, call: LedgerEntry) -> str:
             at = int(wrong[0])
             return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
     if prompt.media != call.media:
-        names = [[f"{each.digest[:12]} at {each.position}" for each in each_media] for each_media in (prompt.media, call.media)]
+        names = [
+            [f"{each.digest[:12]} at {each.position}" for each in each_media]
+            for each_media in (prompt.media, call.media)
+        ]
         return f"the images are {', '.join(names[0]) or 'none'} in the trajectory, {', '.join(names[1]) or 'none'} in the ledger"
     if segment.weight_versions != call.weight_versions:
         return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"

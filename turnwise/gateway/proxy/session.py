@@ -338,9 +338,7 @@ class TextSession(Session):
 
     def _limited(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         size = len(prompt.token_ids)
-        token_budget(
-            self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, wanted=None
-        )
+        token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, wanted=None)
         return params
 
     def _use(self, placed: PendingRequest, usage: Usage) -> None:

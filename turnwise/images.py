@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,11 @@ def _checked(data: bytes, where: str) -> str:
     """Return the type of an encoded image. Raises SessionError if it is of none that is known, or too large."""
     if len(data) > MOST_BYTES:
         raise _too_large(where, len(data))
+    return check_type(data, where)
+
+
+def check_type(data: bytes, where: str) -> str:
+    """Return the type of an image that begins with these bytes. Raises SessionError if it is of none that is known."""
     found = image_type(data)
     if found is None:
         begins = data[:8].hex(" ") or "nothing"
@@ -185,3 +191,76 @@ def _too_large(where: str, size: int) -> SessionError:
         f"{where} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} are allowed: make the image smaller"
     )
 
+
+def image_size(data: bytes) -> tuple[int, int] | None:
+    """Return width and height in pixels as the header of an encoded image says; None where it cannot be read."""
+    kind = image_type(data)
+    try:
+        if kind == "png":
+            return struct.unpack(">II", data[16:24])
+        if kind == "gif":
+            return struct.unpack("<HH", data[6:10])
+        if kind == "bmp":
+            width, height = struct.unpack("<ii", data[18:26])
+            return width, abs(height)
+        if kind == "webp":
+            return _webp_size(data)
+        return _jpeg_size(data) if kind == "jpeg" else None
+    except (struct.error, IndexError):
+        return None
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    if data[12:16] == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if data[12:16] == b"VP8L":
+        (bits,) = struct.unpack("<I", data[21:25])
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    width, height = struct.unpack("<HH", data[26:30])
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return the size that the first frame header (SOF) of a JPEG says."""
+    at = 2
+    while data[at] == 0xFF:
+        marker, size = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", data[at + 5 : at + 9])
+            return width, height
+        at += 2 + size
+    return None
+
+
+def image_label(data: bytes, digest: str = "") -> str:
+    """Return a line that stands for an image in text: ``[image 64x64 png, 1.2 kB, sha 1f3a...]``."""
+    size = image_size(data)
+    pixels = "" if size is None else f" {size[0]}x{size[1]}"
+    sha = digest or hashlib.sha256(data).hexdigest()
+    return f"[image{pixels} {image_type(data) or 'of an unknown type'}, {len(data) / 1000:.1f} kB, sha {sha[:12]}]"
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message, between which its images stand."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return [content] if content else []
+    return [str(part.get("text", "")) for part in content if part.get("type", "text") in TEXT_PARTS]
+
+
+def readable_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message with a label in the place of each image, for whoever reads text only."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content or ""
+    pieces = []
+    for part in content:
+        if part.get("type", "text") in TEXT_PARTS:
+            pieces.append(str(part.get("text", "")))
+            continue
+        digest = part.get("sha256")
+        if digest:
+            pieces.append(f"[image, sha {str(digest)[:12]}]")
+        else:
+            pieces += [image_label(each.data, each.digest) for each in media_of_part(part, 0, "the message")]
+    return "".join(pieces)
