@@ -150,6 +150,7 @@ def _config(
         "max_position_embeddings": context,
         "initializer_range": 0.04,
         "tie_word_embeddings": True,
+        "bos_token_id": None,
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "dtype": "float32",
