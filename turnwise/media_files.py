@@ -44,7 +44,7 @@ class MediaPlace(NamedTuple):
         return cls(str(kind), str(digest), int(position), int(length))
 
 
-def places(media: Iterable[Media]) -> list[MediaPlace]:
+def places_of(media: Iterable[Media]) -> list[MediaPlace]:
     """Return the places of images."""
     return [MediaPlace.of(each) for each in media]
 

@@ -102,18 +102,12 @@ def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[st
     """
     record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
     if segment.media:
-        record["media"] = [
-            [
-                each.kind,
-                each.digest,
-                each.position,
-                each.length,
-                *([] if media else [base64.b64encode(each.data).decode()]),
-            ]
-            for each in segment.media
-        ]
+        record["media"] = [[each.kind, each.digest, each.position, each.length] for each in segment.media]
         if media is not None:
             media(segment.media)
+        else:
+            for entry, each in zip(record["media"], segment.media, strict=True):
+                entry.append(base64.b64encode(each.data).decode())
     return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
 
 

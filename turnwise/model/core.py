@@ -277,7 +277,7 @@ class Renderer(Protocol):
     media: frozenset[str]
     """Kinds of media that it places besides text: ``image``, and ``video`` as a list of images."""
     placed: tuple[Media, ...]
-    """Media of the last :meth:`render` or :meth:`extend`, at their places in its ids; read before anything else runs."""
+    """Media of the last :meth:`render` or :meth:`extend`, at their places in its ids; read at once."""
     guides: StructuralTags
     """Grammars of completions in its chat format."""
     arguments: TemplateArguments

@@ -7,8 +7,8 @@ One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a proce
      "versions": [[version, start, end], ...], "finish": "stop"}
 
 The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``token_ids``.
-Its images are those of the shared ids, then ``"media": [[kind, sha256, position, length], ...]``, if there are any; each
-is in the folder ``media/`` of the run, in a file named by its digest.
+Its images are those of the shared ids, then ``"media": [[kind, sha256, position, length], ...]``, if there are any;
+each is in the folder ``media/`` of the run, in a file named by its digest.
 A call is referred to by ``at``, the byte at which its line begins. A gateway says, in its part, what became of the
 sessions that an earlier one left open (:class:`Resumption`)::
 
@@ -30,7 +30,7 @@ import orjson
 
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import DiskError, FormatError
-from turnwise.media_files import MediaFiles, MediaPlace, places
+from turnwise.media_files import MediaFiles, MediaPlace, places_of
 from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, Media, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
@@ -149,7 +149,7 @@ class LedgerWriter:
         before, _, seen = self._last.pop(session, (b"", 0, ()))
         asked = _id_bytes(prompt)
         shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
-        own = tuple(places(media))
+        own = tuple(places_of(media))
         known = _common_media(seen, own, shared)
         shared = min([shared, *(each.position for each in (*seen[known:][:1], *own[known:][:1]))])
         now = asked + _id_bytes(completion.token_ids)

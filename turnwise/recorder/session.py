@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from turnwise.errors import BudgetExceeded, InferenceError, PromptTooLong, SessionError, TurnwiseError
-from turnwise.media_files import MediaPlace, places
+from turnwise.media_files import MediaPlace, places_of
 from turnwise.model.canonical import Canonical, canonical_tools, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
@@ -236,8 +236,8 @@ class Session:
             with an ``error`` must not be executed.
 
         Raises:
-            SessionError: The request cannot be placed (prefill, an image that is not given as data, no messages), or the
-                client broke its contract.
+            SessionError: The request cannot be placed (prefill, an image that is not given as data, no messages), or
+                the client broke its contract.
             RenderError: The template cannot render the messages, or the model does not take their images. Nothing was
                 sent.
             BudgetExceeded: No tokens or turns are left. Nothing was sent.
@@ -348,7 +348,7 @@ class Session:
         self, record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace]
     ) -> tuple[Media, ...]:
         """Return the images of a restored context, given the last node before it and the number of ids before it."""
-        seen = places(joined_media(known, ()))
+        seen = places_of(joined_media(known, ()))
         files = {each.digest: each for message in record.new or () for each in message.media}
         fresh = media[len(seen) :]
         if list(media[: len(seen)]) != seen or [each.digest for each in fresh] != [

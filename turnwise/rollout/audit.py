@@ -21,7 +21,7 @@ import orjson
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
-from turnwise.media_files import MediaPlace, places
+from turnwise.media_files import MediaPlace, places_of
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
@@ -527,7 +527,7 @@ class _Prompt(NamedTuple):
 
     @classmethod
     def of(cls, path: Sequence[Segment]) -> _Prompt:
-        return cls(np.concatenate([segment.token_ids for segment in path]), tuple(places(path_media(path))))
+        return cls(np.concatenate([segment.token_ids for segment in path]), tuple(places_of(path_media(path))))
 
 
 def _call_key(call: LedgerEntry) -> bytes:
@@ -567,11 +567,11 @@ def _difference(segment: Segment, prompt: _Prompt, call: LedgerEntry) -> str:
             at = int(wrong[0])
             return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
     if prompt.media != call.media:
-        names = [
-            [f"{each.digest[:12]} at {each.position}" for each in each_media]
-            for each_media in (prompt.media, call.media)
-        ]
-        return f"the images are {', '.join(names[0]) or 'none'} in the trajectory, {', '.join(names[1]) or 'none'} in the ledger"
+        mine, theirs = (
+            ", ".join(f"{each.digest[:12]} at {each.position}" for each in media) or "none"
+            for media in (prompt.media, call.media)
+        )
+        return f"the images are {mine} in the trajectory, {theirs} in the ledger"
     if segment.weight_versions != call.weight_versions:
         return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"
     return f"finish reason is {segment.finish_reason} in the trajectory, {call.finish_reason} in the ledger"

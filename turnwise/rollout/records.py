@@ -24,7 +24,7 @@ import orjson
 
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import FormatError
-from turnwise.media_files import MediaFiles, places
+from turnwise.media_files import MediaFiles, places_of
 from turnwise.trajectory import TrainSample, Trajectory
 
 SCHEMA_VERSION = 1
@@ -84,7 +84,7 @@ def row_digest(sample: TrainSample) -> str:
         (sample.weight_versions, "<i4"),
     ):
         digest.update(np.ascontiguousarray(array, dtype=kind).tobytes())
-    for media in places(sample.media):
+    for media in places_of(sample.media):
         digest.update(" ".join(map(str, media)).encode())
     return digest.hexdigest()
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
+from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.rollout.audit import TRAJECTORIES
 from turnwise.rollout.records import read_trajectories
