@@ -1,4 +1,4 @@
-"""Media processors over the image processors of transformers: placeholders and model inputs of Qwen-VL, SmolVLM, InternVL.
+"""Placeholders and model inputs of images, by the image processors of transformers (Qwen-VL, SmolVLM, InternVL).
 
 Image processors run on Pillow, whatever else is installed: the same bytes give the same pixels on each machine. Where
 ``transformers.AutoProcessor`` replaces a marker in the text and then tokenizes it, here the replacement is tokenized

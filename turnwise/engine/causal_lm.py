@@ -181,10 +181,7 @@ class CausalLM:
         if self.vision is not None:
             ids, places = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions))
             states = self._model.get_decoder()(
-                **self.vision.decoder_inputs(ids, images),
-                position_ids=places.unsqueeze(-2),
-                use_cache=False,
-                plan=plan,
+                **self.vision.decoder_inputs(ids, images), position_ids=places.unsqueeze(-2), use_cache=False, plan=plan
             ).last_hidden_state[0]
             seen: torch.Tensor = self._model.get_output_embeddings()(states[torch.from_numpy(keep).to(self.device)])
             return seen

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.vision import FAMILIES, SIZES, image, transformers_processor, vision_model
 
+from support.engine.tiny_vlm import FAMILIES, SIZES, image, transformers_processor, vision_model
 from turnwise.chat import processor as processors
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.chat.processor import ImageProcessor, decode_image, load_processor

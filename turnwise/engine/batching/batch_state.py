@@ -15,7 +15,6 @@ from turnwise.engine.sampling import RowParams, seed_key, uniforms
 from turnwise.engine.structured_output import GrammarState
 from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 
-
 Slots = npt.NDArray[np.int64]
 
 

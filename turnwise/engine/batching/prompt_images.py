@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +13,49 @@ import torch
 
 from turnwise.engine.batching.batch_state import Generation, PromptImage
 from turnwise.engine.batching.scheduler import ModelInput
-from turnwise.engine.vision import ImageEmbedding, PlacedEmbeddings, VisionTower
+from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
+from turnwise.errors import FormatError
+from turnwise.inference.media_wire import decode_features
+from turnwise.inference.wire import BadRequest
 from turnwise.types import TokenIds
 
 _KEYS = 1 << 16
 """Most images whose keys are remembered; prompts of an older one share no prefix."""
 _EMBEDDED_BYTES = 256 << 20
 """Most bytes of embeddings that are kept, so that a prompt in several steps is encoded once."""
+
+
+def read_images(given: Any, token_ids: TokenIds, vision: VisionTower | None) -> tuple[PromptImage, ...]:
+    """Return the images of a request's ``features``, checked against the model and the ids. Raises BadRequest."""
+    if given is None:
+        return ()
+    if vision is None:
+        raise BadRequest("features", "features is given, but this model takes text only: remove the images")
+    images = []
+    for number, image in enumerate(decode_features(given, len(token_ids))):
+        stretch = token_ids[image.offset : image.offset + image.length]
+        places = image.offset + np.flatnonzero(stretch == vision.placeholder)
+        try:
+            rows = vision.rows(image.features)
+        except FormatError as error:
+            raise BadRequest("features.kwargs_data", f"image {number}: {error}") from error
+        if len(places) != rows or stretch[0] != vision.placeholder or stretch[-1] != vision.placeholder:
+            raise BadRequest(
+                "features.mm_placeholders",
+                f"image {number} has {rows} embeddings, but {len(places)} of its {image.length} ids from "
+                f"{image.offset} are placeholders ({vision.placeholder}): place it with the model's own processor",
+            )
+        images.append(PromptImage(_digest(image.features), places, image.features))
+    return tuple(images)
+
+
+def _digest(features: Features) -> str:
+    """Return the hash of what is computed from, whatever hash a client sent."""
+    found = hashlib.sha256()
+    for name, array in sorted(features.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 class PromptImages:
@@ -86,9 +123,7 @@ class PromptImages:
                     found.append((image, np.arange(first, last), image.places[first:last] + (begin - start)))
         return positions, self._place(found) if found else None
 
-    def _place(
-        self, found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
-    ) -> PlacedEmbeddings:
+    def _place(self, found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]) -> PlacedEmbeddings:
         """Join the embeddings of (image, rows of it, places in the step)."""
         found.sort(key=lambda part: int(part[2][0]))
         embedded = self._embeddings({image.digest: image for image, _, _ in found})

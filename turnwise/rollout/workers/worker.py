@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.append_file import private_directory, private_opener
+from turnwise.chat.processor import load_processor
 from turnwise.envs.registration import env_class
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
@@ -107,7 +108,11 @@ class RolloutWorker:
         frozen = await open_frozen(spec.frozen, renderers, self._stack, start=spec.model, logs=logs, book=book)
         client_of = spec.inference
         served = HTTPClient(
-            spec.urls, retries=client_of.retries, retry_wait=client_of.retry_wait, routing=client_of.routing
+            spec.urls,
+            retries=client_of.retries,
+            retry_wait=client_of.retry_wait,
+            routing=client_of.routing,
+            processor=load_processor(spec.model),
         )
         self._clients = [served, *frozen.clients]
         client = LedgerClient(served, book)

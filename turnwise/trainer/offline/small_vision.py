@@ -57,6 +57,7 @@ def make_vision_model(
     context: int = 2048,
     patch: int = 8,
     most_patches: int = 256,
+    tiles: bool = True,
     words: str | None = None,
 ) -> int:
     """Write a new vision-language model to a directory in Hugging Face format; return its number of parameters.
@@ -72,6 +73,7 @@ def make_vision_model(
         context: Maximum number of tokens of a sequence.
         patch: Side of a patch, in pixels.
         most_patches: Most patches of an image (Qwen), or of a tile (the others).
+        tiles: Whether large images are split into tiles besides the whole (not Qwen).
         words: A regular expression of what stands alone for the tokenizer; by default the words of the data.
 
     Raises:
@@ -85,7 +87,7 @@ def make_vision_model(
     tokenizer.add_special_tokens(_TOKENS[family])
     tokenizer.save(str(directory / "tokenizer.json"))
     side = patch * int(most_patches**0.5)
-    _write_settings(directory, family, template, patch, side)
+    _write_settings(directory, family, template, patch, side, tiles=tiles)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**_config(tokenizer, family, width, layers, context, patch, side))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -93,7 +95,7 @@ def make_vision_model(
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _write_settings(directory: Path, family: str, template: str, patch: int, side: int) -> None:
+def _write_settings(directory: Path, family: str, template: str, patch: int, side: int, *, tiles: bool) -> None:
     """Write the files of tokenizer, chat template and processors."""
     images, processor = _CLASSES[family]
     extra = {}
@@ -120,10 +122,13 @@ def _write_settings(directory: Path, family: str, template: str, patch: int, sid
             "size": {"shortest_edge": least, "longest_edge": most},
         }  # fmt: skip
     elif family == "internvl":
-        settings |= {"size": {"height": side, "width": side}, "min_patches": 1, "max_patches": _TILES}
+        settings |= {"size": {"height": side, "width": side}, "min_patches": 1, "max_patches": _TILES if tiles else 1}
         wrapper["image_seq_length"] = (side // patch // 2) ** 2
     else:
-        settings |= {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
+        size = 2 * side if tiles else side
+        settings |= {
+            "size": {"longest_edge": size}, "max_image_size": {"longest_edge": side}, "do_image_splitting": tiles,
+        }  # fmt: skip
         wrapper["image_seq_len"] = (side // patch // 2) ** 2
     files = {"tokenizer_config.json": tokens, "preprocessor_config.json": settings, "processor_config.json": wrapper}
     if images.startswith("Qwen"):
