@@ -164,7 +164,7 @@ class LedgerWriter:
             "finish": completion.finish_reason,
         }
         if own[known:]:
-            record["media"] = own[known:]
+            record["media"] = [list(each) for each in own[known:]]
             self.media.write(media)
         with writing(self.path):
             at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))

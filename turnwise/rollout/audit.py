@@ -567,11 +567,11 @@ def _difference(segment: Segment, prompt: _Prompt, call: LedgerEntry) -> str:
             at = int(wrong[0])
             return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
     if prompt.media != call.media:
-        mine, theirs = (
+        kept, logged = (
             ", ".join(f"{each.digest[:12]} at {each.position}" for each in media) or "none"
             for media in (prompt.media, call.media)
         )
-        return f"the images are {mine} in the trajectory, {theirs} in the ledger"
+        return f"the images are {kept} in the trajectory, {logged} in the ledger"
     if segment.weight_versions != call.weight_versions:
         return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"
     return f"finish reason is {segment.finish_reason} in the trajectory, {call.finish_reason} in the ledger"

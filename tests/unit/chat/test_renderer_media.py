@@ -29,12 +29,13 @@ def words(renderer, ids) -> str:
 
 
 def spans(renderer, ids, media):
-    """Each image's ids, and that the wrapper is around them."""
-    found = renderer.decode
-    return [
-        (found(ids[each.position - 1 : each.position]), found(ids[each.position : each.end]), found(ids[each.end :][:1]))
-        for each in media
-    ]
+    """Text of each image's placeholders, and of the ids before and after them."""
+    for each in media:
+        yield (
+            renderer.decode(ids[each.position - 1 : each.position]),
+            renderer.decode(ids[each.position : each.end]),
+            renderer.decode(ids[each.end : each.end + 1]),
+        )
 
 
 @given(first=asked, second=asked, tool=asked, said=st.sampled_from(["It is red.", "x", ""]))
@@ -150,8 +151,10 @@ def test_a_model_of_text_is_named_and_a_broken_image_and_a_template_without_a_pl
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is string else m.content[0].text }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(RenderError, match="wrote 0 image markers .* for 1 images: it has no place"):
-        blind.render(canonical_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, image_part(PNG)]}]), [])
+    with pytest.raises(RenderError, match=r"wrote 0 image markers .* for 1 images: it has no place"):
+        blind.render(
+            canonical_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, image_part(PNG)]}]), []
+        )
 
 
 def test_a_template_that_numbers_images_is_not_extended() -> None:
