@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, TrainError
+from turnwise.images import data_uri
 from turnwise.types import FinishReason, Logprobs, Media, StopReason, TokenIds, VersionSpan
 
 SegmentKind = Literal["context", "sampled"]
@@ -37,6 +39,7 @@ class Segment:
         template_args: Root contexts only: additional chat template arguments of the request, or None.
         left_out: Sampled segments only: spans of ids that the agent dropped from its history and that are not trained;
             None for no such ids.
+        media: Images of the ids, with positions in this segment; without ids (a recording of text) all at 0.
     """
 
     index: int
@@ -52,6 +55,7 @@ class Segment:
     tools: tuple[dict[str, Any], ...] | None = None
     template_args: dict[str, Any] | None = None
     left_out: tuple[tuple[int, int], ...] | None = None
+    media: tuple[Media, ...] = ()
 
     @property
     def sampled(self) -> bool:
@@ -67,19 +71,51 @@ class Segment:
         return mask
 
 
+def messages_of(segment: Segment) -> tuple[dict[str, Any], ...]:
+    """Return a segment's messages in OpenAI's form: parts ``image_url`` with data in the place of images' digests."""
+    if not segment.media:
+        return segment.messages
+    images = {each.digest: {"type": "image_url", "image_url": {"url": data_uri(each.data)}} for each in segment.media}
+    return tuple(
+        {**message, "content": [images.get(part.get("sha256"), part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in segment.messages
+    )
+
+
 _SEGMENT_FIELDS = ("index", "parent", "kind", "token_ids", "messages")
 _SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
 _RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
 
 
-def segment_record(segment: Segment) -> dict[str, Any]:
-    """Return a segment as orjson-serialisable values; :func:`read_segment` is the inverse."""
+WriteMedia = Callable[[Sequence[Media]], None]
+"""Writes images to files named by their digests."""
+ReadMedia = Callable[[str], bytes]
+"""Returns the bytes of an image by its digest. Raises FormatError."""
+
+
+def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[str, Any]:
+    """Return a segment as orjson-serialisable values; :func:`read_segment` is the inverse.
+
+    The record names images by digest where ``media`` writes them, else it holds their bytes.
+    """
     record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
+    if segment.media:
+        record["media"] = [[each.kind, each.digest, each.position, each.length] for each in segment.media]
+        if media is not None:
+            media(segment.media)
+        else:
+            for entry, each in zip(record["media"], segment.media, strict=True):
+                entry.append(base64.b64encode(each.data).decode())
     return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
 
 
-def read_segment(record: dict[str, Any]) -> Segment:
-    """Read a record of :func:`segment_record`; a malformed one raises KeyError, TypeError, ValueError and the like."""
+def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segment:
+    """Read a record of :func:`segment_record`; a malformed one raises KeyError, TypeError, ValueError and the like.
+
+    ``media`` reads the images that the record only names. Raises FormatError where one is missing.
+    """
     logprobs = record.get("logprobs")
     tools, given = record.get("tools"), record.get("template_args")
     left_out = record.get("left_out")
@@ -97,7 +133,19 @@ def read_segment(record: dict[str, Any]) -> Segment:
         tools=None if tools is None else _listed(tools),
         template_args=json.loads(given) if isinstance(given, str) else given,
         left_out=None if left_out is None else tuple((int(start), int(end)) for start, end in left_out),
+        media=tuple(_read_media(each, media) for each in record.get("media", ())),
     )
+
+
+def _read_media(record: Sequence[Any], read: ReadMedia | None) -> Media:
+    kind, digest, position, length, *encoded = record
+    if encoded:
+        data = base64.b64decode(encoded[0])
+    elif read is not None:
+        data = read(digest)
+    else:
+        raise FormatError(f"the record names the image {digest}, and there is no folder to read it from")
+    return Media(kind, data, int(position), int(length))
 
 
 def _listed(value: Any) -> tuple[dict[str, Any], ...]:
@@ -206,8 +254,11 @@ class Trajectory:
                 path = tuple(before.index for before in self.path(segment.parent))
                 yield Turn(segment.turn_id, segment, path)
 
-    def to_bytes(self) -> bytes:
-        """Return one line of JSON for :meth:`from_bytes`; FormatError for non-finite or non-JSON values."""
+    def to_bytes(self, media: WriteMedia | None = None) -> bytes:
+        """Return one line of JSON for :meth:`from_bytes`; FormatError for non-finite or non-JSON values.
+
+        Images are named by digest where ``media`` writes them, else the line holds their bytes.
+        """
         for segment in self.segments:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                 raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
@@ -216,7 +267,7 @@ class Trajectory:
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
         if not self.frozen:
             del record["frozen"]
-        record["segments"] = [segment_record(segment) for segment in self.segments]
+        record["segments"] = [segment_record(segment, media) for segment in self.segments]
         try:
             return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
         except TypeError:
@@ -230,11 +281,14 @@ class Trajectory:
             raise FormatError(f"trajectory {self.id!r} cannot be written as JSON: {error}") from error
 
     @classmethod
-    def from_bytes(cls, data: bytes | str) -> Trajectory:
-        """Read a line of :meth:`to_bytes`; FormatError for another schema version or malformed fields."""
+    def from_bytes(cls, data: bytes | str, media: ReadMedia | None = None) -> Trajectory:
+        """Read a line of :meth:`to_bytes`; ``media`` reads the images that it only names.
+
+        Raises FormatError for another schema version, malformed fields, or a missing image.
+        """
         record = _load(data, "trajectory")
         try:
-            segments = [read_segment(item) for item in record.pop("segments")]
+            segments = [read_segment(item, media) for item in record.pop("segments")]
             record["stop_reason"] = StopReason(record["stop_reason"])
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
             return cls(segments=segments, **record)
@@ -320,7 +374,7 @@ class TrainSample:
         trajectory_id: Its trajectory.
         group_id: Its group.
         leaf: Index of the leaf segment.
-        media: Media of the placeholder ids.
+        media: Images, with positions in the row.
     """
 
     input_ids: TokenIds
@@ -399,6 +453,9 @@ def _row(
 ) -> TrainSample:
     total = sum(len(segment.token_ids) for segment in path)
     length = total if max_tokens is None else min(total, max_tokens)
+    media = path_media(path)
+    # An image is whole or not in the row.
+    length = min([length, *(each.position for each in media if each.position < length < each.end)])
     token_ids = np.concatenate([segment.token_ids for segment in path])[:length]
     mask = np.zeros(length, np.bool_)
     logprobs = np.zeros(length, np.float32)
@@ -416,4 +473,24 @@ def _row(
                 mask[start:end] = segment.trained[: end - start]
                 owned.add(segment.index)
         start += len(segment.token_ids)
-    return TrainSample(token_ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, path[-1].index)
+    return TrainSample(
+        token_ids,
+        mask,
+        logprobs,
+        versions,
+        turns,
+        trajectory.id,
+        trajectory.group_id,
+        path[-1].index,
+        tuple(each for each in media if each.end <= length),
+    )
+
+
+def path_media(path: Sequence[Segment]) -> tuple[Media, ...]:
+    """Return the images of a path of segments, with positions in its ids."""
+    found: list[Media] = []
+    start = 0
+    for segment in path:
+        found += (each.at(start + each.position) for each in segment.media)
+        start += len(segment.token_ids)
+    return tuple(found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Required, TypeAlias, TypedDict
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Logprobs: TypeAlias = npt.NDArray[np.float32]
@@ -99,13 +101,32 @@ class Media:
         kind: ``image``, ``audio`` or ``video``.
         data: The encoded bytes.
         position: Index of its first placeholder id in the prompt.
-        length: Number of placeholder ids.
+        length: Number of ids from the first to the last placeholder (ids of rows and tiles may stand between).
     """
 
-    kind: Literal["image", "audio", "video"]
-    data: bytes
+    kind: MediaKind
+    data: bytes = field(repr=False)
     position: int
     length: int
+    _digest: str = field(default="", init=False, repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of ``data`` in hexadecimal, computed once."""
+        if not self._digest:
+            object.__setattr__(self, "_digest", hashlib.sha256(self.data).hexdigest())
+        return self._digest
+
+    @property
+    def end(self) -> int:
+        """Exclusive end of its ids in the prompt."""
+        return self.position + self.length
+
+    def at(self, position: int) -> Media:
+        """Return the same media at another position of a prompt."""
+        moved = replace(self, position=position)
+        object.__setattr__(moved, "_digest", self._digest)
+        return moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Proven once per shape (roles and call counts of the new messages, calls of the l
 
 (a) the text after the sentinel is the same after a short and a long history, with and without tools;
 (b) the new messages do not change what the template writes before the turn;
-(c) every new content is in that text, in order;
+(c) every new content is in that text, in order, and so is one marker for each image;
 (d) the sentinel occurs once in the render;
 (e) the text starts with an added token, or encodes the same after other text.
 """
@@ -22,11 +22,12 @@ from turnwise.errors import RenderError
 from turnwise.model.canonical import Canonical
 
 SENTINEL = "qzsentinelzq"
+_TEXT, _IMAGE = "t", "i"
 _BEFORE = ("x", "x.", "x\n", "x ", '"}')
 _CACHE_LIMIT = 4096
 
-Kind = tuple[str, bool, bool, bool, int]
-"""Role, whether there is text, a name, reasoning, and how many calls."""
+Kind = tuple[str, str, bool, bool, int]
+"""Role, parts (a letter for each text and image), whether there is a name, reasoning, and how many calls."""
 Shape = tuple[tuple[Kind, ...], int, int]
 """Kinds of the new messages, calls of the last turn, and which tools."""
 JsonTools = Sequence[Mapping[str, Any]]
@@ -54,17 +55,26 @@ class Delta:
 
 def kind_of(message: Canonical) -> Kind:
     """Return the part of a message that its shape depends on."""
-    return (message.role, bool(message.text), bool(message.name), bool(message.reasoning), len(message.calls))
+    parts = "".join(_TEXT if isinstance(part, str) else _IMAGE for part in message.parts())
+    return (message.role, parts, bool(message.name), bool(message.reasoning), len(message.calls))
 
 
 class TurnSuffix:
-    """Renders skeletons and proves shapes, each shape once; ``stops`` are the added tokens that end a turn."""
+    """Renders skeletons and proves shapes, each shape once.
 
-    __slots__ = ("_facts", "_proofs", "_stops", "_tokens")
+    Args:
+        facts: The probed template.
+        tokens: The tokenizer.
+        stops: The added tokens that end a turn.
+        marker: What the template writes for an image; None for a model of text only.
+    """
 
-    def __init__(self, facts: TemplateFacts, tokens: Tokens, stops: Sequence[str]) -> None:
+    __slots__ = ("_facts", "_marker", "_proofs", "_stops", "_tokens")
+
+    def __init__(self, facts: TemplateFacts, tokens: Tokens, stops: Sequence[str], marker: str | None = None) -> None:
         self._facts = facts
         self._tokens = tokens
+        self._marker = marker
         self._stops = alternatives(stops)
         self._proofs: dict[Shape, Delta | str] = {}
 
@@ -163,6 +173,9 @@ class TurnSuffix:
     def _histories(self, own: JsonTools | None, tools: JsonTools) -> Iterator[tuple[list[Wire], JsonTools | None]]:
         """Yield a short history and the longest that the template accepts, each with its tools."""
         yield [USER], own
+        if self._marker is not None:
+            # A template may count images, and write their numbers.
+            yield [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": USER["content"]}]}], own
         system: Wire = {"role": "system", "content": "qzsystem"}
         reply: Wire = {"role": "assistant", "content": "qzreply"}
         call = {"role": "assistant", "content": "", "tool_calls": self._facts.assistant(calls=1)["tool_calls"]}
@@ -189,8 +202,14 @@ class TurnSuffix:
         words: list[list[str]] = []
         answered = 0
         open_calls = list(calls)
-        for number, (role, text, name, reasoning, count) in enumerate(kinds):
-            content = f"qzc{number}q" if text else ""
+        for number, (role, parts, name, reasoning, count) in enumerate(kinds):
+            texts = [f"qzc{number}p{at}q" if part == _TEXT else self._marker or "" for at, part in enumerate(parts)]
+            content: Any = "".join(texts)
+            if _IMAGE in parts:
+                content = [
+                    {"type": "text", "text": text} if part == _TEXT else {"type": "image"}
+                    for part, text in zip(parts, texts, strict=True)
+                ]
             message: Wire = {"role": role, "content": content}
             if name:
                 message["name"] = f"qzn{number}"
@@ -209,19 +228,29 @@ class TurnSuffix:
                 ]
             new.append(message)
             values = [f"qzv{number}x{n}" for n in range(count)]
-            words.append([*([content] if text else []), *values])
+            words.append([*texts, *values])
         return new, words
 
     def _complete(self, tail: str, words: Sequence[Sequence[str]]) -> None:
         """Check (c): nothing is dropped, and messages keep their order."""
         reached = 0
+        marker = self._marker or ""
         for message in words:
-            places = [tail.find(word) for word in message]
+            places = [tail.find(word) for word in message if word != marker]
             if any(place < 0 for place in places):
                 raise CannotExtend("message_dropped")
             if places and min(places) < reached:
                 raise CannotExtend("depends_on_history")
             reached = max([reached, *places])
+        if not marker:
+            return
+        if tail.count(marker) != sum(message.count(marker) for message in words):
+            raise CannotExtend("message_dropped")
+        reached = 0
+        for word in (word for message in words if marker in message for word in message):
+            reached = tail.find(word, reached) + len(word)
+            if reached < len(word):
+                raise CannotExtend("depends_on_history")
 
     def _separable(self, tail: str) -> None:
         token_ids = self._tokens.encode(tail)

@@ -21,7 +21,9 @@ from turnwise.chat.formats.detect import Choice, configured, detect, stored
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.chat.formats.tags import Tag, unheld
 from turnwise.chat.incremental_render import CannotExtend, Shape, TurnSuffix, kind_of
+from turnwise.chat.media import MediaPlacer, media_in
 from turnwise.chat.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
+from turnwise.chat.processor import load_processor
 from turnwise.chat.template import ChatTemplate, TemplateFacts, template_digest
 from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
 from turnwise.chat.tokens import Tokens
@@ -36,7 +38,8 @@ from turnwise.model.canonical import (
     template_arguments,
 )
 from turnwise.model.core import Renderer, StructuralTags
-from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids
+from turnwise.model.media import MediaProcessor
+from turnwise.types import Guide, Media, Message, TokenIds, ToolSchema, as_ids
 
 
 class FormatTags:
@@ -96,13 +99,15 @@ class TemplateRenderer:
         eos_ids: Ids that end a turn, by the model's configuration.
         special_in_text: ``escape``: added tokens spelled in messages stay text; ``template``: they become control ids.
         fixed_arguments: Whether template arguments and date are fixed for the run.
+        placer: Places images; None for a model of text only.
 
     Attributes:
         guides: Structured-output grammars of the chat format.
         arguments: Template arguments besides the run's own; see :meth:`under`.
         stop_ids: Ids that end a turn.
         text: Rendering of whole conversations, and encoding of plain text.
-        media: Empty: text only.
+        media: Kinds of media that the model takes; empty for text only.
+        placed: Media of the last :meth:`render` or :meth:`extend`, at their places in its ids.
         why: Why the last :meth:`extend` returned None.
 
     Raises:
@@ -111,8 +116,8 @@ class TemplateRenderer:
 
     __slots__ = (
         "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_pieces", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media",
-        "stop_ids", "text", "why",
+        "_own", "_pieces", "_placer", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides",
+        "media", "placed", "stop_ids", "text", "why",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +129,7 @@ class TemplateRenderer:
         eos_ids: Sequence[int] = (),
         special_in_text: SpecialInText = "escape",
         fixed_arguments: bool = False,
+        placer: MediaPlacer | None = None,
     ) -> None:
         if special_in_text not in ("escape", "template"):
             raise RenderError(f"special_in_text: {special_in_text!r} is unknown; allowed: escape, template")
@@ -140,11 +146,15 @@ class TemplateRenderer:
                 "no token ends a turn: the template closes turns with no token, and neither generation_config.json nor "
                 "tokenizer_config.json names an end-of-text token; set eos_token in tokenizer_config.json"
             )
-        self.media: frozenset[str] = frozenset()
+        self._placer = placer or MediaPlacer(None, tokens)
+        # A video is given as its frames.
+        self.media = self._placer.kinds | ({"video"} if "image" in self._placer.kinds else frozenset())
+        self.placed: tuple[Media, ...] = ()
         self.arguments: TemplateArguments = ()
         self.why = ""
         ended = [tokens.decode([number]) for number in sorted(self.stop_ids)]
-        self._skeletons = TurnSuffix(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
+        stops = list(filter(None, dict.fromkeys([*own, *ended])))
+        self._skeletons = TurnSuffix(facts, tokens, stops, self._placer.marker)
         self._closing = tokens.encode(self._format.closing) if self._format.closing else []
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
         self._prefixes: dict[bytes, str] = {}
@@ -184,6 +194,7 @@ class TemplateRenderer:
             eos_ids=self._eos,
             special_in_text="escape" if self._escape else "template",
             fixed_arguments=self._fixed,
+            placer=self._placer,
         )
         other.arguments = self.arguments
         return other
@@ -244,6 +255,7 @@ class TemplateRenderer:
             self._choice,
             eos_ids=self._eos,
             special_in_text="escape" if self._escape else "template",
+            placer=self._placer,
         )
         if other.stop_ids != self.stop_ids:
             raise RenderError(f"template arguments {given} change how the chat template ends turns")
@@ -259,9 +271,13 @@ class TemplateRenderer:
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the whole prompt, generation prompt included, as int32 of shape [tokens].
 
-        Calls whose arguments do not parse are rendered as raw text. Raises RenderError if the template raises.
+        Calls whose arguments do not parse are rendered as raw text. Raises RenderError if the template raises, or an
+        image cannot be placed.
         """
-        return self.text.prompt(messages, tools)
+        media = media_in(messages)
+        self._placer.check(media)
+        token_ids, self.placed = self._placer.fill(self.text.prompt(messages, tools), media)
+        return token_ids
 
     def extend(
         self,
@@ -272,8 +288,12 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema],
     ) -> TokenIds | None:
         """Return the ids that follow ``tail + completion`` when ``new`` is appended; see the contract."""
+        media = media_in(new)
+        self._placer.check(media)
         try:
-            return as_ids(self._following(tail, completion.tolist(), last, new, tools))
+            following = as_ids(self._following(tail, completion.tolist(), last, new, tools))
+            token_ids, self.placed = self._placer.fill(following, media)
+            return token_ids
         except CannotExtend as declined:
             self.why = str(declined.args[0])
             return None
@@ -472,7 +492,8 @@ def load_renderer(
         ConfigError: ``chat_template`` is unreadable, unknown, or does not fit the tokenizer.
         RenderError: Directory, template or tokenizer cannot be used, no format was detected, or the model was trained
             with another template.
-        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
+        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed, or the model takes images
+            and Pillow is not installed.
     """
     files = read_model_dir(model_dir)
     source = files.template if chat_template is None else _template_text(chat_template, files)
@@ -493,6 +514,7 @@ def load_renderer(
         now=now,
         fixed_arguments=fixed_arguments,
         tool_source=tool_source,
+        processor=load_processor(files.path),
     )
 
 
@@ -532,8 +554,12 @@ def make_renderer(
     now: datetime | None = None,
     fixed_arguments: bool = False,
     tool_source: str | None = None,
+    processor: MediaProcessor | None = None,
 ) -> TemplateRenderer:
-    """Return the renderer of a template text; arguments and errors as :func:`load_renderer`."""
+    """Return the renderer of a template text.
+
+    ``processor`` places images; other arguments and errors as :func:`load_renderer`.
+    """
     tokens = Tokens(files.tokenizer)
     template = ChatTemplate(
         source, tool_source=tool_source, variables={**files.special, **(template_kwargs or {})}, now=now
@@ -553,6 +579,7 @@ def make_renderer(
             eos_ids=files.eos_ids,
             special_in_text=special_in_text,
             fixed_arguments=fixed_arguments,
+            placer=MediaPlacer(processor, tokens),
         )
     except RenderError as error:
         named = files.special.get("eos_token")

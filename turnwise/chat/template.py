@@ -110,10 +110,11 @@ class ChatTemplate:
         literals: String literals of the text.
         now: Time of ``strftime_now``.
         dated: Whether that time is fixed.
+        parts: Whether it takes contents as lists of parts only, and drops texts.
     """
 
     __slots__ = (
-        "_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "reads", "source", "tool_source",
+        "_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "parts", "reads", "source", "tool_source",
         "variables",
     )  # fmt: skip
 
@@ -152,6 +153,18 @@ class ChatTemplate:
         self.reads = frozenset(name for name in names - _ALWAYS - environment.globals.keys() if name[-6:] != "_token")
         # Nearly all formats of dates are written out where they are used; others could be anywhere.
         self._dates = tuple(sorted(text for text in self.literals if "%" in text)) if _NOW in names else None
+        self.parts = False
+        self.parts = not self._writes_text() and self._writes_parts()
+
+    def _writes_text(self) -> bool:
+        try:
+            return USER["content"] in self.render([USER], None, generate=True)
+        except RenderError:
+            return False
+
+    def _writes_parts(self) -> bool:
+        self.parts = True
+        return self._writes_text()
 
     def given(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
         """Return this template with further variables, which take precedence, and at another time."""
@@ -175,6 +188,8 @@ class ChatTemplate:
             generate: Whether to add the generation prompt.
         """
         template = self._tools if tools else self._plain
+        if self.parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             return template.render(
                 messages=list(messages),
@@ -192,6 +207,13 @@ Wire = dict[str, Any]
 """A message in the form that chat templates expect."""
 
 USER: Wire = {"role": "user", "content": "qzuser"}
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 _TOOLS = [
     {
         "type": "function",

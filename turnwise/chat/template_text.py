@@ -72,7 +72,7 @@ class TemplateForm:
 
     def message(self, message: Canonical) -> Wire:
         """Return a message in the template's form."""
-        wire: Wire = {"role": message.role, "content": self.text(message.text)}
+        wire: Wire = {"role": message.role, "content": self._content(message)}
         if message.name is not None:
             wire["name"] = self.text(message.name)
         if message.reasoning:
@@ -92,6 +92,14 @@ class TemplateForm:
             wire["tool_call_id"] = self.call_id(message.call_id, message.call_name, max(index, 0))
             wire["name"] = self.text(message.call_name)
         return wire
+
+    def _content(self, message: Canonical) -> str | list[dict[str, Any]]:
+        if not message.media:
+            return self.text(message.text)
+        return [
+            {"type": "text", "text": self.text(part)} if isinstance(part, str) else {"type": part.kind}
+            for part in message.parts()
+        ]
 
     def tools(self, tools: Sequence[ToolSchema]) -> tuple[list[dict[str, Any]], int]:
         """Return tools as JSON and the number of the tool set; equal tools have equal numbers."""
@@ -179,7 +187,10 @@ class TemplateText:
         self._form = form
 
     def prompt(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the ids of a conversation with generation prompt. Raises RenderError if the template raises."""
+        """Return the ids of a conversation with generation prompt, one marker for each image.
+
+        Raises RenderError if the template raises.
+        """
         return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=True)))
 
     def closed(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:

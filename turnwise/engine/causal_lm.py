@@ -29,6 +29,7 @@ from turnwise.engine.attention import (
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory
 from turnwise.engine.lora import BaseWeights, adapter_chain, merge_adapters
+from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
 from turnwise.model.core import AdapterInfo
 
@@ -110,6 +111,7 @@ class CausalLM:
         vocabulary: Exclusive upper bound of prompt ids.
         context_length: Longest sequence of its position embeddings.
         eos_ids: EOS ids of the checkpoint's generation config.
+        vision: Its vision tower; None where it takes text only.
     """
 
     def __init__(self, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> None:
@@ -125,7 +127,7 @@ class CausalLM:
             MissingExtraError: transformers is not installed.
         """
         try:
-            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
         AttentionInterface.register(IMPLEMENTATION, attention)
@@ -134,8 +136,9 @@ class CausalLM:
             base, adapters = adapter_chain(path)
             config = AutoConfig.from_pretrained(str(base))
             _check_supported(config)
-            model = AutoModelForCausalLM.from_pretrained(
-                str(base), config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            self._sees = str(config.model_type) in FAMILIES
+            model = (AutoModelForImageTextToText if self._sees else AutoModelForCausalLM).from_pretrained(
+                str(base), config=config, dtype=dtype, attn_implementation=self._attention(IMPLEMENTATION)
             )
             merge_adapters(model, adapters)
         except (OSError, ValueError, KeyError, FormatError) as error:
@@ -153,6 +156,7 @@ class CausalLM:
         eos = self._config.eos_token_id if eos is None else eos
         self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
         self._packed: list[PackedLinear] = pack_linears(self._model)
+        self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.geometry = self._probe()
         self._verify()
@@ -163,15 +167,24 @@ class CausalLM:
         positions: npt.NDArray[np.int64],
         plan: AttentionPlan,
         keep: npt.NDArray[np.int64],
+        images: PlacedEmbeddings | None = None,
     ) -> torch.Tensor:
         """Run one packed step and return logits [len(keep), vocabulary].
 
         Args:
             token_ids: int64 of shape [T].
-            positions: int64 of shape [T]: position of each token in its own sequence.
+            positions: int64 of shape [T] or [3, T]: (rotary) position of each token in its own sequence.
             plan: Attention plan.
             keep: int64: indices of the tokens whose logits are returned.
+            images: What stands in the places of placeholders.
         """
+        if self.vision is not None:
+            ids, places = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions))
+            states = self._model.get_decoder()(
+                **self.vision.decoder_inputs(ids, images), position_ids=places.unsqueeze(-2), use_cache=False, plan=plan
+            ).last_hidden_state[0]
+            seen: torch.Tensor = self._model.get_output_embeddings()(states[torch.from_numpy(keep).to(self.device)])
+            return seen
         output = self._model(
             input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0),
             position_ids=torch.from_numpy(positions).to(self.device).unsqueeze(0),
@@ -248,6 +261,9 @@ class CausalLM:
 
         self._base.load(self._model.state_dict(keep_vars=True), tensors, adapter, version, changed)
 
+    def _attention(self, name: str) -> Any:
+        return attention_by_part(name) if self._sees else name
+
     def _probe(self) -> Geometry:
         probe = GeometryProbe()
         token_ids = np.zeros(2, dtype=np.int64)
@@ -279,13 +295,13 @@ class CausalLM:
                 found.append(logits[: stop - start])
                 if whole:
                     found.append(logits[stop - start :])
-            self._model.set_attn_implementation("eager")
+            self._model.set_attn_implementation(self._attention("eager"))
             expected = (
                 self._model(input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0), use_cache=False)
                 .logits[0]
                 .float()
             )
-            self._model.set_attn_implementation(IMPLEMENTATION)
+            self._model.set_attn_implementation(self._attention(IMPLEMENTATION))
         tolerance = (2e-4 if self.dtype == torch.float32 else 6e-2) * (1.0 + float(expected.abs().max()))
         pieces = torch.cat([found[0], *found[2:]]).float()
         gap = max(float((pieces - expected).abs().max()), float((found[1].float() - expected).abs().max()))

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from turnwise.engine.batching.batch_state import Generation, Output, Slots, StopStrings
 from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
+from turnwise.engine.batching.prompt_images import PromptImages
 from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.sampling import sample
@@ -43,6 +44,7 @@ class EngineStats:
         generated_tokens: Sampled ids.
         steps: Forward passes.
         preemptions: Sequences that lost their memory to an older one.
+        images: Images encoded by the vision tower.
         running: Running sequences.
         waiting: Requests that wait for memory, a slot or a shared prompt.
         retained: Retained prefixes.
@@ -56,6 +58,7 @@ class EngineStats:
     generated_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    images: int = 0
     running: int = 0
     waiting: int = 0
     retained: int = 0
@@ -124,6 +127,7 @@ class Engine:
             eos_ids=model.eos_ids,
             prefix_cache=prefix_cache,
         )
+        self._images = None if model.vision is None else PromptImages(model.vision)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -190,6 +194,8 @@ class Engine:
         for slot in self._roster.running.tolist():
             self._roster.requeue(slot)
         self._cache.drop_retained()
+        if self._images is not None:
+            self._images.forget()
         self.set_version(version)
 
     def set_version(self, version: int) -> None:
@@ -209,6 +215,7 @@ class Engine:
         stats.running, stats.waiting = len(self._roster.running), len(self._roster.waiting)
         stats.retained = self._cache.count(RETAINED)
         stats.kv_tokens = self._cache.allocated
+        stats.images = 0 if self._images is None else self._images.encoded
         return replace(stats)
 
     def step(self) -> bool:
@@ -230,14 +237,22 @@ class Engine:
             step = self._plan()
             places, targets = self._targets(step)
             keep = np.concatenate([step.keep, places]) if len(places) else step.keep
-            logits = self.model.forward(step.token_ids, step.positions, step.plan, keep)
+            logits = self._forward(step, keep)
             if len(places):
                 self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
             self._advance(step, logits[: len(step.keep)])
         return True
 
+    def _forward(self, step: ModelInput, keep: Slots) -> torch.Tensor:
+        if self._images is None:
+            return self.model.forward(step.token_ids, step.positions, step.plan, keep)
+        positions, placed = self._images.prepare(step, self._roster.seeing)
+        return self.model.forward(self._images.plain(step.token_ids), positions, step.plan, keep, placed)
+
     def _enqueue(self, generation: Generation) -> None:
         generation.token_ids = generation.prompt
+        if self._images is not None:
+            self._images.enter(generation)
         generation.marks = [(self.stats.weight_version, 0)]
         if generation.params.seed is None:
             generation.params = replace(generation.params, seed=secrets.randbits(63))
@@ -302,7 +317,9 @@ class Engine:
 
     def _scores(self, targets: tuple[Slots, Slots], logits: torch.Tensor) -> Logprobs:
         """Return the log-probabilities of the ids at these slots and positions, at temperature 1."""
-        chosen = torch.from_numpy(self._cache.token_ids[targets].astype(np.int64)).to(logits.device).unsqueeze(1)
+        ids = self._cache.token_ids[targets].astype(np.int64)
+        ids = ids if self._images is None else self._images.plain(ids)
+        chosen = torch.from_numpy(ids).to(logits.device).unsqueeze(1)
         scaled = logits.float()
         found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
         return found

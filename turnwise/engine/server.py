@@ -24,7 +24,8 @@ from urllib.parse import parse_qs
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.engine.batching.batch_state import Generation, Output
+from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
+from turnwise.engine.batching.prompt_images import read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
@@ -43,6 +44,8 @@ _ID_BYTES = 16
 """Bytes of an id in JSON at most, with separators."""
 _BESIDES_IDS = 4 * 2**20
 """Bytes of a request besides its ids: schemas and grammars are the most of it."""
+_BYTES_OF_AN_IMAGE = 1 << 15
+"""Bytes of the model inputs of an image in Base64 at most, for each of its placeholders."""
 _LONG_BODY = 100_000
 _log = logging.getLogger("turnwise.engine.server")
 
@@ -130,16 +133,11 @@ class App:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._engine
         try:
-            raw = await read_body(receive, _BESIDES_IDS + _ID_BYTES * engine.max_context)
-            decode = partial(
-                decode_request,
-                raw,
-                vocabulary=engine.model.vocabulary,
-                max_context=engine.max_context,
-                stop_strings=self._stop_strings,
-            )
+            each = _ID_BYTES if engine.model.vision is None else _ID_BYTES + _BYTES_OF_AN_IMAGE
+            raw = await read_body(receive, _BESIDES_IDS + each * engine.max_context)
+            decode = partial(self._decode, raw)
             # A hundred thousand ids take 10 ms to decode and to check, in which nothing else would be answered.
-            request = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
+            request, images = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
             held = await self._hold(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(
@@ -162,6 +160,7 @@ class App:
             stream_interval=request.stream_interval,
             held=held,
             scored=request.scored,
+            images=images,
         )
         engine.submit(generation)
         # The next message of a request that was read to its end is its disconnection.
@@ -175,6 +174,13 @@ class App:
         finally:
             del self._queues[name]
             gone.cancel()
+
+    def _decode(self, raw: bytes) -> tuple[GenerateRequest, tuple[PromptImage, ...]]:
+        engine = self._engine
+        request = decode_request(
+            raw, vocabulary=engine.model.vocabulary, max_context=engine.max_context, stop_strings=self._stop_strings
+        )
+        return request, read_images(request.features, request.token_ids, engine.model.vision)
 
     async def _hold(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
@@ -234,6 +240,7 @@ class App:
             "owned_by": "turnwise",
             "max_model_len": self._engine.max_context,
             "guides": self._guides is not None,
+            "media": [] if self._engine.model.vision is None else ["image"],
         }
         return {"object": "list", "data": [card]}
 

@@ -21,9 +21,10 @@ from turnwise.envs.results import ScoreParts, StepResult, as_messages
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
+from turnwise.images import readable_text
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
-from turnwise.types import Message, ToolCall, ToolSchema, text_of
+from turnwise.types import Message, ToolCall, ToolSchema
 from turnwise.version import __version__
 
 Content = str | list[dict[str, Any]]
@@ -121,8 +122,8 @@ class ServedEpisode:
     def text(self) -> str:
         """Return the head of the conversation as text."""
         if len(self.messages) == 1:
-            return text_of(self.messages[0])
-        return "\n\n".join(f"[{message['role']}]\n{text_of(message)}" for message in self.messages)
+            return readable_text(self.messages[0])
+        return "\n\n".join(f"[{message['role']}]\n{readable_text(message)}" for message in self.messages)
 
     async def close(self) -> None:
         """Close the environment; an unfinished episode is not scored."""

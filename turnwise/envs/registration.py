@@ -47,6 +47,7 @@ _ENVS: dict[str, _Entry] = {
     "lookup": _Entry("turnwise.envs.library.lookup:LookupEnv", {}),
     "math": _Entry("turnwise.envs.library.math:MathEnv", {}),
     "nim": _Entry("turnwise.envs.library.nim:NimEnv", {}),
+    "picture": _Entry("turnwise.envs.library.picture:PictureEnv", {}),
     "retail": _Entry("turnwise.envs.library.retail:RetailEnv", {}),
     "search": _Entry("turnwise.envs.library.search:SearchEnv", {}),
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),

@@ -18,7 +18,7 @@ import orjson
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
 from turnwise.rollout.records import read_trajectories
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, messages_of
 
 Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")
@@ -132,7 +132,7 @@ def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]
             rewards[name] += value
         for number, leaf in enumerate(trajectory.leaves()):
             path = trajectory.path(leaf)
-            messages = [_openai(message) for segment in path for message in segment.messages]
+            messages = [_openai(message) for segment in path for message in messages_of(segment)]
             if not messages:
                 raise FormatError(f"trajectory {trajectory.id} was recorded without its messages")
             yield {

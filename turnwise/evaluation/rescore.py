@@ -27,7 +27,7 @@ from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
-from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup, messages_of
 from turnwise.types import Message
 
 SETTINGS_FILE = "rescore.json"
@@ -223,7 +223,7 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
     if trajectory.agent != "main" or trajectory.error is not None:
         return trajectory
     path = trajectory.path(trajectory.leaves()[-1]) if trajectory.segments else []
-    messages: list[Any] = [message for segment in path for message in segment.messages]
+    messages: list[Any] = [message for segment in path for message in messages_of(segment)]
     if not messages:
         raise FormatError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be scored")
     last = messages[-1]

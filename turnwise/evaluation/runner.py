@@ -18,6 +18,7 @@ from rich.text import Text
 
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
+from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig, EvalPlan
@@ -381,7 +382,13 @@ async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Mo
     if config.urls:
         settings = config.inference
         return _Model(
-            HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing)
+            HTTPClient(
+                config.urls,
+                retries=settings.retries,
+                retry_wait=settings.retry_wait,
+                routing=settings.routing,
+                processor=load_processor(config.directory),
+            )
         )
     fleet = ReplicaSet(config.inference, config.directory, logs=folder / "logs")
     stack.push_async_callback(fleet.close)

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from turnwise.errors import FormatError
+from turnwise.images import image_label
 from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Segment, Trajectory
 
@@ -156,7 +157,7 @@ def _message(message: Mapping[str, Any], segment: Segment) -> Text:
     if message.get("reasoning_content"):
         body.append(f"\n{_safe(message['reasoning_content'])}", style="dim italic")
     if message.get("content"):
-        body.append(f"\n{_content(message['content'])}")
+        body.append(f"\n{_content(message['content'], segment)}")
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
@@ -165,10 +166,13 @@ def _message(message: Mapping[str, Any], segment: Segment) -> Text:
     return text.append_text(body)
 
 
-def _content(content: Any) -> str:
+def _content(content: Any, segment: Segment) -> str:
     if isinstance(content, str):
         return _safe(content)
-    return _safe("".join(part.get("text", f"[{part.get('type')}]") for part in content))
+    labels = {each.digest: image_label(each.data, each.digest) for each in segment.media}
+    return _safe(
+        "".join(labels.get(part.get("sha256")) or part.get("text", f"[{part.get('type')}]") for part in content)
+    )
 
 
 def _safe(text: Any) -> str:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from turnwise.chat.processor import load_processor
 from turnwise.errors import ConfigError, InferenceError, RenderError
 from turnwise.gateway.config import FrozenConfig, base_url
 from turnwise.gateway.proxy.client import HostedClient
@@ -101,7 +102,11 @@ class FrozenPolicies:
             elif config.urls:
                 settings = config.inference
                 client = HTTPClient(
-                    config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+                    config.urls,
+                    retries=settings.retries,
+                    retry_wait=settings.retry_wait,
+                    routing=settings.routing,
+                    processor=load_processor(config.directory(name, start)),
                 )
             else:
                 fleet = ReplicaSet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.append_file import private_directory, write_private
+from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
@@ -256,7 +257,11 @@ async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
     if config.urls:
         settings = config.inference
         client = HTTPClient(
-            config.urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+            config.urls,
+            retries=settings.retries,
+            retry_wait=settings.retry_wait,
+            routing=settings.routing,
+            processor=load_processor(config.directory),
         )
         try:
             yield client

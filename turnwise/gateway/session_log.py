@@ -30,9 +30,11 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.gateway.dialects.core import Origin
+from turnwise.media_files import MediaFiles, MediaPlace
+from turnwise.model.canonical import unplaced
 from turnwise.recorder.ledger import LedgerEntry, LedgerWriter, Resumption, read_calls
 from turnwise.recorder.turn_record import TurnRecord
-from turnwise.types import Completion, Logprobs, TokenIds
+from turnwise.types import Completion, Logprobs, Media, TokenIds
 
 SCHEMA_VERSION = 1
 NAME = "sessions.jsonl"
@@ -85,11 +87,11 @@ class SavedSession:
         self.about, self.settings = dict(event["about"]), dict(event["settings"])
         self.began, self.ends = float(event["began"]), float(event["ends"])
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add a further event. Raises FormatError, KeyError, TypeError or ValueError."""
+    def add(self, event: Mapping[str, Any], files: MediaFiles) -> None:
+        """Add a further event, with its images. Raises FormatError, KeyError, TypeError or ValueError."""
         kind = event["event"]
         if kind == "turn":
-            self.turns.append((int(event["at"]), TurnRecord.from_json(event)))
+            self.turns.append((int(event["at"]), TurnRecord.from_json(event, files.read)))
             self.failures.clear()
         elif kind == "response":
             origin = Origin(str(event["turn"]), int(event["instructions"]))
@@ -124,6 +126,7 @@ def read_saved(path: Path) -> SavedSessions:
     found = SavedSessions()
     if not path.exists():
         return found
+    files = MediaFiles.beside(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
@@ -135,7 +138,7 @@ def read_saved(path: Path) -> SavedSessions:
             if number == 1:
                 _begin(path, found, event)
             elif isinstance(event, dict) and isinstance(event.get("session"), str):
-                _add(path, number, found, event, line)
+                _add(path, number, found, (event, files), line)
             else:
                 found.damaged.append(number)
     return found
@@ -151,7 +154,10 @@ def _begin(path: Path, found: SavedSessions, event: Any) -> None:
     found.abandoned.update(event.get("abandoned", {}))
 
 
-def _add(path: Path, number: int, found: SavedSessions, event: Mapping[str, Any], line: bytes) -> None:
+def _add(
+    path: Path, number: int, found: SavedSessions, read: tuple[Mapping[str, Any], MediaFiles], line: bytes
+) -> None:
+    event, files = read
     name, kind = event["session"], event.get("event")
     if kind == "end":
         found.ended.add(name)
@@ -171,7 +177,7 @@ def _add(path: Path, number: int, found: SavedSessions, event: Mapping[str, Any]
         if kind == "open":
             saved.open(event)
         else:
-            saved.add(event)
+            saved.add(event, files)
     except (FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
         saved.why = saved.why or f"line {number} of {path.name} does not follow what is before it: {error}"
 
@@ -196,7 +202,9 @@ class Restorable(Protocol):
     def recorded_as(self) -> str:
         """``tokens`` or ``text``."""
 
-    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+    def restore(
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+    ) -> None:
         """Commit a turn again. Raises SessionError."""
 
 
@@ -272,7 +280,7 @@ def _rebuild_tokens(
 def _restore(found: Rebuilt, recorder: Restorable, record: TurnRecord, call: LedgerEntry) -> None:
     completion = Completion(call.completion_ids, call.logprobs, record.finish_reason, call.weight_versions)
     try:
-        recorder.restore(record, call.prompt_ids, completion)
+        recorder.restore(record, call.prompt_ids, completion, call.media)
     except SessionError as error:
         found.abandoned[call.session] = str(error)
 
@@ -304,7 +312,9 @@ class SessionLog:
         self._file: AppendFile | None = None
         self._numbers: dict[str, int] = {}
         self._failed: dict[str, tuple[str, Any]] = {}
-        self._unwritten: list[bytes] = []
+        # Lines, each with the images that it names.
+        self._unwritten: list[tuple[bytes, tuple[Media, ...]]] = []
+        self._images = MediaFiles.beside(path)
 
     def begin(self, rebuilt: Rebuilt) -> None:
         """Replace the file by one of the rebuilt sessions, at once or not at all. Raises DiskError."""
@@ -341,7 +351,7 @@ class SessionLog:
         self._failed.pop(session, None)
         line = self._line("turn", session, {"at": at, **record.to_json()})
         self._numbers[session] += 1
-        self._unwritten.append(line)
+        self._unwritten.append((line, unplaced(record.new or ())))
         self._write()
 
     def response(self, session: str, name: str, origin: Origin, items: Sequence[Mapping[str, Any]]) -> None:
@@ -395,7 +405,9 @@ class SessionLog:
         """Write the turns that are not yet written."""
         while self._unwritten:
             with self._writing():
-                self._opened.append(self._unwritten[0])
+                line, images = self._unwritten[0]
+                self._images.write(images)
+                self._opened.append(line)
             del self._unwritten[0]
 
     def _line(self, kind: str, session: str, fields: Mapping[str, Any]) -> bytes:

@@ -26,6 +26,7 @@ from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, Lenient, invalid
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
+from turnwise.media_files import MediaFiles
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
@@ -272,6 +273,7 @@ class Sessions:
         self._done = _read_ids(finished) if finished is not None else set()
         # Half a line may end like a whole one.
         self._file = AppendFile(finished, cut=True) if finished is not None else None
+        self._images = None if finished is None else MediaFiles.beside(finished)
         self._log = SessionLog(finished.with_name(NAME), ledger) if finished is not None else None
         self._abandoned: Mapping[str, str] = {}
         if self._log is not None:
@@ -459,8 +461,9 @@ class Sessions:
         await self._stop(entry)
         try:
             trajectory = entry.finished(stop_reason, error)
-            if self._file is not None:
-                await asyncio.to_thread(self._file.append, trajectory.to_bytes())
+            if self._file is not None and self._images is not None:
+                line = trajectory.to_bytes(self._images.write)
+                await asyncio.to_thread(self._file.append, line)
         except OSError as failure:
             message = f"session {entry.id!r} cannot be written: {failure.strerror or failure}"
             raise ApiError(507, message, code="disk_full", retry_after=10) from failure
@@ -535,10 +538,11 @@ def _read_ids(path: Path) -> set[str]:
     found: set[str] = set()
     if not path.exists():
         return found
+    images = MediaFiles.beside(path)
     with path.open("rb") as lines:
         for line in lines:
             try:
-                found.add(Trajectory.from_bytes(line).id)
+                found.add(Trajectory.from_bytes(line, images.read).id)
             except FormatError:
                 continue
     return found

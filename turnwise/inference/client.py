@@ -16,9 +16,11 @@ from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, St
 from turnwise.inference import wire
 from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed, Connections, Response
+from turnwise.inference.media_wire import encode_features
 from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.model.media import MediaProcessor
 from turnwise.types import (
     Completion,
     FinishReason,
@@ -41,6 +43,7 @@ class _Progress:
 
     params: SamplingParams
     prompt: TokenIds
+    features: dict[str, Any] | None = None
     token_ids: list[TokenIds] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -54,7 +57,9 @@ class _Progress:
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
         token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
-        return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model)
+        return encode_request(
+            token_ids, params, stream=stream, continued=self.sampled, model=model, features=self.features
+        )
 
     def add(self, token_ids: TokenIds, logprobs: Logprobs, spans: tuple[VersionSpan, ...] | None) -> None:
         self.token_ids.append(token_ids)
@@ -116,6 +121,7 @@ class HTTPClient(LLMClient):
         retry_wait: float = 0.1,
         headers: dict[str, str] | None = None,
         routing: RoutingConfig | None = None,
+        processor: MediaProcessor | None = None,
     ) -> None:
         """Create a client; connections are opened on demand.
 
@@ -126,6 +132,7 @@ class HTTPClient(LLMClient):
             retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
             routing: How requests are divided among the servers.
+            processor: Of the served model's media; None refuses prompts with media.
         """
         if not urls:
             raise ValueError("urls is empty: name at least one server")
@@ -135,6 +142,7 @@ class HTTPClient(LLMClient):
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._routing = routing or RoutingConfig()
+        self._processor = processor
         self.router = Router(len(urls), self._routing)
         self._connections = Connections(self._headers)
         self._health = HealthChecks(self.router, self._healthy, self._abandon)
@@ -161,7 +169,7 @@ class HTTPClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion; see :meth:`LLMClient.generate`."""
-        progress = _start(prompt, params)
+        progress = await self._start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         interval = self._report_interval(params)
         async with self._deadline(progress, request):
@@ -185,7 +193,7 @@ class HTTPClient(LLMClient):
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
-        progress = _start(prompt, params)
+        progress = await self._start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         begun = asyncio.get_running_loop().time()
         async with aclosing(self._deltas(progress, request, interval=1, shown=True)) as deltas:
@@ -233,6 +241,14 @@ class HTTPClient(LLMClient):
                 return
             _check_free(progress, url)
             await _wait_after_abort(progress, url, progress.sampled - before)
+
+    async def _start(self, prompt: TokenPrompt, params: SamplingParams) -> _Progress:
+        _check_params(params)
+        features = None
+        if prompt.media:
+            # Images that no renderer of this process has placed are decoded here.
+            features = await asyncio.to_thread(encode_features, prompt.media, self._processor)
+        return _Progress(params, prompt.token_ids, features)
 
     def _report_interval(self, params: SamplingParams) -> int:
         """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
@@ -401,16 +417,11 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
-    if prompt.media:
-        raise RequestRefused(
-            f"the prompt holds {len(prompt.media)} media, but this client sends token ids only: remove them"
-        )
+def _check_params(params: SamplingParams) -> None:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
-    return _Progress(params, prompt.token_ids)
 
 
 def _check_free(progress: _Progress, url: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from turnwise.chat.processor import load_processor
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
@@ -85,7 +86,11 @@ class ReplicaSet:
         urls = [replica.url for replica in self.replicas]
         settings = self._config
         self._client = HTTPClient(
-            urls, retries=settings.retries, retry_wait=settings.retry_wait, routing=settings.routing
+            urls,
+            retries=settings.retries,
+            retry_wait=settings.retry_wait,
+            routing=settings.routing,
+            processor=await asyncio.to_thread(load_processor, self._model),
         )
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 

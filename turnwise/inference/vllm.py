@@ -64,6 +64,7 @@ async def find_install(config: VLLMConfig) -> VLLMInstall:
 def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     """Return the size of the KV cache of ``kv_tokens`` tokens; None for an architecture with other layers."""
     settings = model_settings(model)
+    settings = settings.get("text_config") or settings
     layers, heads = settings.get("num_hidden_layers"), settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
     if not (layers and heads and hidden) or settings.get("kv_lora_rank") or settings.get("layers_block_type"):

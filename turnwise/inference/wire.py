@@ -292,6 +292,7 @@ class GenerateRequest:
         stream_interval: Least number of tokens of an event between the first and the last.
         continued: See the module.
         scored: Whether log-probabilities of the prompt are returned.
+        features: ``features`` as given (``media_wire.py``); None without images.
     """
 
     request_id: str | None
@@ -302,12 +303,28 @@ class GenerateRequest:
     continued: int
     scored: bool = False
     stream_interval: int = 1
+    features: Any = None
 
 
 def encode_request(
-    token_ids: TokenIds, params: SamplingParams, *, stream: int = 0, continued: int = 0, model: str | None = None
+    token_ids: TokenIds,
+    params: SamplingParams,
+    *,
+    stream: int = 0,
+    continued: int = 0,
+    model: str | None = None,
+    features: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the body of a request, without default values; ``stream`` is the least number of tokens of its events."""
+    """Return the body of a request, without default values.
+
+    Args:
+        token_ids: Prompt ids, and what was sampled of the completion.
+        params: Sampling parameters.
+        stream: Least number of tokens of an event; 0 for one response.
+        continued: See the module.
+        model: Name of the model on servers of several.
+        features: Images (``media_wire.encode_features``).
+    """
     events = {"stream_interval": stream} if stream > 1 else {}
     sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0, **events}
     if params.max_tokens is not None:
@@ -339,8 +356,7 @@ def encode_request(
         body["continued"] = continued
         if params.seed is not None:
             body["seed"] = params.seed
-    if model is not None:
-        body["model"] = model
+    body |= {key: value for key, value in (("model", model), ("features", features)) if value is not None}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -362,9 +378,8 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
     """
     body = decode_json(raw)
     token_ids = _decode_ids(body.get("token_ids"), vocabulary, max_context)
-    for field in ("features", "content_parts"):
-        if body.get(field):
-            raise BadRequest(field, f"{field} is given, but this server takes token ids only")
+    if body.get("content_parts"):
+        raise BadRequest("content_parts", "content_parts is given, but this server takes token ids and features only")
     continued = body.get("continued") or 0
     if type(continued) is not int or not 0 <= continued <= len(token_ids):
         raise BadRequest("continued", f"continued must be 0 to {len(token_ids)}, not {short(continued)}")
@@ -392,6 +407,7 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
         continued=continued,
         scored=scored is not None,
         stream_interval=_integer(sampling, "stream_interval", 1, at_least=1),
+        features=body.get("features") or None,
     )
 
 

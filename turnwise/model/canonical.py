@@ -1,18 +1,21 @@
 """Canonical form of messages, tools and template arguments: what two requests are compared by.
 
-Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal, a chat template does not.
+Images are compared by the SHA-256 of their bytes, wherever and however a message gives them
+(:mod:`turnwise.images`). Values are compared as canonical JSON: Python takes ``True`` and ``1`` for equal,
+a chat template does not.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from turnwise.errors import RenderError, SessionError, shown
-from turnwise.types import Json, Message, ToolCall, ToolSchema
+from turnwise.images import TEXT_PARTS, MediaBytes, MessageMedia, media_of_part
+from turnwise.types import Json, Media, Message, ToolCall, ToolSchema
 
 # Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).
 _MAX_DEPTH = 100
@@ -50,6 +53,7 @@ class Canonical:
         call_id: Tool message: the call id to render.
         call_name: Tool message: the tool name to render.
         turn: Assistant message identified by its call ids: the ``turn_id`` of that turn.
+        media: Images, in order, each with its place in ``text``.
     """
 
     role: str
@@ -61,15 +65,37 @@ class Canonical:
     call_id: str = field(default="", compare=False)
     call_name: str = field(default="", compare=False)
     turn: str | None = field(default=None, compare=False)
+    media: tuple[MessageMedia, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether the message has neither text nor calls (reasoning alone counts as empty)."""
         return not self.calls and not self.text.strip()
 
+    def parts(self) -> list[str | MessageMedia]:
+        """Return texts, none of them empty, and media in the order in which the message holds them."""
+        found: list[str | MessageMedia] = []
+        start = 0
+        for each in self.media:
+            if each.at > start:
+                found.append(self.text[start : each.at])
+            found.append(each)
+            start = each.at
+        if start < len(self.text):
+            found.append(self.text[start:])
+        return found
+
     def to_template(self) -> dict[str, Any]:
-        """Return the message in the form of chat templates (OpenAI's, with arguments as an object)."""
+        """Return the message in the form of chat templates (OpenAI's, with arguments as an object).
+
+        Images are parts with their digest instead of their bytes: ``{"type": "image", "sha256": ...}``.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.media:
+            message["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, "sha256": part.digest}
+                for part in self.parts()
+            ]
         if self.name is not None:
             message["name"] = self.name
         if self.reasoning:
@@ -146,23 +172,29 @@ def canonical_tools(tools: Sequence[ToolSchema] | None) -> tuple[tuple[str, str,
     )
 
 
-def _text(role: str, index: int, content: Any) -> str:
+def _content(role: str, index: int, content: Any, keep: MediaBytes | None) -> tuple[str, tuple[MessageMedia, ...]]:
+    """Return the joined text of a message's content, and its media."""
     if content is None:
-        return ""
+        return "", ()
     if isinstance(content, str):
-        return clean(content)
-    texts = []
-    for part in content:
-        kind = part.get("type", "text")
-        if kind not in ("text", "input_text", "output_text"):
-            raise SessionError(
-                f"messages[{index}] ({role}) holds a part of type {kind!r}: this renderer places text only"
-            )
-        text = part.get("text", "")
-        # A block of white space only is an artefact of clients that split and join blocks.
-        if len(content) == 1 or text.strip():
-            texts.append(text)
-    return clean("".join(texts))
+        return clean(content), ()
+    texts: list[str] = []
+    media: list[MessageMedia] = []
+    length = 0
+    for number, part in enumerate(content):
+        if part.get("type", "text") in TEXT_PARTS:
+            text = part.get("text", "")
+            # A block of white space only is an artefact of clients that split and join blocks.
+            if len(content) == 1 or text.strip():
+                texts.append(clean(text))
+                length += len(texts[-1])
+        else:
+            media += media_of_part(part, length, f"messages[{index}].content[{number}] ({role})", keep)
+    if media and role in ("assistant", "system"):
+        raise SessionError(
+            f"messages[{index}] ({role}) holds an image: give images in user and tool messages, no model writes any"
+        )
+    return "".join(texts), tuple(media)
 
 
 def _calls(message: Mapping[str, Any]) -> tuple[CanonicalCall, ...]:
@@ -194,12 +226,14 @@ class Canonicalizer:
     Args:
         recognise: Identifies recorded turns by their call ids. With it, calls that were not sampled get ids made from
             their position, so that equal messages get equal ids; without it, ids stay as sent.
+        keep: Returns the one copy of a file's bytes; without it, each image has its own.
     """
 
-    __slots__ = ("_answered", "_before", "_calls", "_fresh", "_named", "_recognise")
+    __slots__ = ("_answered", "_before", "_calls", "_fresh", "_keep", "_named", "_recognise")
 
-    def __init__(self, recognise: Recognise | None = None) -> None:
+    def __init__(self, recognise: Recognise | None = None, keep: MediaBytes | None = None) -> None:
         self._recognise = recognise
+        self._keep = keep
         self._calls: tuple[CanonicalCall, ...] = ()
         self._named: Sequence[str] = ()
         self._answered: set[int] = set()
@@ -219,21 +253,24 @@ class Canonicalizer:
             self._note(messages[index], known[index])
 
     def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
-        """Return the canonical form of ``messages[index]``; raises SessionError for unknown roles and media."""
+        """Return the canonical form of ``messages[index]``.
+
+        Raises SessionError for unknown roles, and for media that are no image given as data.
+        """
         role = _ROLES.get(message.get("role", ""))
         if role is None:
             raise SessionError(
                 f"messages[{index}].role is {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
             )
-        text = _text(role, index, message.get("content"))
+        text, media = _content(role, index, message.get("content"), self._keep)
         if role == "assistant":
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
             canonical = self._assistant(Canonical(role, text, clean(str(reasoning)), _calls(message)))
         elif role == "tool":
-            canonical = self._tool(text, message)
+            canonical = self._tool(text, media, message)
         else:
             name = message.get("name")
-            canonical = Canonical(role, text, name=clean(name) if name else None)
+            canonical = Canonical(role, text, name=clean(name) if name else None, media=media)
         self.skip(message, canonical)
         return canonical
 
@@ -260,7 +297,7 @@ class Canonicalizer:
         count = sum(len(form.calls) for form in self._before) + self._fresh
         return f"{letter}{count + number:08d}"
 
-    def _tool(self, text: str, message: Message | Mapping[str, Any]) -> Canonical:
+    def _tool(self, text: str, media: tuple[MessageMedia, ...], message: Message | Mapping[str, Any]) -> Canonical:
         named = message.get("tool_call_id")
         numbers = range(len(self._calls))
         unanswered = [number for number in numbers if number not in self._answered]
@@ -269,14 +306,20 @@ class Canonicalizer:
         if position is None:
             # It answers no call that could name it: what is rendered is made from what is compared.
             name = clean(message.get("name") or "")
-            return Canonical("tool", text, name=name, answers=-1, call_id=self._made_id("n", 0), call_name=name)
+            made = self._made_id("n", 0)
+            return Canonical("tool", text, name=name, answers=-1, call_id=made, call_name=name, media=media)
         call = self._calls[position]
-        return Canonical("tool", text, answers=position, call_id=call.id, call_name=call.name)
+        return Canonical("tool", text, answers=position, call_id=call.id, call_name=call.name, media=media)
 
 
 def is_turn(message: Canonical) -> bool:
     """Whether following tool messages answer the calls of this message."""
     return message.role == "assistant" and not message.empty
+
+
+def unplaced(messages: Iterable[Canonical]) -> tuple[Media, ...]:
+    """Return the images of messages, without a place in ids."""
+    return tuple(Media(each.kind, each.data, 0, 0) for message in messages for each in message.media)
 
 
 def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:

@@ -18,6 +18,7 @@ from turnwise.types import (
     Completion,
     Guide,
     Logprobs,
+    Media,
     Message,
     SamplingParams,
     TokenDelta,
@@ -274,7 +275,9 @@ class Renderer(Protocol):
     stop_ids: frozenset[int]
     why: str
     media: frozenset[str]
-    """Kinds of media that it places besides text: ``image``, ``video``, ``audio``."""
+    """Kinds of media that it places besides text: ``image``, and ``video`` as a list of images."""
+    placed: tuple[Media, ...]
+    """Media of the last :meth:`render` or :meth:`extend`, at their places in its ids; read at once."""
     guides: StructuralTags
     """Grammars of completions in its chat format."""
     arguments: TemplateArguments
@@ -303,7 +306,10 @@ class Renderer(Protocol):
         """Return the number of ids of a text inside a message."""
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the whole prompt, generation prompt included. Raises RenderError if the template raises."""
+        """Return the whole prompt, generation prompt included.
+
+        Raises RenderError if the template raises, or an image cannot be read or placed.
+        """
 
     def extend(
         self,

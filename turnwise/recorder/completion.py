@@ -131,7 +131,14 @@ class SessionLimits:
 
 
 def token_budget(
-    limits: SessionLimits, session_id: str, *, prompt: int, committed: int, requests: int, wanted: int | None
+    limits: SessionLimits,
+    session_id: str,
+    *,
+    prompt: int,
+    committed: int,
+    requests: int,
+    wanted: int | None,
+    images: Sequence[int] = (),
 ) -> int:
     """Return the number of tokens that a request may sample.
 
@@ -142,6 +149,7 @@ def token_budget(
         committed: Tokens of the session so far, over all branches.
         requests: Number of earlier requests.
         wanted: The request's own limit.
+        images: Prompt tokens of each image.
 
     Raises:
         BudgetExceeded: No tokens or turns are left.
@@ -157,7 +165,8 @@ def token_budget(
     if room <= 0:
         raise BudgetExceeded(
             StopReason.CONTEXT_OVERFLOW,
-            f"session {session_id}: the prompt has {prompt} tokens, the context {limits.context_length}",
+            f"session {session_id}: the prompt has {prompt} tokens{_of_images(images)}, the context "
+            f"{limits.context_length}",
             used=prompt,
             limit=limits.context_length,
         )
@@ -173,3 +182,7 @@ def token_budget(
             )
         allowed.append(left)
     return min(allowed + [n for n in (limits.max_tokens_per_turn, wanted) if n is not None])
+
+
+def _of_images(images: Sequence[int]) -> str:
+    return f" ({sum(images)} of them of {len(images)} images: send fewer or smaller ones)" if images else ""

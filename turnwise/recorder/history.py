@@ -33,10 +33,12 @@ class History:
     What it holds is replaced, never edited: two threads may use it.
     """
 
-    __slots__ = ("_conversations", "_recognise", "_said")
+    __slots__ = ("_conversations", "_files", "_recognise", "_said")
 
     def __init__(self, recognise: Recognise | None = None) -> None:
         self._recognise = recognise
+        # The one copy of each image's bytes, by digest.
+        self._files: dict[str, bytes] = {}
         # Most recently used last.
         self._conversations: list[CachedRequest] = []
         # The last returned message, with and without the keys that only this package adds, and its canonical form.
@@ -45,6 +47,10 @@ class History:
     def register_reply(self, message: Message, form: Canonical) -> None:
         """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
         self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
+
+    def keep(self, digest: str, data: bytes) -> bytes:
+        """Return the one copy of a file's bytes."""
+        return self._files.setdefault(digest, data)
 
     def closest(self, messages: Sequence[Message]) -> tuple[CachedRequest, int]:
         """Return the remembered request with the longest common prefix, and its length."""
@@ -66,7 +72,7 @@ class History:
             raise SessionError("messages is empty: a request needs at least one message")
         last, known = closest or self.closest(messages)
         result = last.forms[:known]
-        reducer = Canonicalizer(self._recognise)
+        reducer = Canonicalizer(self._recognise, self.keep)
         reducer.resume(messages, result[:])
         # Agents edit lists and messages in place: what is remembered is a copy.
         fresh: list[Mapping[str, Any]] = []

@@ -7,6 +7,8 @@ One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a proce
      "versions": [[version, start, end], ...], "finish": "stop"}
 
 The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``token_ids``.
+Its images are those of the shared ids, then ``"media": [[kind, sha256, position, length], ...]``, if there are any;
+each is in the folder ``media/`` of the run, in a file named by its digest.
 A call is referred to by ``at``, the byte at which its line begins. A gateway says, in its part, what became of the
 sessions that an earlier one left open (:class:`Resumption`)::
 
@@ -28,8 +30,9 @@ import orjson
 
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import DiskError, FormatError
+from turnwise.media_files import MediaFiles, MediaPlace, places_of
 from turnwise.model.core import LLMClient, ModelInfo, closing
-from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
+from turnwise.types import Completion, Logprobs, Media, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
 SCHEMA_VERSION = 1
 LEDGER = "ledger.jsonl"
@@ -50,6 +53,7 @@ class LedgerEntry:
         prompt_ids: int32 of shape [tokens].
         completion_ids: int32 of shape [tokens].
         logprobs: float32 of shape [tokens].
+        media: Images of the prompt, with positions in it.
     """
 
     part: int
@@ -60,6 +64,7 @@ class LedgerEntry:
     logprobs: Logprobs
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: str
+    media: tuple[MediaPlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +100,21 @@ class Ledger:
 
 
 class LedgerWriter:
-    """Writer of one ledger file for one process; several clients may share it. ``path``'s folder is created."""
+    """Writer of one ledger file for one process; several clients may share it. ``path``'s folder is created.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The file.
+        media: Folder of the run's images; by default beside the file.
+    """
+
+    def __init__(self, path: Path, media: MediaFiles | None = None) -> None:
         self.path = path
+        self.media = media or MediaFiles.beside(path)
         with writing(path):
             self._file = AppendFile(path)
             self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
-        # The ids of the last call of each session, as bytes: compared and joined at once; and where it begins.
-        self._last: OrderedDict[str, tuple[bytes, int]] = OrderedDict()
+        # Of the last call of each session the ids, as bytes (compared and joined at once), its first byte, its images.
+        self._last: OrderedDict[str, tuple[bytes, int, tuple[MediaPlace, ...]]] = OrderedDict()
         self._remembered = 0
         self._closed = False
 
@@ -133,11 +144,14 @@ class LedgerWriter:
         """Return where the last call of a session begins, right after it was noted; KeyError if there is none."""
         return self._last[session][1]
 
-    def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
-        """Append a successful call. Raises DiskError."""
-        before, _ = self._last.pop(session, (b"", 0))
+    def note(self, session: str, prompt: TokenIds, completion: Completion, media: Sequence[Media] = ()) -> None:
+        """Append a successful call, its images before it. Raises DiskError."""
+        before, _, seen = self._last.pop(session, (b"", 0, ()))
         asked = _id_bytes(prompt)
         shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
+        own = tuple(places_of(media))
+        known = _common_media(seen, own, shared)
+        shared = min([shared, *(each.position for each in (*seen[known:][:1], *own[known:][:1]))])
         now = asked + _id_bytes(completion.token_ids)
         self._remembered -= len(before)
         record = {
@@ -149,9 +163,12 @@ class LedgerWriter:
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
+        if own[known:]:
+            record["media"] = [list(each) for each in own[known:]]
+            self.media.write(media)
         with writing(self.path):
             at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
-        self._last[session] = now, at
+        self._last[session] = now, at, own
         self._remembered += len(now)
         while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:
             self._remembered -= len(self._last.popitem(last=False)[1][0])
@@ -169,7 +186,7 @@ class LedgerClient(LLMClient):
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Forward the request, then log the call."""
         completion = await self._inner.generate(prompt, params, session_id=session_id)
-        self._book.note(session_id, prompt.token_ids, completion)
+        self._book.note(session_id, prompt.token_ids, completion, prompt.media)
         return completion
 
     async def stream(
@@ -181,7 +198,7 @@ class LedgerClient(LLMClient):
             async for delta in stream:
                 pieces.append(delta)
                 if delta.finish_reason is not None:
-                    self._book.note(session_id, prompt.token_ids, join_deltas(pieces))
+                    self._book.note(session_id, prompt.token_ids, join_deltas(pieces), prompt.media)
                 yield delta
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
@@ -201,6 +218,16 @@ class LedgerClient(LLMClient):
 
 def _id_bytes(token_ids: TokenIds) -> bytes:
     return token_ids.astype(np.int32, copy=False).tobytes()
+
+
+def _common_media(seen: Sequence[MediaPlace], own: Sequence[MediaPlace], shared: int) -> int:
+    """Return how many images two prompts begin with that lie within their first ``shared`` ids."""
+    count = 0
+    for before, now in zip(seen, own, strict=False):
+        if before != now or now.position + now.length > shared:
+            break
+        count += 1
+    return count
 
 
 def _shared_prefix(last: bytes, prompt: TokenIds) -> int:
@@ -266,7 +293,7 @@ def read_calls(
     Raises FormatError as :func:`read_ledger`.
     """
     part = -1
-    last: dict[str, TokenIds] = {}
+    last: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]] = {}
     for number, at, record in _lines(path, wanted):
         if record is None:
             yield LedgerMark(part, "torn")
@@ -330,19 +357,25 @@ def _resumption(path: Path, number: int, part: int, record: Mapping[str, Any]) -
 
 
 def _entry(
-    path: Path, number: int, place: tuple[int, int], record: Mapping[str, Any], last: dict[str, TokenIds]
+    path: Path,
+    number: int,
+    place: tuple[int, int],
+    record: Mapping[str, Any],
+    last: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]],
 ) -> LedgerEntry:
     try:
         session = str(record["session"])
         shared = int(record["shared"])
-        before = last.get(session, np.zeros(0, np.int32))
+        before, seen = last.get(session, (np.zeros(0, np.int32), ()))
         if shared > len(before):
             raise ValueError(f"shares {shared} ids with a call that has {len(before)}")
         prompt = np.concatenate([before[:shared], np.asarray(record["token_ids"], np.int32)])
         completion = np.asarray(record["completion"], np.int32)
-        last[session] = np.concatenate([prompt, completion])
+        kept = (each for each in seen if each.position + each.length <= shared)
+        media = (*kept, *map(MediaPlace.read, record.get("media", ())))
+        last[session] = np.concatenate([prompt, completion]), media
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])
         logprobs = np.asarray(record["logprobs"], np.float32)
-        return LedgerEntry(*place, session, prompt, completion, logprobs, versions, str(record["finish"]))
+        return LedgerEntry(*place, session, prompt, completion, logprobs, versions, str(record["finish"]), media)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from turnwise.model.canonical import Canonical
 from turnwise.model.core import Renderer
-from turnwise.types import TokenIds, ToolCall, ToolSchema
+from turnwise.types import Media, TokenIds, ToolCall, ToolSchema
 
 _T = TypeVar("_T")
 LONG = 100_000
@@ -28,6 +28,8 @@ LONG = 100_000
 _HEAVY = 20_000
 """Parts of a JSON value from which on it is canonicalized in a thread; at this size that takes about 30 ms."""
 _CHARACTERS = 3
+# To decode eight bytes of an image takes as long as to tokenize a character.
+_IMAGE_BYTES = 8
 # One thread: two long prompts would not be quicker side by side, and the
 # event loop waits for as many threads as want to run.
 _THREAD = ThreadPoolExecutor(1, "render")
@@ -70,17 +72,22 @@ class Encoded:
         token_ids: Its ids, int32 of shape [tokens]; None if it could not be rendered as an extension.
         escaped: Number of control-token strings kept as text.
         why: Why there are no ids.
+        media: Images, at their places in the ids.
     """
 
     token_ids: TokenIds | None
     escaped: int
     why: str = ""
+    media: tuple[Media, ...] = ()
 
 
 def length(messages: Iterable[Canonical]) -> int:
-    """Return the characters of messages."""
+    """Return the characters of messages, images included by the time that it takes to read them."""
     return sum(
-        len(message.text) + len(message.reasoning) + sum(len(call.arguments) for call in message.calls)
+        len(message.text)
+        + len(message.reasoning)
+        + sum(len(call.arguments) for call in message.calls)
+        + sum(len(each.data) for each in message.media) // _IMAGE_BYTES
         for message in messages
     )
 
@@ -152,7 +159,10 @@ class Prompts:
 def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
     before = renderer.escaped
     token_ids = work(renderer)
-    return Encoded(token_ids, renderer.escaped - before, renderer.why if token_ids is None else "")
+    escaped = renderer.escaped - before
+    if token_ids is None:
+        return Encoded(None, escaped, renderer.why)
+    return Encoded(token_ids, escaped, media=renderer.placed)
 
 
 def _bounded(renderer: Renderer, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:

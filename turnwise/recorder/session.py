@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from turnwise.errors import BudgetExceeded, InferenceError, PromptTooLong, SessionError, TurnwiseError
+from turnwise.media_files import MediaPlace, places_of
 from turnwise.model.canonical import Canonical, canonical_tools, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
@@ -36,6 +37,7 @@ from turnwise.recorder.tree import (
     addressed,
     fork_reason,
     joined,
+    joined_media,
     path_tokens,
     segment_of,
 )
@@ -44,6 +46,7 @@ from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
     Completion,
+    Media,
     Message,
     SamplingParams,
     StopReason,
@@ -233,8 +236,10 @@ class Session:
             with an ``error`` must not be executed.
 
         Raises:
-            SessionError: The request cannot be placed (prefill, media, no messages), or the client broke its contract.
-            RenderError: The template cannot render the messages. Nothing was sent.
+            SessionError: The request cannot be placed (prefill, an image that is not given as data, no messages), or
+                the client broke its contract.
+            RenderError: The template cannot render the messages, or the model does not take their images. Nothing was
+                sent.
             BudgetExceeded: No tokens or turns are left. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
@@ -295,13 +300,16 @@ class Session:
         """Return the committed segments in commit order, with their messages if ``messages``."""
         return [segment_of(node, messages=messages) for node in self._tree.nodes]
 
-    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+    def restore(
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+    ) -> None:
         """Commit a turn of an earlier process again; turns come in commit order, before any request.
 
         Args:
             record: What the earlier process gave its journal.
             prompt: Ids that the model saw, int32 of shape [tokens].
             completion: What it sampled.
+            media: Places of the images that the model saw.
 
         Raises:
             SessionError: The record, its ids, and the turns restored so far contradict each other.
@@ -326,7 +334,8 @@ class Session:
             )
         key: RootKey = (canonical_tools(record.tools), record.arguments) if parent is None else parent.key
         tools = record.tools if parent is None else parent.tools
-        match = Match(parent, known, new or (), token_ids, None, len(nodes), key, tools)
+        placed = self._placed_again(record, known or parent, len(before), media)
+        match = Match(parent, known, new or (), token_ids, None, len(nodes), key, tools, placed)
         context = known or self._add(parent, match, token_ids, match.new, record.forks[0])
         if known is not None:
             match = replace(match, key=known.key, tools=known.tools)
@@ -334,6 +343,26 @@ class Session:
         self._echoes.register(record.turn_id, record.said)
         self._echoes.restore(record.rewritten, record.foreign)
         self.counters = record.counters
+
+    def _placed_again(
+        self, record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace]
+    ) -> tuple[Media, ...]:
+        """Return the images of a restored context, given the last node before it and the number of ids before it."""
+        seen = places_of(joined_media(known, ()))
+        files = {each.digest: each for message in record.new or () for each in message.media}
+        fresh = media[len(seen) :]
+        if list(media[: len(seen)]) != seen or [each.digest for each in fresh] != [
+            each.digest for message in record.new or () for each in message.media
+        ]:
+            raise SessionError(
+                f"session {self.id}: turn {record.turn_id} holds other images than the call that the ledger has for it"
+            )
+        for each in files.values():
+            self._history.keep(each.digest, each.data)
+        return tuple(
+            Media(files[each.digest].kind, files[each.digest].data, each.position - before, each.length)
+            for each in fresh
+        )
 
     def close(self) -> None:
         """Release the recorded tree; further requests fail, returned segments stay valid."""
@@ -382,12 +411,12 @@ class Session:
             renderer = renderer.under(template_arguments(template_args))
         canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
         match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
-        prompt = self._prompt(match)
+        prompt = TokenPrompt(self._prompt(match), joined_media(match.parent, match.media))
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
         self._requests += 1
-        return PendingRequest(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
+        return PendingRequest(canonical, match, prompt, limited, fork, renderer)
 
     async def _reduce(
         self, prompts: Prompts, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
@@ -410,7 +439,7 @@ class Session:
         commits = len(self._tree.nodes)
         turns, context = self._tree.deepest(messages, key)
         if context is not None:
-            return Match(context.parent, context, (), context.token_ids, None, commits, key, tools)
+            return Match(context.parent, context, (), context.token_ids, None, commits, key, tools, context.media)
         why = None
         for turn, used in turns:
             new = addressed(turn, messages[used:])
@@ -420,7 +449,7 @@ class Session:
             found = await self._extension(prompts, turn, new, tools, renderer)
             if found.token_ids is not None:
                 self._escaped += found.escaped
-                return Match(turn, None, new, self._frozen(found.token_ids), None, commits, key, tools)
+                return Match(turn, None, new, self._frozen(found.token_ids), None, commits, key, tools, found.media)
             # A branch that began where this one could not be extended may be continued instead.
             why = why or f"bridge_unproven: {found.why}"
         try:
@@ -429,7 +458,8 @@ class Session:
             raise self._too_long(error.tokens) from None
         assert found.token_ids is not None
         self._escaped += found.escaped
-        return Match(None, None, tuple(messages), self._frozen(found.token_ids), why, commits, key, tools)
+        token_ids = self._frozen(found.token_ids)
+        return Match(None, None, tuple(messages), token_ids, why, commits, key, tools, found.media)
 
     async def _extension(
         self, prompts: Prompts, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer
@@ -474,7 +504,7 @@ class Session:
 
     # Limits
 
-    def _limited(self, params: SamplingParams, prompt: TokenIds) -> SamplingParams:
+    def _limited(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         if self._one_temperature and params.temperature != self.params.temperature:
             raise SessionError(
                 f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
@@ -483,7 +513,8 @@ class Session:
         most = token_budget(
             self.limits,
             self.id,
-            prompt=len(prompt),
+            prompt=len(prompt.token_ids),
+            images=[each.length for each in prompt.media],
             committed=self._tree.tokens,
             requests=self._requests,
             wanted=params.max_tokens,
@@ -571,6 +602,7 @@ class Session:
                 completion=None if completion is None else Sampled.of(completion),
                 turn_id=turn_id,
                 fork=reason if self._tree.siblings(parent) else None,
+                media=() if sampled else match.media,
             ),
             token_ids,
         )

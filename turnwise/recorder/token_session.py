@@ -121,9 +121,10 @@ class TokenSession(Session):
         self._prompt_tokens += len(prompt)
         meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
         match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
-        limited = self._limited(params or self.params, prompt)
+        asked = TokenPrompt(prompt)
+        limited = self._limited(params or self.params, asked)
         self._requests += 1
-        return PendingRequest([], match, TokenPrompt(prompt), limited, self._reason(match, prompt), self.renderer)
+        return PendingRequest([], match, asked, limited, self._reason(match, prompt), self.renderer)
 
     def _below(self, parent: Node | None) -> list[Node]:
         return [node for node in self._tree.siblings(parent) if node.key == _KEY]

@@ -13,7 +13,7 @@ from turnwise.errors import SessionError
 from turnwise.model.canonical import Canonical, argument_values, is_turn
 from turnwise.recorder.matching import RootKey, same, same_context
 from turnwise.trajectory import Segment
-from turnwise.types import Completion, FinishReason, Logprobs, TokenIds, ToolSchema, VersionSpan
+from turnwise.types import Completion, FinishReason, Logprobs, Media, TokenIds, ToolSchema, VersionSpan
 
 _ID_BYTES = np.dtype(np.int32).itemsize
 
@@ -45,6 +45,7 @@ class Node:
         completion: Logprobs and versions; sampled nodes only.
         turn_id: Sampled nodes only.
         fork: Fork reason, if it is not its parent's only child.
+        media: Images, with positions in its own ids.
         store: Ids of all nodes in commit order, as int32 bytes; consecutive nodes of a path are one slice.
         at: Start of its ids in ``store``.
         to: End of its ids.
@@ -64,6 +65,7 @@ class Node:
     completion: Sampled | None = None
     turn_id: str | None = None
     fork: str | None = None
+    media: tuple[Media, ...] = ()
     store: bytearray = field(default_factory=bytearray)
     at: int = 0
     to: int = 0
@@ -118,6 +120,17 @@ def path_tokens(end: Node | None) -> int:
     return size // _ID_BYTES
 
 
+def joined_media(end: Node | None, media: Sequence[Media]) -> tuple[Media, ...]:
+    """Return the images of the path to ``end`` and those that follow it, with their positions in the whole."""
+    size = path_tokens(end)
+    found = [each.at(each.position + size) for each in reversed(media)]
+    while end is not None:
+        size -= end.tokens
+        found += (each.at(each.position + size) for each in reversed(end.media))
+        end = end.parent
+    return tuple(reversed(found))
+
+
 def segment_of(node: Node, *, messages: bool) -> Segment:
     """Return the trajectory segment of a node, with or without its messages."""
     completion = node.completion
@@ -135,6 +148,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
             fork=node.fork,
             tools=tools,
             template_args=given or None,
+            media=node.media,
         )
     return Segment(
         index=node.index,
@@ -162,6 +176,7 @@ class Match:
         why: Fork reason, where a matching turn could not be extended.
         commits: Number of nodes at matching time.
         key: Root key of the request.
+        media: Images of the context, with positions in its ids.
     """
 
     parent: Node | None
@@ -172,6 +187,7 @@ class Match:
     commits: int
     key: RootKey
     tools: tuple[ToolSchema, ...]
+    media: tuple[Media, ...] = ()
 
 
 def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:

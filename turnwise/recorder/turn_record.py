@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from turnwise.errors import FormatError
+from turnwise.images import MessageMedia
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
 from turnwise.types import FinishReason, ToolSchema
 
+ReadFile = Callable[[str], bytes]
 _TEXTS = ("reasoning", "name", "answers", "call_id", "call_name", "turn")
 
 
@@ -20,17 +22,27 @@ def canonical_record(message: Canonical) -> dict[str, Any]:
     record |= {name: value for name in _TEXTS if (value := getattr(message, name)) not in (None, "")}
     if message.calls:
         record["calls"] = [[call.id, call.name, call.arguments] for call in message.calls]
+    if message.media:
+        record["media"] = [[each.kind, each.digest, each.at] for each in message.media]
     return record
 
 
-def read_canonical(record: Mapping[str, Any]) -> Canonical:
-    """Read a record of :func:`canonical_record`. A malformed one raises KeyError, TypeError or ValueError."""
+def read_canonical(record: Mapping[str, Any], files: ReadFile | None = None) -> Canonical:
+    """Read a record of :func:`canonical_record`; ``files`` returns the bytes of an image by its digest.
+
+    A malformed one raises KeyError, TypeError or ValueError, and a missing image what ``files`` raises.
+    """
     given = {name: record[name] for name in _TEXTS if name in record}
     message = Canonical(str(record["role"]), str(record["text"]), **given)
     calls = [
         CanonicalCall(name, arguments, canonical_arguments(arguments)[1], call_id)
         for call_id, name, arguments in record.get("calls", ())
     ]
+    if record.get("media"):
+        if files is None:
+            raise ValueError("it holds images, and there is no folder of images")
+        media = [MessageMedia(kind, str(digest), int(at), files(digest)) for kind, digest, at in record["media"]]
+        message = replace(message, media=tuple(media))
     return replace(message, calls=tuple(calls)) if calls else message
 
 
@@ -92,8 +104,11 @@ class TurnRecord:
         return record | {name: value for name in optional if (value := getattr(self, name))}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Read a record of :meth:`to_json`. Raises FormatError."""
+    def from_json(cls, record: Mapping[str, Any], files: ReadFile | None = None) -> Self:
+        """Read a record of :meth:`to_json`; ``files`` returns the bytes of an image by its digest.
+
+        Raises FormatError.
+        """
         try:
             new = record.get("new")
             context_fork, turn_fork = record.get("forks", (None, None))
@@ -102,7 +117,7 @@ class TurnRecord:
                 turn_id=str(record["turn"]),
                 parent=int(record["parent"]),
                 context=int(record["context"]),
-                new=None if new is None else tuple(map(read_canonical, new)),
+                new=None if new is None else tuple(read_canonical(each, files) for each in new),
                 said=read_canonical(record["said"]),
                 forks=(context_fork, turn_fork),
                 finish_reason=record["finish"],

@@ -8,7 +8,8 @@ import math
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -17,9 +18,10 @@ import orjson
 from turnwise.agents.roles import role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
+from turnwise.media_files import MediaFiles
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.rollout.records import placed_trajectories
-from turnwise.trajectory import Segment, Trajectory, segment_record
+from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -368,7 +370,7 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> It
 
 def _read_record(file: BinaryIO, row: Row, facts: RunFacts) -> _Record:
     file.seek(row.offset)
-    trajectory = Trajectory.from_bytes(file.readline())
+    trajectory = Trajectory.from_bytes(file.readline(), MediaFiles.beside(Path(file.name)).read)
     data = _dumped(trajectory_record(trajectory, facts))
     if len(data) > LARGEST:
         return _Record(row, _dumped(trajectory_record(trajectory, facts, tokens=False)), None)
@@ -412,7 +414,8 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
 
 
 def _segment(segment: Segment, tokens: bool) -> dict[str, Any]:
-    record = segment_record(segment)
+    # The page shows images where their messages have them.
+    record = segment_record(replace(segment, messages=messages_of(segment), media=()))
     record["tokens"] = len(segment.token_ids)
     if not tokens:
         return {name: value for name, value in record.items() if name not in ("token_ids", "logprobs")}

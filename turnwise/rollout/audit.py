@@ -14,16 +14,18 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import orjson
 
 from turnwise.errors import AuditError, FormatError
+from turnwise.media_files import MediaPlace, places_of
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, read_trajectories, row_digest
-from turnwise.trajectory import Segment, Trajectory, to_samples
+from turnwise.trajectory import Segment, Trajectory, path_media, to_samples
 from turnwise.types import StopReason, TokenIds
 
 
@@ -293,10 +295,10 @@ class _Audit:
         waiting: defaultdict[bytes, list[LedgerEntry]] = defaultdict(list)
         for call in calls:
             waiting[_call_key(call)].append(call)
-        strange: list[tuple[Segment, TokenIds]] = []
+        strange: list[tuple[Segment, _Prompt]] = []
         for segment in trajectory.segments:
             if segment.sampled:
-                prompt = np.concatenate([before.token_ids for before in trajectory.path(segment.parent)])
+                prompt = _Prompt.of(trajectory.path(segment.parent))
                 equal = waiting.get(_turn_key(segment, prompt))
                 if equal:
                     equal.pop()
@@ -475,6 +477,9 @@ def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
     # A turn may be empty: its server stopped at once.
     if not (segment.sampled or len(segment.token_ids)) or bool((segment.token_ids < 0).any()):
         yield f"{where} holds no ids, or a negative one"
+    for each in segment.media:
+        if segment.sampled or each.length < 1 or each.position < 0 or each.end > len(segment.token_ids):
+            yield f"{where} has an image at {each.position} to {each.end}, outside of its {len(segment.token_ids)} ids"
     if not segment.sampled:
         if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None or segment.left_out:
             yield f"{where} is context, but carries what only sampled segments have"
@@ -519,30 +524,43 @@ def _unexplained(
     return None if set(later) <= set(lost) else "but a later call of the same process was committed"
 
 
+class _Prompt(NamedTuple):
+    """What a model saw: ids and images."""
+
+    token_ids: TokenIds
+    media: tuple[MediaPlace, ...]
+
+    @classmethod
+    def of(cls, path: Sequence[Segment]) -> _Prompt:
+        return cls(np.concatenate([segment.token_ids for segment in path]), tuple(places_of(path_media(path))))
+
+
 def _call_key(call: LedgerEntry) -> bytes:
-    return _key(call.prompt_ids, call.completion_ids, call.logprobs, call.weight_versions, call.finish_reason)
+    prompt = _Prompt(call.prompt_ids, call.media)
+    return _key(prompt, call.completion_ids, call.logprobs, call.weight_versions, call.finish_reason)
 
 
-def _turn_key(segment: Segment, prompt: TokenIds) -> bytes:
+def _turn_key(segment: Segment, prompt: _Prompt) -> bytes:
     return _key(prompt, segment.token_ids, segment.logprobs, segment.weight_versions, segment.finish_reason)
 
 
-def _key(prompt: TokenIds, completion: TokenIds, logprobs: object, versions: object, finish: object) -> bytes:
-    sizes = f"{len(prompt)} {len(completion)} {versions} {finish} ".encode()
-    return sizes + prompt.tobytes() + completion.tobytes() + np.asarray(logprobs, np.float32).tobytes()
+def _key(prompt: _Prompt, completion: TokenIds, logprobs: object, versions: object, finish: object) -> bytes:
+    images = "".join(" ".join(map(str, each)) + ";" for each in prompt.media)
+    sizes = f"{len(prompt.token_ids)} {len(completion)} {versions} {finish} {images} ".encode()
+    return sizes + prompt.token_ids.tobytes() + completion.tobytes() + np.asarray(logprobs, np.float32).tobytes()
 
 
-def _likest(segment: Segment, prompt: TokenIds, calls: Sequence[LedgerEntry]) -> int:
+def _likest(segment: Segment, prompt: _Prompt, calls: Sequence[LedgerEntry]) -> int:
     """Return the index of the best matching call: equal prompt or completion first, then order."""
     for number, call in enumerate(calls):
-        if np.array_equal(call.prompt_ids, prompt) or np.array_equal(call.completion_ids, segment.token_ids):
+        if np.array_equal(call.prompt_ids, prompt.token_ids) or np.array_equal(call.completion_ids, segment.token_ids):
             return number
     return 0
 
 
-def _difference(segment: Segment, prompt: TokenIds, call: LedgerEntry) -> str:
+def _difference(segment: Segment, prompt: _Prompt, call: LedgerEntry) -> str:
     for name, mine, theirs in (
-        ("the prompt", prompt, call.prompt_ids),
+        ("the prompt", prompt.token_ids, call.prompt_ids),
         ("the completion", segment.token_ids, call.completion_ids),
         ("the logprobs", segment.logprobs, call.logprobs),
     ):
@@ -553,6 +571,12 @@ def _difference(segment: Segment, prompt: TokenIds, call: LedgerEntry) -> str:
         if len(wrong):
             at = int(wrong[0])
             return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
+    if prompt.media != call.media:
+        kept, logged = (
+            ", ".join(f"{each.digest[:12]} at {each.position}" for each in media) or "none"
+            for media in (prompt.media, call.media)
+        )
+        return f"the images are {kept} in the trajectory, {logged} in the ledger"
     if segment.weight_versions != call.weight_versions:
         return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"
     return f"finish reason is {segment.finish_reason} in the trajectory, {call.finish_reason} in the ledger"

@@ -27,6 +27,7 @@ import orjson
 from turnwise.agents.roles import MAIN
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import FormatError
+from turnwise.media_files import MediaFiles, places_of
 from turnwise.trajectory import TrainSample, Trajectory
 
 SCHEMA_VERSION = 1
@@ -79,7 +80,7 @@ def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
 
 
 def row_digest(sample: TrainSample) -> str:
-    """Return a digest (blake2b-64, hexadecimal) of a row's ids, mask, rollout logprobs and weight versions."""
+    """Return a digest (blake2b-64, hexadecimal) of a row's ids, mask, rollout logprobs, weight versions and images."""
     digest = hashlib.blake2b(digest_size=8)
     for array, kind in (
         (sample.input_ids, "<i4"),
@@ -88,6 +89,8 @@ def row_digest(sample: TrainSample) -> str:
         (sample.weight_versions, "<i4"),
     ):
         digest.update(np.ascontiguousarray(array, dtype=kind).tobytes())
+    for media in places_of(sample.media):
+        digest.update(" ".join(map(str, media)).encode())
     return digest.hexdigest()
 
 
@@ -224,11 +227,12 @@ class Place:
 class TrajectoryWriter:
     """Appends trajectories to a file; each is in the file when :meth:`write` returns.
 
-    A partial line of a killed process is cut off.
+    A partial line of a killed process is cut off. Images are in the folder ``media/`` beside the file, each once.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._media = MediaFiles.beside(path)
         self._file = AppendFile(path, cut=True)
 
     @property
@@ -238,7 +242,7 @@ class TrajectoryWriter:
 
     def write(self, trajectory: Trajectory) -> Place:
         """Append one trajectory, whole or not at all."""
-        line = trajectory.to_bytes()
+        line = trajectory.to_bytes(self._media.write)
         return Place(self._file.append(line), len(line), zlib.crc32(line))
 
     def holds(self, place: Place) -> bool:
@@ -253,7 +257,7 @@ class TrajectoryWriter:
                 f"{self.path}: the {place.length} bytes at {place.offset} are not those that were written: the file "
                 "was changed, or the disk lost them"
             )
-        return Trajectory.from_bytes(line)
+        return Trajectory.from_bytes(line, self._media.read)
 
     def lines(self, offset: int) -> Iterator[tuple[Place, bytes]]:
         """Yield lines with their places, from the offset of a line on."""
@@ -296,6 +300,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
 def placed_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
     """Yield what :func:`read_trajectories` does, each with the byte offset of its line. Raises FormatError."""
     offset = 0
+    media = MediaFiles.beside(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             begins, offset = offset, offset + len(line)
@@ -303,7 +308,7 @@ def placed_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
             if not line or not line.endswith(b"}"):
                 continue
             try:
-                yield begins, Trajectory.from_bytes(line)
+                yield begins, Trajectory.from_bytes(line, media.read)
             except FormatError as error:
                 if not whole:
                     return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast, get_args
 
-from turnwise.errors import TaskError, shown
+from turnwise.errors import SessionError, TaskError, shown
+from turnwise.images import check_type, image_part
 from turnwise.types import Message, Role, ToolCall
 
 _ROLES = frozenset(get_args(Role))
@@ -42,10 +44,13 @@ class Task:
         return hash(self.id)
 
     def messages(self) -> list[Message]:
-        """Return the prompt as a new list of messages; a text is one user message."""
+        """Return the prompt as a new list of messages; a text is one user message.
+
+        Images that the row names by their path are read now. Raises TaskError if one cannot be.
+        """
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
-        return list(self.prompt)
+        return [_with_files(each, self.id) for each in self.prompt]
 
     def to_record(self) -> dict[str, Any]:
         """Return the row as JSON values; :meth:`from_record` is the inverse."""
@@ -60,13 +65,21 @@ class Task:
         return record
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], *, where: str = "task", default_id: str | None = None) -> Task:
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        *,
+        where: str = "task",
+        default_id: str | None = None,
+        folder: Path | None = None,
+    ) -> Task:
         """Parse a row. Unknown columns become entries of ``data``.
 
         Args:
             record: The row.
             where: File and row number, for error messages.
             default_id: Id of a row without one.
+            folder: Where relative paths of images begin: the folder of the row's file.
 
         Raises:
             TaskError: A field is missing or of the wrong type; the message names it and the remedy.
@@ -78,7 +91,7 @@ class Task:
         agent, agent_config = read_spec(record.get("agent"), f"{where}: field 'agent'")
         return cls(
             id=_id(record.get("id"), default_id, where),
-            prompt=_prompt(record, where),
+            prompt=_prompt(record, where, folder),
             data=data,
             env=env,
             agent=agent,
@@ -136,7 +149,7 @@ def read_spec(value: Any, where: str) -> tuple[str | None, dict[str, Any]]:
     )
 
 
-def _prompt(record: Mapping[str, Any], where: str) -> str | list[Message]:
+def _prompt(record: Mapping[str, Any], where: str, folder: Path | None) -> str | list[Message]:
     if record.get("prompt") is None:
         present = ", ".join(repr(key) for key in record) or "none"
         raise TaskError(
@@ -147,10 +160,10 @@ def _prompt(record: Mapping[str, Any], where: str) -> str | list[Message]:
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
         raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a string or a list of messages")
-    return [_message(each, f"{where}: field 'prompt[{index}]'") for index, each in enumerate(prompt)]
+    return [_message(each, f"{where}: field 'prompt[{index}]'", folder) for index, each in enumerate(prompt)]
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, folder: Path | None) -> Message:
     if not isinstance(value, Mapping):
         raise TaskError(f"{where} is {shown(value)}: a message is an object with 'role' and 'content'")
     if value.get("role") not in _ROLES:
@@ -160,11 +173,59 @@ def _message(value: Any, where: str) -> Message:
         raise TaskError(f"{where}.content is {shown(content)}: it must be a string or a list of parts")
     # Columnar files write every field that any row has: a null is the same as its absence.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
+    if isinstance(content, list):
+        message["content"] = [_part(each, f"{where}.content[{n}]", folder) for n, each in enumerate(content)]
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):
             raise TaskError(f"{where}.tool_calls is {shown(value['tool_calls'])}: it must be a list of calls")
         message["tool_calls"] = [_call(each, f"{where}.tool_calls[{n}]") for n, each in enumerate(value["tool_calls"])]
     return cast("Message", message)
+
+
+def _part(value: Any, where: str, folder: Path | None) -> dict[str, Any]:
+    """Return a part of a content: JSON, in which an image is a ``data:`` URI or the absolute path of its file."""
+    if not isinstance(value, Mapping):
+        raise TaskError(f"{where} is {shown(value)}: a part is an object with 'type'")
+    part = {key: item for key, item in value.items() if item is not None}
+    if part.get("type") != "image":
+        return part
+    image = part.get("image")
+    if isinstance(image, Mapping):
+        # A row of the Hugging Face datasets library.
+        image = image.get("bytes")
+    try:
+        if "path" in part:
+            path = Path(folder or "", str(part["path"])).absolute()
+            with path.open("rb") as file:
+                check_type(file.read(16), f"{where} ({path})")
+            return {"type": "image", "path": str(path)}
+        return part if isinstance(image, str) or image is None else image_part(image)
+    except OSError as error:
+        raise TaskError(
+            f"{where}.path is {shown(part['path'])}: {path} cannot be read ({error.strerror or error}); a path is "
+            "relative to the file of the row"
+        ) from None
+    except SessionError as error:
+        raise TaskError(f"{where}: {error}") from None
+
+
+def _with_files(message: Message, task: str) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list) or not any("path" in part for part in content):
+        return message
+    return {**message, "content": [_read(part, task) if "path" in part else part for part in content]}
+
+
+def _read(part: Mapping[str, Any], task: str) -> dict[str, Any]:
+    try:
+        return image_part(Path(part["path"]).read_bytes())
+    except OSError as error:
+        raise TaskError(
+            f"task {task}: the image {part['path']} cannot be read any more ({error.strerror or error}): keep the "
+            "images where they were when the tasks were read"
+        ) from None
+    except SessionError as error:
+        raise TaskError(f"task {task}: {part['path']}: {error}") from None
 
 
 def _call(value: Any, where: str) -> ToolCall:

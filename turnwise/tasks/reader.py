@@ -232,7 +232,11 @@ class TaskReader:
 
 
 def _task(value: Any, row: Row) -> Task:
-    return value if isinstance(value, Task) else Task.from_record(value, where=row.where, default_id=row.id)
+    return value if isinstance(value, Task) else _from_record(value, row)
+
+
+def _from_record(value: Any, row: Row) -> Task:
+    return Task.from_record(value, where=row.where, default_id=row.id, folder=row.folder)
 
 
 def _part(task_id: str, test_fraction: float) -> str:

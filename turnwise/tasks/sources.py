@@ -25,12 +25,16 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class Row(NamedTuple):
-    """One row: an increasing, reproducible number, its location for error messages, a default id, the value."""
+    """One row: an increasing, reproducible number, its location for error messages, a default id, the value.
+
+    ``folder`` is that of its file, where relative paths in it begin; None for rows without one.
+    """
 
     number: int
     where: str
     id: str
     value: Any
+    folder: Path | None = None
 
 
 class Rows(ABC):
@@ -73,7 +77,7 @@ class JsonlRows(Rows):
                     raise TaskError(
                         f"{where}: this line is not JSON ({error}): write one JSON object per line"
                     ) from error
-                yield Row(number, where, f"{self.name}-{number}", value)
+                yield Row(number, where, f"{self.name}-{number}", value, self._path.parent)
 
 
 class FunctionRows(Rows):
@@ -152,7 +156,7 @@ class ChainedRows(Rows):
         for path in self._parts:
             for row in _rows_of(path, self.name).read():
                 if number >= start:
-                    yield Row(number, row.where, f"{self.name}-{number}", row.value)
+                    yield row._replace(number=number, id=f"{self.name}-{number}")
                 number += 1
 
 
@@ -296,7 +300,7 @@ class ParquetRows(Rows):
                 for batch in file.iter_batches(batch_size=BATCH, row_groups=list(groups)) if groups else ():
                     skip = min(max(start - number, 0), batch.num_rows)
                     for at, value in enumerate(batch.slice(skip).to_pylist(), number + skip):
-                        yield Row(at, f"{self._path}: row {at}", f"{self.name}-{at}", value)
+                        yield Row(at, f"{self._path}: row {at}", f"{self.name}-{at}", value, self._path.parent)
                     number += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise TaskError(f"{self._path}: cannot be read as a parquet file: {error}") from error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from turnwise.errors import EnvError, ToolSchemaError, shown
+from turnwise.errors import EnvError, SessionError, ToolSchemaError, shown
+from turnwise.images import data_uri, image_bytes
 from turnwise.types import ToolCall
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ class ToolResponse:
 
     Attributes:
         text: The text for the model.
-        image: Images, in the form that the renderer takes.
-        video: Videos.
+        image: Images: encoded bytes (PNG, JPEG, WebP, GIF or BMP), ``data:`` URIs or Pillow images; kept as URIs.
+        video: Videos, each a list of images.
         audio: Audio clips.
         error: None, or an error word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no
             tool ran), ``tool_error``, ``timeout``, or a tool's own.
@@ -200,6 +201,10 @@ class ToolResponse:
         for name, media in (("image", self.image), ("video", self.video), ("audio", self.audio)):
             if media is not None and not isinstance(media, list):
                 raise EnvError(f"ToolResponse.{name} is {shown(media)}: it must be a list or None")
+        if self.image:
+            self.image = [_uri(each, f"ToolResponse.image[{number}]") for number, each in enumerate(self.image)]
+        if self.video:
+            self.video = [_frames(each, f"ToolResponse.video[{number}]") for number, each in enumerate(self.video)]
         if self.reward is not None:
             self.reward = _finite(self.reward, "ToolResponse.reward")
         if not isinstance(self.metrics, Mapping):
@@ -215,7 +220,11 @@ class ToolResponse:
     def content(self) -> str | list[dict[str, Any]]:
         """Content of the tool message: the text, or parts if there are media."""
         media = (("image", self.image), ("video", self.video), ("audio", self.audio))
-        parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media for item in items or ()]
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": item}} if kind == "image" else {"type": kind, kind: item}
+            for kind, items in media
+            for item in items or ()
+        ]
         if not parts:
             return self.text or ""
         if self.text:
@@ -233,6 +242,19 @@ class ToolResponse:
         """
         body = {"error": {"type": error, "message": _MESSAGE.cut(message), **details}}
         return cls(text=json.dumps(body, ensure_ascii=False), error=error)
+
+
+def _uri(image: Any, where: str) -> str:
+    try:
+        return data_uri(image_bytes(image, where))
+    except SessionError as error:
+        raise EnvError(str(error)) from None
+
+
+def _frames(video: Any, where: str) -> list[str]:
+    if not isinstance(video, (list, tuple)) or not video:
+        raise EnvError(f"{where} is {shown(video)}: a video is a list of images")
+    return [_uri(frame, f"{where}[{number}]") for number, frame in enumerate(video)]
 
 
 def _number(value: Any) -> float | None:

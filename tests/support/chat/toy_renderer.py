@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.errors import StructuredOutputError
 from turnwise.model.canonical import Canonical, TemplateArguments, canonical_messages
-from turnwise.types import Guide, Message, TokenIds, ToolCall, ToolSchema
+from turnwise.types import Guide, Media, Message, TokenIds, ToolCall, ToolSchema
 
 END, THINK, THINK_END, CALL, CALL_END, TOOLS = 1, 2, 3, 4, 5, 6
 ROLES = {"system": 10, "user": 11, "assistant": 12, "tool": 13}
@@ -39,6 +39,7 @@ class ToyRenderer:
         self.reads = frozenset({"mood"})
         self.media: frozenset[str] = frozenset()
         self.why = ""
+        self.placed: tuple[Media, ...] = ()
         self.escaped = 0
         self.guides = NoGuides()
         self.encoded = 0

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.pictures import PNG, URI
 from turnwise.errors import EnvError, RegistryError, ToolSchemaError
 from turnwise.tools import BaseTool, FunctionTool, ToolResponse, as_tool, function_tool, get_tool, tool_names
 from turnwise.tools.core import register_tool
@@ -199,8 +200,9 @@ class TestToolResponse:
     def test_content(self):
         assert ToolResponse().content() == ""
         assert ToolResponse("hi").content() == "hi"
-        assert ToolResponse("hi", image=["i"], audio=["a"]).content() == [
-            {"type": "image", "image": "i"},
+        assert ToolResponse("hi", image=[PNG], video=[[PNG]], audio=["a"]).content() == [
+            {"type": "image_url", "image_url": {"url": URI}},
+            {"type": "video", "video": [URI]},
             {"type": "audio", "audio": "a"},
             {"type": "text", "text": "hi"},
         ]
@@ -213,6 +215,10 @@ class TestToolResponse:
         [
             ({"text": 3}, "text is 3"),
             ({"image": "one"}, "image is 'one': it must be a list"),
+            ({"image": [b"%PDF-1.7"]}, r"image\[0\] is no image of a known type .* give png, jpeg"),
+            ({"image": ["cat.png"]}, r"image\[0\] is 'cat.png': URLs and file names are not read"),
+            ({"image": [3]}, r"image\[0\] is 3, which is no image"),
+            ({"video": [b"ftyp"]}, r"video\[0\] is b'ftyp': a video is a list of images"),
             ({"reward": float("nan")}, "reward is nan"),
             ({"reward": 10**400}, "reward is 1000"),
             ({"reward": "1"}, "reward is '1'"),

@@ -3,6 +3,7 @@
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.pictures import PNG, URI
 from turnwise import BaseTool, RolloutProducer, RolloutRequest, ToolEnv, ToolResponse, function_tool
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
@@ -35,13 +36,13 @@ class Base(ToolEnv):
 class Declares(Base):
     @function_tool(media=["image"])
     def shot(self) -> ToolResponse:
-        return ToolResponse("a cat", image=[b"png"])
+        return ToolResponse("a cat", image=[PNG])
 
 
 class Hides(Base):
     @function_tool
     def shot(self) -> ToolResponse:
-        return ToolResponse("a cat", image=[b"png"], audio=[b"wav"])
+        return ToolResponse("a cat", image=[PNG], audio=[b"wav"])
 
 
 class Camera(BaseTool):
@@ -137,11 +138,14 @@ async def test_an_environment_that_cannot_be_made_is_said_by_its_episodes():
 
 async def test_a_declared_medium_is_part_of_the_message():
     outcome = await ToolRunner({"shot": function_tool("shot", media="image")(_shot)}).run(ToolCall("c", "shot", {}))
-    assert outcome.response.content() == [{"type": "image", "image": b"png"}, {"type": "text", "text": "a cat"}]
+    assert outcome.response.content() == [
+        {"type": "image_url", "image_url": {"url": URI}},
+        {"type": "text", "text": "a cat"},
+    ]
 
 
 def _shot() -> ToolResponse:
-    return ToolResponse("a cat", image=[b"png"])
+    return ToolResponse("a cat", image=[PNG])
 
 
 async def test_the_error_of_a_runner():

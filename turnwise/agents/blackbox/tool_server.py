@@ -20,6 +20,7 @@ from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
 from turnwise.gateway.local import SessionEndpoint
+from turnwise.model.canonical import canonical_messages
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
 from turnwise.version import __version__
@@ -106,6 +107,8 @@ def _listed(tool: ToolSchema) -> dict[str, Any]:
 def _block(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type", "text")
     value = part.get(kind)
+    if kind == "image_url":
+        kind, value = "image", part["image_url"]["url"]
     if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
         mime_type, _, data = value.removeprefix("data:").partition(";base64,")
         return {"type": kind, "data": data, "mimeType": mime_type}
@@ -220,8 +223,10 @@ class OfferedTools:
         result = await self._episode.step(message)
         if result.terminated or result.truncated:
             self.over.set()
-        text = "\n\n".join(text_of(each) for each in as_messages(result.observation))
-        return ToolResponse(text=text or ("The episode is over." if self.over.is_set() else ""))
+        said = as_messages(result.observation)
+        text = "\n\n".join(text_of(each) for each in said)
+        images = [each.data for message in canonical_messages(said) for each in message.media]
+        return ToolResponse(text=text or ("The episode is over." if self.over.is_set() else ""), image=images)
 
     def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
         """Return the call under the id of the model's own, so that its reward is noted on its turn."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from turnwise.errors import AgentError, ConfigError, RegistryError, shown
-from turnwise.model.canonical import clean
+from turnwise.model.canonical import canonical_messages, clean
 from turnwise.plugins import load_object
 from turnwise.types import Message, ToolSchema, text_of
 
@@ -262,7 +262,12 @@ def tool_script(url: str) -> str:
 
 
 def told_of(observation: Sequence[Message]) -> dict[str, str]:
-    """Return the placeholder values of an observation."""
+    """Return the placeholder values of an observation. Raises AgentError if it holds images."""
+    if any(message.media for message in canonical_messages(observation)):
+        raise AgentError(
+            "the observation holds an image, and a program is given its task as text: let a tool return the image, or "
+            "choose another agent"
+        )
     system = [text_of(each) for each in observation if each["role"] in ("system", "developer")]
     user = [text_of(each) for each in observation if each["role"] not in ("system", "developer")]
     found = {"system": system, "user": user, "task": [*system, *user]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,8 @@ from turnwise.engine.batching.kv_cache import ACTIVE, RETAINED, KVCache, widen
 from turnwise.engine.sampling import RowParams, seed_key, uniforms
 from turnwise.engine.structured_output import GrammarState
 from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+
+Slots = npt.NDArray[np.int64]
 
 
 class StopStrings:
@@ -40,6 +42,21 @@ class StopStrings:
         return min(found)[1] if found else None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt.
+
+    Attributes:
+        digest: Of its content.
+        places: int64 of shape [N], ascending: positions of its placeholders in the prompt.
+        features: What the vision tower takes (``engine/vision.py``).
+    """
+
+    digest: str
+    places: Slots
+    features: Mapping[str, npt.NDArray[np.generic]]
+
+
 @dataclass(slots=True)
 class Generation:
     """A request and its progress.
@@ -62,6 +79,9 @@ class Generation:
         held: Grammar of structured output, if any.
         leader: Slot, request id and tokens of a shared prompt in prefill that this request waits for.
         scores: Log-probabilities of the prompt's ids but the first, once computed.
+        images: Images of the prompt, in order.
+        rotary: int64 of shape [3, tokens + 1]: rotary positions of the prompt, and of the token after it; None where
+            they are the tokens' own.
     """
 
     id: str
@@ -82,6 +102,8 @@ class Generation:
     held: GrammarState | None = None
     leader: tuple[int, str, int] | None = None
     scores: Logprobs | None = None
+    images: tuple[PromptImage, ...] = ()
+    rotary: npt.NDArray[np.int64] | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first ``sampled`` ids."""
@@ -139,8 +161,6 @@ class Output:
 
 WORTH_SHARING = 8
 """A shared prefix of fewer tokens is read again rather than copied."""
-
-Slots = npt.NDArray[np.int64]
 
 
 class BatchState:

@@ -125,6 +125,7 @@ class Scheduler:
         watched: Slots checked id by id (stop strings, streams).
         held: Slots with structured output.
         scored: Slots with scored prompts.
+        seeing: Requests with images, by slot.
         table: Sampling state of each slot.
     """
 
@@ -137,6 +138,7 @@ class Scheduler:
         self.watched: set[int] = set()
         self.held: set[int] = set()
         self.scored: set[int] = set()
+        self.seeing: dict[int, Generation] = {}
         self.table = BatchState(slots, width)
         self._cache = cache
         self._prefixes = PrefixIndex(cache)
@@ -286,12 +288,15 @@ class Scheduler:
             self.held.add(slot)
         if generation.scored:
             self.scored.add(slot)
+        if generation.images:
+            self.seeing[slot] = generation
 
     def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
         self._generations[slot] = None
         self.watched.discard(slot)
         self.held.discard(slot)
         self.scored.discard(slot)
+        self.seeing.pop(slot, None)
         self.running = self.running[self.running != slot]
         if retain and self._cache.cached[slot] >= WORTH_SHARING:
             # Only cached tokens can be shared; the id that was sampled last is not cached.

@@ -19,6 +19,7 @@ import orjson
 from pydantic import SecretStr
 
 from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.images import image_part
 from turnwise.model.canonical import canonical_messages
 from turnwise.tools.secrets import Secrets
 from turnwise.types import Message
@@ -285,6 +286,11 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     wire = []
     for message in canonical_messages(messages):
         told = message.to_template()
+        if message.media:
+            told["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else image_part(part.data)
+                for part in message.parts()
+            ]
         for call in told.get("tool_calls", ()):
             function = call["function"]
             if not isinstance(function["arguments"], str):

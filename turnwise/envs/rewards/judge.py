@@ -22,8 +22,9 @@ from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
 from turnwise.envs.rewards.matching import find_json, gold_answers
 from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.images import readable_text
 from turnwise.tasks.core import Task
-from turnwise.types import Message, text_of
+from turnwise.types import Message
 
 Structured: TypeAlias = Literal["auto", "always", "never"]
 Verdict: TypeAlias = dict[str, Any]
@@ -418,7 +419,7 @@ def transcript(messages: list[Message]) -> str:
     lines = []
     for message in messages:
         calls = [f"{call.name}({call.raw or call.arguments})" for call in message.get("tool_calls") or ()]
-        lines.append(f"[{message['role']}] " + "\n".join(filter(None, [text_of(message), *calls])))
+        lines.append(f"[{message['role']}] " + "\n".join(filter(None, [readable_text(message), *calls])))
     return "\n".join(lines)
 
 

@@ -15,15 +15,17 @@ import numpy as np
 from turnwise.errors import InferenceError, SessionError, StructuredOutputError, TurnwiseError
 from turnwise.gateway.config import SETTINGS, SessionSettings
 from turnwise.gateway.errors import unsupported
-from turnwise.model.canonical import Canonical, TemplateArguments
+from turnwise.media_files import MediaPlace
+from turnwise.model.canonical import Canonical, TemplateArguments, unplaced
 from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.recorder.session import NO_IDS, PendingRequest, Session
+from turnwise.recorder.tree import Node
 from turnwise.recorder.turn_record import TurnRecord
 from turnwise.tools.response import estimated_tokens
-from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCall, ToolSchema
+from turnwise.types import Completion, Media, Message, SamplingParams, TokenIds, TokenPrompt, ToolCall, ToolSchema
 
 # The limits of a hosted endpoint are unknown: it answers with status 400.
 UNKNOWN_CONTEXT = 2**53
@@ -39,6 +41,7 @@ class TextRenderer:
     """A renderer without ids: every message can follow, and nothing is encoded."""
 
     def __init__(self) -> None:
+        self.placed: tuple[Media, ...] = ()
         self.stop_ids: frozenset[int] = frozenset()
         self.why = ""
         self.media: frozenset[str] = frozenset()
@@ -66,6 +69,7 @@ class TextRenderer:
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:  # noqa: ARG002
         """Return no ids."""
+        self.placed = unplaced(messages)
         return NO_IDS
 
     def extend(
@@ -73,10 +77,11 @@ class TextRenderer:
         tail: TokenIds,  # noqa: ARG002
         completion: TokenIds,  # noqa: ARG002
         last: Canonical,  # noqa: ARG002
-        new: Sequence[Canonical],  # noqa: ARG002
+        new: Sequence[Canonical],
         tools: Sequence[ToolSchema],  # noqa: ARG002
     ) -> TokenIds:
         """Return no ids: any message can follow."""
+        self.placed = unplaced(new)
         return NO_IDS
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:  # noqa: ARG002
@@ -272,9 +277,11 @@ class TextSession(Session):
             self.journal(self._turn_record(extra=told))
         return given
 
-    def restore(self, record: TurnRecord, prompt: TokenIds, completion: Completion) -> None:
+    def restore(
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+    ) -> None:
         """Commit a turn of an earlier process again; see :meth:`Session.restore`."""
-        super().restore(record, prompt, completion)
+        super().restore(record, prompt, completion, media)
         told = record.extra
         self.turn_metrics[record.turn_id] = dict(told["metrics"])
         self._used = int(told["used"])
@@ -283,6 +290,15 @@ class TextSession(Session):
         self._repeated.update(told["repeated"])
         # Requests that were not answered used up no turn.
         self._requests = self._tree.turns
+
+    def _placed_again(
+        self,
+        record: TurnRecord,
+        known: Node | None,  # noqa: ARG002 - no ids, no places
+        before: int,  # noqa: ARG002
+        media: Sequence[MediaPlace],  # noqa: ARG002
+    ) -> tuple[Media, ...]:
+        return unplaced(record.new or ())
 
     def withdraw(self, placed: Sequence[PendingRequest]) -> None:
         """Withdraw unanswered requests: they use up no turn."""
@@ -320,10 +336,9 @@ class TextSession(Session):
             return None
         return self._echoes.recognise(ids, message)
 
-    def _limited(self, params: SamplingParams, prompt: TokenIds) -> SamplingParams:
-        token_budget(
-            self.limits, self.id, prompt=len(prompt), committed=self._used, requests=self._requests, wanted=None
-        )
+    def _limited(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
+        size = len(prompt.token_ids)
+        token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, wanted=None)
         return params
 
     def _use(self, placed: PendingRequest, usage: Usage) -> None:

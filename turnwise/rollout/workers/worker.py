@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.append_file import private_directory, private_opener
+from turnwise.chat.processor import load_processor
 from turnwise.envs.registration import env_class
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.media_files import FOLDER, MediaFiles
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
@@ -97,7 +99,8 @@ class RolloutWorker:
         sys.path.extend(each for each in spec.path if each not in sys.path)
         _check_code(spec)
         # The same worker is never started twice: a name of its own for each process, also of a resumed run.
-        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl")
+        images = MediaFiles(spec.run / FOLDER)
+        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
         self._stack.push(book.leave)
         renderer = spec.renderer.load(spec.model)
         renderers = load_renderers(spec.frozen, spec.model, spec.renderer)
@@ -105,7 +108,11 @@ class RolloutWorker:
         frozen = await open_frozen(spec.frozen, renderers, self._stack, start=spec.model, logs=logs, book=book)
         client_of = spec.inference
         served = HTTPClient(
-            spec.urls, retries=client_of.retries, retry_wait=client_of.retry_wait, routing=client_of.routing
+            spec.urls,
+            retries=client_of.retries,
+            retry_wait=client_of.retry_wait,
+            routing=client_of.routing,
+            processor=load_processor(spec.model),
         )
         self._clients = [served, *frozen.clients]
         client = LedgerClient(served, book)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trajectory import TrainSample
+from turnwise.types import Media
 
 # A shared stretch of fewer tokens costs more as a separate segment than it saves.
 SHORTEST_SHARED = 8
@@ -229,6 +230,7 @@ class MicroBatch:
         selected: bool, selected by the loss over the whole step (``losses.Loss.select``), or None.
         old_values: float32, the critic's values before the first update of the step, or None without a critic.
         returns: float32, the critic's targets; NaN on tokens that it is not trained on.
+        media: Media by their positions in [0, T), ascending. Each lies within one segment.
     """
 
     input_ids: Tensor
@@ -248,6 +250,7 @@ class MicroBatch:
     selected: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    media: tuple[Media, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -285,10 +288,24 @@ def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = Fa
         return [_lay(rows, members, _end_to_end(rows, members)) for members in _named(parts, trained)]
     # The state that predicts the last trained token is the last one that anything needs.
     needed = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained]
-    tree = PrefixTree.of([rows[index].sample.input_ids[:end] for index, end in zip(trained, needed, strict=True)])
+    keys: dict[str, int] = {}
+    tree = PrefixTree.of([_keyed(rows[index].sample, keys)[:end] for index, end in zip(trained, needed, strict=True)])
     parts = tree.partition(max_tokens)
     members = _named([[tree.order[place] for place in part] for part in parts], trained)
     return [_lay(rows, names, tree.as_segments(part)) for names, part in zip(members, parts, strict=True)]
+
+
+def _keyed(sample: TrainSample, keys: dict[str, int]) -> Ids:
+    """Return the ids of a sample with negative numbers, one per content, in place of media: equal ids are equal inputs.
+
+    ``keys`` are the numbers by digest, and are extended.
+    """
+    if not sample.media:
+        return sample.input_ids
+    ids = sample.input_ids.copy()
+    for media in sample.media:
+        ids[media.position : media.end] = -1 - keys.setdefault(media.digest, len(keys))
+    return ids
 
 
 def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[int]]:
@@ -323,8 +340,16 @@ def _check(index: int, row: TrainRow) -> None:
     for name, values in named.items():
         if len(values) != length:
             raise TrainError(f"{where}: {name} has {len(values)} elements for {length} input_ids")
-    if sample.media:
-        raise TrainError(f"{where} holds {sample.media[0].kind}; this trainer places text only")
+    end = 0
+    for media in sample.media:
+        if not end <= media.position < media.end <= length:
+            raise TrainError(
+                f"{where}: {media.kind} at [{media.position}, {media.end}) overlaps another or reaches beyond its "
+                f"{length} tokens"
+            )
+        end = media.end
+        if sample.loss_mask[media.position : end].any():
+            raise TrainError(f"{where}: loss_mask is true within the {media.kind} at [{media.position}, {end})")
     if sample.loss_mask[0]:
         raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
     if isinstance(row.advantage, np.ndarray) and row.advantage.shape != (length,):
@@ -376,8 +401,19 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) ->
         temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
         sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(tokens) for tokens in trained])),
         turns=torch.from_numpy(_turns(chosen)),
+        media=_media(chosen, laid),
         old_values=None if (values := _all_or_none([row.values for row in chosen])) is None else of_tokens(values),
         returns=None if (returns := _all_or_none([row.returns for row in chosen])) is None else of_tokens(returns),
+    )
+
+
+def _media(rows: Sequence[TrainRow], laid: RowSegments) -> tuple[Media, ...]:
+    """Return the media of rows at their packed positions."""
+    return tuple(
+        media.at(start + media.position - first)
+        for (start, _, _), (number, first, end) in zip(laid.segments, laid.sources, strict=True)
+        for media in rows[number].sample.media
+        if first <= media.position < end
     )
 
 

@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """The trained model and its device.
 
     Attributes:
-        path: Directory of a Hugging Face causal language model. Nothing is downloaded.
+        path: Directory of a Hugging Face causal language model or vision-language model. Nothing is downloaded.
         device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
         compute_dtype: Type of matrix products. Parameters and optimizer state are float32.
         threads: CPU threads of the trainer process; by default torch's choice.
@@ -60,6 +60,7 @@ class ModelConfig(Section):
             results of matrix products, for 40 % less memory at a tenth more time; true all within a layer, for the
             least memory at a fifth to a third more time.
         lora: Train low-rank adapters on the frozen model; None trains all weights.
+        freeze_vision: Whether the vision tower of a vision-language model, and its connector, keep their weights.
     """
 
     path: ConfigPath
@@ -68,6 +69,7 @@ class ModelConfig(Section):
     threads: PositiveInt | None = None
     gradient_checkpointing: bool | Literal["matmuls"] = False
     lora: LoRAConfig | None = None
+    freeze_vision: bool = False
 
     @property
     def continues_adapter(self) -> bool:

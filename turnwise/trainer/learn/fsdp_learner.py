@@ -28,7 +28,7 @@ from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.model.policy import check_ids, sequence_obstacle
+from turnwise.trainer.model.policy import check_ids, sequence_obstacle, takes_images
 from turnwise.trainer.observe.gap import GapWatch
 
 Ranks = Annotated[int, Field(ge=1)]
@@ -50,6 +50,11 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
         raise TrainError(
             f"policies.main.optim.name is {config.optim.name}, which the engine fsdp does not shard: choose adamw, "
             "or the engine torch"
+        )
+    if takes_images(config.model.path):
+        raise TrainError(
+            f"policies.main.model.path is {config.model.path}, a vision-language model, which the engine fsdp does not "
+            "shard: choose the engine torch"
         )
     if config.critic is not None and config.critic.kind == "shared":
         raise TrainError(

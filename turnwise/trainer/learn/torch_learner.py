@@ -170,6 +170,7 @@ class TorchLearner(Learner):
             compute_dtype=model.compute_dtype,
             gradient_checkpointing=model.gradient_checkpointing,
             lora=model.lora,
+            freeze_vision=model.freeze_vision,
         )
         return cls(policy, config, total_steps)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
+from turnwise.chat.processor import load_processor
 from turnwise.devices import CPU
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
+from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.batch.packing import MicroBatch
@@ -30,7 +35,7 @@ from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 
 try:
     from safetensors import SafetensorError
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
@@ -55,6 +60,9 @@ _COMPANIONS = (
     "chat_template.json",
     TOOL_TEMPLATE_FILE,
     "turnwise_format.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
@@ -90,6 +98,7 @@ class Policy:
         value_head: Maps states of shape [N, hidden] to values of shape [N], where a critic shares this model
             (``model/critic.py`` trains and saves it). Not part of the model's weights.
         sequence: The ranks that share the tokens of each micro-batch; None where one rank computes them all.
+        vision: The model's vision tower; None where it takes text only.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Policy:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.value_head: nn.Module | None = None
         self.sequence: SequenceGroup | None = None
+        self.vision = VisionTower.of(model)
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +130,7 @@ class Policy:
         Logits are computed for the trained tokens only, in tiles (``model/chunked_logprobs.py``).
 
         Raises:
-            TrainError: An id outside of the vocabulary, or segments out of order.
+            TrainError: An id outside of the vocabulary, segments out of order, or images that the model cannot take.
         """
         states = self.states(batch)
         ids, temperatures = batch.target_ids, batch.temperatures
@@ -214,11 +224,70 @@ class Policy:
         ids, positions = batch.input_ids, batch.position_ids
         if self.sequence is not None:
             ids, positions = (self.sequence.slice_tokens(each) for each in (ids, positions))
+        inputs: dict[str, Any] = {"input_ids": ids.to(device)}
+        if batch.media:
+            inputs, positions = self._seen(batch, layout)
         output = self.model.get_decoder()(
-            input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
+            **inputs, position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _seen(self, batch: MicroBatch, layout: PackedLayout) -> tuple[dict[str, Any], Tensor]:
+        """Return the decoder's inputs and positions of a micro-batch with images; equal ones are encoded once."""
+        vision = self.vision
+        processor = None if vision is None else load_processor(model_under(self.source))
+        if vision is None or processor is None:
+            raise TrainError(
+                f"a row holds {batch.media[0].kind}, but the model in {self.source} takes text only: train a "
+                "vision-language model that has its image processor beside it"
+            )
+        if self.sequence is not None:
+            raise TrainError("images cannot be trained with sequence_parallel: set it to 1")
+        features = {media.digest: processor.features(media.kind, media.data) for media in batch.media}
+        try:
+            rows = {digest: vision.rows(each) for digest, each in features.items()}
+        except FormatError as error:
+            raise TrainError(f"an image does not fit the model in {self.source}: {error}") from error
+        places = []
+        for media in batch.media:
+            own = (batch.input_ids[0, media.position : media.end] == vision.placeholder).nonzero()[:, 0]
+            if len(own) != rows[media.digest]:
+                raise TrainError(
+                    f"an image has {rows[media.digest]} embeddings, but {len(own)} placeholders: the rollout used "
+                    "another image processor than this model's"
+                )
+            places.append(own + media.position)
+        encoded = dict(zip(features, vision.encode(list(features.values())), strict=True))
+        chosen = [encoded[media.digest] for media in batch.media]
+        layers = range(len(chosen[0].deep))
+        embedding = ImageEmbedding(
+            torch.cat([each.tokens for each in chosen]),
+            tuple(torch.cat([each.deep[layer] for each in chosen]) for layer in layers),
+        )
+        placed = PlacedEmbeddings(torch.cat(places).to(layout.device), embedding)
+        inputs = vision.decoder_inputs(batch.input_ids[0].to(layout.device), placed)
+        return inputs, rotary_positions(batch, vision, features) if vision.rotates else batch.position_ids
+
+
+def rotary_positions(batch: MicroBatch, vision: VisionTower, features: Mapping[str, Features]) -> Tensor:
+    """Return the positions of a micro-batch's tokens for M-RoPE, int64 of shape [3, 1, T].
+
+    A segment goes on where its parent ends. ``features`` are the model inputs of images by digest.
+    """
+    ends: list[int] = []
+    parts: list[npt.NDArray[np.int64]] = []
+    images = iter(batch.media)
+    image = next(images, None)
+    for start, length, parent in batch.segments:
+        own = []
+        while image is not None and image.position < start + length:
+            own.append((image.position - start, features[image.digest]))
+            image = next(images, None)
+        table = vision.positions(length + 1, own) + (ends[parent] if parent >= 0 else 0)
+        parts.append(table[:, :-1])
+        ends.append(int(table[0, -1]))
+    return torch.from_numpy(np.concatenate(parts, axis=1))[:, None]
 
 
 def check_ids(batch: MicroBatch, vocab_size: int) -> None:
@@ -253,8 +322,9 @@ def load_model(
     compute_dtype: ComputeDtype = "float32",
     gradient_checkpointing: bool | Literal["matmuls"] = False,
     lora: LoRAConfig | None = None,
+    freeze_vision: bool = False,
 ) -> Policy:
-    """Load a Hugging Face causal language model and check that its packed forward equals its plain one.
+    """Load a causal language model or a vision-language model, and check that its packed forward equals its plain one.
 
     Args:
         path: Its directory, or that of an adapter, which is put on its model. Nothing is downloaded.
@@ -263,6 +333,7 @@ def load_model(
         gradient_checkpointing: Recompute activations in the backward pass, all of them or with ``matmuls`` all but the
             results of matrix products (:class:`~turnwise.trainer.config.policy.ModelConfig`).
         lora: Adapters to put on it; all other parameters are then frozen.
+        freeze_vision: Whether the vision tower and its connector are frozen.
 
     Raises:
         TrainError: The model cannot be loaded, or cannot be trained packed.
@@ -274,7 +345,7 @@ def load_model(
     try:
         base, adapters = adapter_chain(path)
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
+            model = _auto_class(base).from_pretrained(str(base), dtype=torch.float32)
         merge_adapters(model, adapters)
     except (OSError, ValueError, FormatError) as error:
         raise TrainError(
@@ -284,9 +355,30 @@ def load_model(
     attached = None if lora is None else attach(model, lora, Path(path))
     model = model.to(device).eval()
     check_packable(model)
+    if freeze_vision:
+        _freeze_vision(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, keep_matmuls=gradient_checkpointing == "matmuls")
     return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+
+
+def takes_images(path: Path) -> bool:
+    """Return whether a model directory, or that of an adapter's model, holds a vision-language model."""
+    file = model_under(path) / "config.json"
+    return file.is_file() and json.loads(file.read_bytes()).get("model_type") in FAMILIES
+
+
+def _auto_class(path: str | Path) -> Any:
+    """Return the class of transformers that loads a model directory."""
+    return AutoModelForImageTextToText if takes_images(Path(path)) else AutoModelForCausalLM
+
+
+def _freeze_vision(model: Any) -> None:
+    vision = VisionTower.of(model)
+    if vision is None:
+        raise TrainError(f"model.freeze_vision is set, but {type(model).__name__} has no vision tower: remove it")
+    for parameter in vision.parameters:
+        parameter.requires_grad_(False)
 
 
 def _make_savable(generation: Any) -> None:
@@ -385,7 +477,8 @@ def check_packable(model: Any) -> None:
             model(input_ids=part[None], use_cache=False).logits[0]
             for part in (torch.cat([begin, first]), torch.cat([begin, second]), other)
         ]
-        model.set_attn_implementation(ATTENTION)
+        seeing = VisionTower.of(model) is not None
+        model.set_attn_implementation(attention_by_part(ATTENTION) if seeing else ATTENTION)
         if model.config.get_text_config()._attn_implementation != ATTENTION:
             raise TrainError(f"{name} does not take its attention from transformers.AttentionInterface")
         layout = PackedLayout.of(((0, 3, -1), (3, 2, 0), (5, 3, 0), (8, 3, -1)), device)
@@ -426,7 +519,7 @@ def load_weights(policy: Policy, directory: Path) -> None:
             raise CheckpointError(f"checkpoint {directory} lacks {name}")
     try:
         with _no_progress_bars():
-            saved = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+            saved = _auto_class(directory).from_pretrained(str(directory), dtype=torch.float32)
         policy.model.load_state_dict(saved.state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {directory} holds no weights for this model: {error}") from error

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
+from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.rollout.audit import TRAJECTORIES
 from turnwise.rollout.records import read_trajectories
@@ -29,8 +30,7 @@ from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import checked, update_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trajectory import Trajectory
-from turnwise.types import text_of
+from turnwise.trajectory import Trajectory, messages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,14 +299,16 @@ def branch_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
         TaskError: They were not recorded.
     """
     path = trajectory.path(trajectory.leaves()[-1])
-    messages = [message for segment in path for message in segment.messages]
+    messages = [message for segment in path for message in messages_of(segment)]
     if not messages or not path[-1].messages:
         raise TaskError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be judged")
     return messages
 
 
 def _tokens(trajectory: Trajectory) -> bytes:
-    return orjson.dumps([segment.token_ids.tolist() for segment in trajectory.segments])
+    return orjson.dumps(
+        [[segment.token_ids.tolist(), [each.digest for each in segment.media]] for segment in trajectory.segments]
+    )
 
 
 def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -> None:
@@ -314,7 +316,7 @@ def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -
     for segment in trajectory.segments:
         if segment.parent >= 0 or segment.sampled:
             continue
-        said = [text for message in segment.messages if (text := text_of(message).strip())]
+        said = [text.strip() for message in segment.messages for text in texts_of(message) if text.strip()]
         if not said:
             continue
         try:

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.chat.template import ChatTemplate
+from turnwise.images import texts_of
 
 TEMPLATE = Path(__file__).with_name("small_model.jinja")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -107,7 +108,7 @@ def words_of(conversations: list[dict[str, Any]], longest: int | None = None) ->
                 str(v) for call in message.get("tool_calls", []) for v in call["function"]["arguments"].values()
             )
             if message["role"] == "tool":
-                found.add(message["content"])
+                found.update(texts_of(message))
     short = (word for word in found if word and (longest is None or len(word) <= longest))
     data = sorted(word for word in short if not any(character.isdigit() for character in word))
     return rf"\b(?:{'|'.join(map(re.escape, data))})\b" if data else ""

@@ -1,0 +1,170 @@
+"""Images in the built-in engine and over its wire, against the model's own forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForImageTextToText
+
+from support.engine.tiny_vlm import FAMILIES, PARAMS, SETS, Runner, image, prompt, reference, vision_model
+from turnwise.chat.processor import load_processor
+from turnwise.engine.batching.prompt_images import read_images
+from turnwise.engine.vision import VisionTower
+from turnwise.errors import FormatError, RequestRefused
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.media_wire import encode_features
+from turnwise.inference.wire import BadRequest
+from turnwise.types import TokenPrompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_the_model_s_own_for_one_and_several_images(family: str) -> None:
+    directory = vision_model(family)
+    # Prompts are read in chunks that end within images, beside text.
+    runner = Runner(directory, max_batch_tokens=16)
+    prompts = [prompt(directory, images) for images in SETS]
+    for number, given in enumerate(prompts):
+        runner.submit(str(number), given)
+    text = TokenPrompt(np.array([50, 51, 52], dtype=np.int32))
+    runner.submit("text", text)
+    found, model = runner.run(), reference(directory)
+    for name, given in [*((str(number), given) for number, given in enumerate(prompts)), ("text", text)]:
+        output = found[name]
+        np.testing.assert_allclose(output.logprobs, model.logprobs(given, output.token_ids), atol=1e-5)
+
+
+def test_what_is_seen_changes_what_is_likely() -> None:
+    directory = vision_model()
+    model = reference(directory)
+    ids = np.array([50, 51], dtype=np.int32)
+    one, other = (model.logprobs(prompt(directory, [image(64, 40, seed)]), ids) for seed in (1, 2))
+    assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_prefixes_are_shared_by_equal_images_only(family: str) -> None:
+    directory = vision_model(family)
+    runner, model = Runner(directory), reference(directory)
+    text = tuple(range(40, 60))
+    first, second = (prompt(directory, [image(64, 40, seed)], text) for seed in (1, 2))
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+    for name, given in (("a", first), ("b", second), ("again", first)):
+        runner.submit(name, given)
+        runner.run()
+    assert runner.outputs["b"].cached_tokens == first.media[0].position >= len(text)
+    assert runner.outputs["again"].cached_tokens == len(first.token_ids) - 1
+    for name, given in (("a", first), ("b", second), ("again", first)):
+        output = runner.outputs[name]
+        np.testing.assert_allclose(output.logprobs, model.logprobs(given, output.token_ids), atol=1e-5)
+    assert runner.engine.refresh_stats().images == 2
+
+
+def test_a_conversation_goes_on_from_its_cached_images() -> None:
+    directory = vision_model()
+    runner, model = Runner(directory), reference(directory)
+    first = prompt(directory, [image(64, 40, 1)])
+    runner.submit("1", first, session_id="s")
+    sampled = runner.run()["1"].token_ids
+    new = prompt(directory, [image(200, 90, 2)])
+    before = np.concatenate([first.token_ids, sampled])
+    second = TokenPrompt(
+        np.concatenate([before, new.token_ids]),
+        (*first.media, *(media.at(media.position + len(before)) for media in new.media)),
+    )
+    runner.submit("2", second, session_id="s")
+    output = runner.run()["2"]
+    assert output.cached_tokens == len(before) - 1
+    assert runner.engine.refresh_stats().images == 2
+    np.testing.assert_allclose(output.logprobs, model.logprobs(second, output.token_ids), atol=1e-5)
+
+
+def test_other_weights_encode_images_again() -> None:
+    directory, other = vision_model(), vision_model(seed=1)
+    runner, given = Runner(directory), prompt(vision_model(), SETS[3])
+    runner.submit("before", given)
+    runner.run()
+    weights = AutoModelForImageTextToText.from_pretrained(other).state_dict()
+    runner.engine.update_weights(weights, 1)
+    runner.submit("after", given)
+    output = runner.run()["after"]
+    assert runner.engine.refresh_stats().images == 6
+    np.testing.assert_allclose(output.logprobs, reference(other).logprobs(given, output.token_ids), atol=1e-5)
+
+
+def test_prompts_with_images_are_scored() -> None:
+    directory = vision_model("qwen3_vl")
+    runner, given = Runner(directory), prompt(vision_model("qwen3_vl"), SETS[0])
+    runner.submit("scored", given, scored=True)
+    scores = runner.run()["scored"].prompt_logprobs
+    assert scores is not None
+    cut = TokenPrompt(given.token_ids[:-3], given.media)
+    np.testing.assert_allclose(scores[-3:], reference(directory).logprobs(cut, given.token_ids[-3:]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f["mm_placeholders"]["image"][0].update(offset=3), "ids from 3 are placeholders"),
+        (lambda f: f["mm_placeholders"]["image"][0].update(length=500), "not within the"),
+        (lambda f: f["mm_hashes"].update(image=[]), "differ in length"),
+        (lambda f: f.update(mm_hashes={"video": ["a"]}), "lists of 'image' only"),
+        (lambda f: f["kwargs_data"].update(image=[None]), "keeps none between requests"),
+        (lambda f: f["kwargs_data"].update(image=["gA=="]), "are not those of qwen2_5_vl"),
+        (lambda f: f["kwargs_data"].update(image=["%%%"]), "is not the MessagePack of model inputs"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_before_a_step(change: Any, message: str) -> None:
+    directory = vision_model()
+    given = prompt(directory, SETS[1])
+    features = encode_features(given.media, load_processor(directory))
+    change(features)
+    model = AutoModelForImageTextToText.from_pretrained(directory)
+    with pytest.raises(BadRequest, match=message):
+        read_images(features, given.token_ids, VisionTower(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_of_another_model_or_broken_ones_are_refused(family: str) -> None:
+    tower = VisionTower(AutoModelForImageTextToText.from_pretrained(vision_model(family)))
+    other = "smolvlm" if family.startswith("qwen") else "qwen2_5_vl"
+    processors = [load_processor(vision_model(name)) for name in (family, other)]
+    own, foreign = (dict(each.features("image", SETS[1][0])) for each in processors if each is not None)
+    assert tower.rows(own) > 0
+    with pytest.raises(FormatError, match="process it with the model's own image processor"):
+        tower.rows(foreign)
+    for broken in (own["pixel_values"][1:], own["pixel_values"] * np.float32(np.nan), own["pixel_values"][..., 1:]):
+        if (
+            family in ("smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl")
+            or broken.shape[1:] != own["pixel_values"].shape[1:]
+        ):
+            with pytest.raises(FormatError, match="the inputs of an image"):
+                tower.rows(own | {"pixel_values": broken})
+
+
+async def test_images_over_the_wire(tmp_path: Path) -> None:
+    directory = vision_model()
+    config = InferenceConfig(max_context=500, close_timeout=10)
+    server = BuiltinReplica(directory, config, name="tiny", log_file=tmp_path / "server.log")
+    await server.launch()
+    client = HTTPClient([server.url], processor=load_processor(directory))
+    blind = HTTPClient([server.url])
+    try:
+        model = reference(directory)
+        for given in (prompt(directory, SETS[3]), TokenPrompt(np.array([50, 51, 52], dtype=np.int32))):
+            completion = await client.generate(given, PARAMS, session_id="s")
+            want = model.logprobs(given, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, want, atol=1e-5)
+            deltas = [delta async for delta in client.stream(given, PARAMS, session_id="t")]
+            streamed = np.concatenate([delta.token_ids for delta in deltas])
+            np.testing.assert_array_equal(streamed, completion.token_ids)
+        with pytest.raises(RequestRefused, match="the model of this client takes text only"):
+            await blind.generate(prompt(directory, SETS[0]), PARAMS, session_id="s")
+    finally:
+        await client.close()
+        await blind.close()
+        await server.close()

@@ -1,0 +1,320 @@
+"""Placeholders and model inputs of images, by the image processors of transformers (Qwen-VL, SmolVLM, InternVL).
+
+Image processors run on Pillow, whatever else is installed: the same bytes give the same pixels on each machine. Where
+``transformers.AutoProcessor`` replaces a marker in the text and then tokenizes it, here the replacement is tokenized
+alone; its first and last tokens are special ones, so the ids are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.errors import MissingExtraError, RenderError, shown
+from turnwise.model.media import MediaProcessor, PlacedMedia
+from turnwise.types import as_ids
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats of images that are read, by Pillow's names."""
+MAX_BYTES: Final = 32 * 2**20
+"""Largest file of an image."""
+MAX_PIXELS: Final = 64 * 2**20
+"""Most pixels of an image, before it is scaled to what the model takes."""
+CACHE_BYTES: Final = 512 * 2**20
+"""Most bytes of model inputs that a processor keeps."""
+_PLACED: Final = 1 << 14
+"""Most placements that a processor keeps: they are small."""
+
+Features = Mapping[str, npt.NDArray[np.generic]]
+
+# Beginnings of files that are mistaken for images.
+_OTHERS: Final = (
+    (b"RIFF", "a WAV or AVI file"), (b"ID3", "an MP3 file"), (b"OggS", "an Ogg file"), (b"fLaC", "a FLAC file"),
+    (b"%PDF", "a PDF"), (b"\x1aE\xdf\xa3", "a WebM or Matroska video"), (b"<svg", "an SVG drawing"),
+    (b"<?xml", "an XML or SVG file"), (b"II*\x00", "a TIFF file"), (b"MM\x00*", "a TIFF file"),
+)  # fmt: skip
+
+
+class _Family(ABC):
+    """What differs between families: the call of the image processor, and the text that replaces a marker."""
+
+    marker: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    """Model inputs of one image."""
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the image processor's call that the family's processor sets."""
+
+    def __init__(self, images: Any, settings: Mapping[str, Any], tokens: Mapping[str, Any]) -> None:
+        """Keep the image processor, ``processor_config.json`` and ``tokenizer_config.json``."""
+        self.images, self.settings, self.tokens = images, settings, tokens
+
+    @abstractmethod
+    def text(self, output: Mapping[str, Any]) -> str:
+        """Return the replacement of the marker, given the image processor's output for one image."""
+
+    def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the model inputs of one image."""
+        return {name: np.ascontiguousarray(output[name]) for name in self.names}
+
+
+class _QwenVL(_Family):
+    marker = "<|image_pad|>"
+    names = ("pixel_values", "image_grid_thw")
+
+    def text(self, output: Mapping[str, Any]) -> str:
+        return self.marker * int(np.prod(output["image_grid_thw"][0]) // self.images.merge_size**2)
+
+    def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
+        return {
+            "pixel_values": np.ascontiguousarray(output["pixel_values"], dtype=np.float32),
+            "image_grid_thw": np.asarray(output["image_grid_thw"][0], dtype=np.int64),
+        }
+
+
+class _Idefics3(_Family):
+    """Idefics3 and SmolVLM: tiles in rows and columns, then the whole image."""
+
+    marker = "<image>"
+    names = ("pixel_values", "pixel_attention_mask")
+    arguments = {"return_row_col_info": True}  # noqa: RUF012
+
+    def text(self, output: Mapping[str, Any]) -> str:
+        fake = _token(self.tokens, "fake_image_token", "<fake_token_around_image>")
+        whole = fake + _token(self.tokens, "global_image_token", "<global-img>")
+        places = self.marker * int(self.settings.get("image_seq_len", 169))
+        rows, columns = int(output["rows"][0][0]), int(output["cols"][0][0])
+        tiles = ""
+        for row in range(1, rows + 1):
+            tiles += "".join(f"{fake}<row_{row}_col_{column}>{places}" for column in range(1, columns + 1)) + "\n"
+        return f"{tiles}\n{whole}{places}{fake}" if rows or columns else f"{whole}{places}{fake}"
+
+    def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
+        return {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+
+
+class _InternVL(_Family):
+    marker = "<IMG_CONTEXT>"
+    names = ("pixel_values",)
+    arguments = {"crop_to_patches": True}  # noqa: RUF012
+
+    def text(self, output: Mapping[str, Any]) -> str:
+        start = _token(self.tokens, "start_image_token", "<img>")
+        end = _token(self.tokens, "end_image_token", "</img>")
+        each = int(self.settings.get("image_seq_length", 256))
+        return f"{start}{self.marker * (each * int(output['num_patches'][0]))}{end}"
+
+
+FAMILIES: Final[Mapping[str, type[_Family]]] = {
+    "qwen2_vl": _QwenVL,
+    "qwen2_5_vl": _QwenVL,
+    "qwen3_vl": _QwenVL,
+    "qwen3_vl_moe": _QwenVL,
+    "idefics3": _Idefics3,
+    "smolvlm": _Idefics3,
+    "internvl": _InternVL,
+}
+"""Families by ``model_type`` of ``config.json``."""
+
+
+class ImageProcessor(MediaProcessor):
+    """The images of one model. Placements and model inputs are kept by content; each image is processed once."""
+
+    kinds = frozenset({"image"})
+
+    def __init__(self, family: str, model: _Family, path: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
+        """Create a processor of a model directory; :func:`load_processor` does."""
+        self._name = family
+        self._family = model
+        self._tokenizer = read_model_dir(path).tokenizer
+        placeholder = self._tokenizer.get_vocab().get(model.marker)
+        if placeholder is None:
+            raise RenderError(f"{path} is a {family} model, but its tokenizer has no token {model.marker!r}")
+        self._placeholder = placeholder
+        self._room = cache_bytes
+        self._lock = threading.Lock()
+        self._placed: OrderedDict[bytes, PlacedMedia] = OrderedDict()
+        self._features: OrderedDict[bytes, Features] = OrderedDict()
+        self._used = 0
+        self.processed = 0
+        """Number of images that were decoded and processed."""
+
+    def marker(self, kind: str) -> str:
+        """Return the text of the chat template for one image."""
+        self._check(kind)
+        return self._family.marker
+
+    def place(self, kind: str, data: bytes) -> PlacedMedia:
+        """Return the ids that replace the marker."""
+        self._check(kind)
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            found = self._placed.get(key)
+            if found is None:
+                self._process(key, data)
+                found = self._placed[key]
+            self._placed.move_to_end(key)
+        return found
+
+    def features(self, kind: str, data: bytes) -> Features:
+        """Return the arguments of the model's forward for one image."""
+        self._check(kind)
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            found = self._features.get(key)
+            if found is None:
+                return self._process(key, data)
+            self._features.move_to_end(key)
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Return family, class and size settings."""
+        images = self._family.images
+        size = {key: value for key, value in dict(images.size or {}).items() if value is not None}
+        return {"family": self._name, "processor": type(images).__name__, "size": size}
+
+    def _check(self, kind: str) -> None:
+        if kind not in self.kinds:
+            raise RenderError(
+                f"the prompt holds media of kind {kind!r}, but {self._name} models take images only: remove it, "
+                "describe it as text, or send frames of a video as images"
+            )
+
+    def _process(self, key: bytes, data: bytes) -> Features:
+        output = self._family.images(images=decode_image(data), return_tensors="np", **self._family.arguments)
+        self.processed += 1
+        features = self._family.features(output)
+        for array in features.values():
+            array.flags.writeable = False
+        ids = as_ids(self._tokenizer.encode(self._family.text(output), add_special_tokens=False).ids)
+        places = np.flatnonzero(ids == self._placeholder)
+        offset, last = int(places[0]), int(places[-1])
+        ids.flags.writeable = False
+        self._placed[key] = PlacedMedia(ids, offset, last - offset + 1)
+        self._features[key] = features
+        self._used += _bytes(features)
+        while len(self._placed) > _PLACED:
+            self._placed.popitem(last=False)
+        while self._used > self._room and len(self._features) > 1:
+            self._used -= _bytes(self._features.popitem(last=False)[1])
+        return features
+
+
+def decode_image(data: bytes) -> Any:
+    """Return the image of an encoded file, upright and in RGB, as ``PIL.Image.Image``.
+
+    Raises:
+        RenderError: It is no image of :data:`FORMATS`, is broken, or too large.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingExtraError("pillow", "vision", "a model that takes images") from error
+    if len(data) > MAX_BYTES:
+        raise RenderError(
+            f"an image has {len(data):,} bytes, but at most {MAX_BYTES:,} are read: scale it down, or save it as JPEG"
+        )
+    try:
+        with warnings.catch_warnings():
+            # Its size is checked below, before anything is decoded.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise RenderError(_unknown(data)) from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RenderError(f"an image of {len(data):,} bytes cannot be read ({error}): save it again") from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise RenderError(
+            f"an image of {width} x {height} pixels is too large: at most {MAX_PIXELS:,} pixels are decoded: scale it "
+            "down"
+        )
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise RenderError(
+            f"an image ({image.format}, {width} x {height} pixels, {len(data):,} bytes) is broken ({error}): save it "
+            "again"
+        ) from error
+
+
+def _unknown(data: bytes) -> str:
+    remedy = f"send one of {', '.join(FORMATS)}"
+    if not data:
+        return f"an image is empty: {remedy}"
+    if data[4:8] == b"ftyp":
+        return f"the bytes of an image are an MP4, HEIC or AVIF file: {remedy}"
+    for start, name in _OTHERS:
+        if data.startswith(start):
+            return f"the bytes of an image are {name}: {remedy}"
+    return f"the {len(data):,} bytes of an image, which begin with {shown(data[:12])}, are no image: {remedy}"
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: Path) -> ImageProcessor | None:
+    config = _read(path / "config.json")
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not any((path / name).is_file() for name in ("preprocessor_config.json", _PROCESSOR)):
+        return None
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("pillow", "vision", f"the model {path}, which takes images,") from error
+    try:
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise MissingExtraError("transformers", "vision", f"the model {path}, which takes images,") from error
+    try:
+        images = AutoImageProcessor.from_pretrained(str(path), backend="pil", local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise RenderError(f"the image processor of {path} cannot be loaded: {error}") from error
+    model = family(images, _read(path / _PROCESSOR), _read(path / "tokenizer_config.json"))
+    return ImageProcessor(str(config["model_type"]), model, path)
+
+
+def load_processor(model_dir: str | Path) -> MediaProcessor | None:
+    """Return the media processor of a model directory; None for a model that takes text only. One per process.
+
+    Raises:
+        RenderError: Its processor cannot be loaded.
+        MissingExtraError: It takes images, and Pillow or transformers is not installed.
+    """
+    return _load(Path(model_dir).resolve())
+
+
+_PROCESSOR: Final = "processor_config.json"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RenderError(f"{file} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _token(settings: Mapping[str, Any], name: str, default: str) -> str:
+    value = settings.get(name)
+    if value is None:
+        extra = settings.get("extra_special_tokens")
+        value = extra.get(name) if isinstance(extra, dict) else None
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else default
+
+
+def _bytes(features: Features) -> int:
+    return sum(array.nbytes for array in features.values())

@@ -1,0 +1,173 @@
+"""Images of prompts in the engine: ids that differ by image, rotary positions, and embeddings kept by content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from turnwise.engine.batching.batch_state import Generation, PromptImage
+from turnwise.engine.batching.scheduler import ModelInput
+from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
+from turnwise.errors import FormatError
+from turnwise.inference.media_wire import decode_features
+from turnwise.inference.wire import BadRequest
+from turnwise.types import TokenIds
+
+_KEYS = 1 << 16
+"""Most images whose keys are remembered; prompts of an older one share no prefix."""
+_EMBEDDED_BYTES = 256 << 20
+"""Most bytes of embeddings that are kept, so that a prompt in several steps is encoded once."""
+
+
+def read_images(given: Any, token_ids: TokenIds, vision: VisionTower | None) -> tuple[PromptImage, ...]:
+    """Return the images of a request's ``features``, checked against the model and the ids. Raises BadRequest."""
+    if given is None:
+        return ()
+    if vision is None:
+        raise BadRequest("features", "features is given, but this model takes text only: remove the images")
+    images = []
+    for number, image in enumerate(decode_features(given, len(token_ids))):
+        stretch = token_ids[image.offset : image.offset + image.length]
+        places = image.offset + np.flatnonzero(stretch == vision.placeholder)
+        try:
+            rows = vision.rows(image.features)
+        except FormatError as error:
+            raise BadRequest("features.kwargs_data", f"image {number}: {error}") from error
+        if len(places) != rows or stretch[0] != vision.placeholder or stretch[-1] != vision.placeholder:
+            raise BadRequest(
+                "features.mm_placeholders",
+                f"image {number} has {rows} embeddings, but {len(places)} of its {image.length} ids from "
+                f"{image.offset} are placeholders ({vision.placeholder}): place it with the model's own processor",
+            )
+        images.append(PromptImage(_digest(image.features), places, image.features))
+    return tuple(images)
+
+
+def _digest(features: Features) -> str:
+    """Return the hash of what is computed from, whatever hash a client sent."""
+    found = hashlib.sha256()
+    for name, array in sorted(features.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+class PromptImages:
+    """The images of an engine's prompts.
+
+    In the KV cache an image's placeholders stand as negative ids that belong to it alone, so that prefixes are shared
+    by equal images only.
+    """
+
+    def __init__(self, vision: VisionTower) -> None:
+        self._vision = vision
+        self._keys: OrderedDict[str, int] = OrderedDict()
+        self._last = 0
+        self._embedded: OrderedDict[str, ImageEmbedding] = OrderedDict()
+        self._used = 0
+        self.encoded = 0
+        """Number of images that the vision tower has encoded."""
+
+    def enter(self, generation: Generation) -> None:
+        """Set ``token_ids`` and ``rotary`` of a request that arrives."""
+        if not generation.images:
+            return
+        token_ids: TokenIds = generation.prompt.copy()
+        for image in generation.images:
+            token_ids[image.places] = self._key(image.digest)
+        generation.token_ids = token_ids
+        if self._vision.rotates:
+            grids = [(int(image.places[0]), image.features) for image in generation.images]
+            generation.rotary = self._vision.positions(len(token_ids) + 1, grids)
+
+    def plain(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return ids with placeholders for the ids of images."""
+        return np.where(token_ids < 0, self._vision.placeholder, token_ids)
+
+    def forget(self) -> None:
+        """Drop all embeddings: the weights have changed."""
+        self._embedded.clear()
+        self._used = 0
+
+    def prepare(
+        self, step: ModelInput, images_of: Mapping[int, Generation]
+    ) -> tuple[npt.NDArray[np.int64], PlacedEmbeddings | None]:
+        """Return a step's rotary positions, and the embeddings of the placeholders among its tokens.
+
+        Args:
+            step: The step.
+            images_of: Running requests with images by slot.
+        """
+        if not images_of:
+            return step.positions, None
+        positions = step.positions
+        if self._vision.rotates:
+            positions = np.tile(step.positions, (3, 1))
+        begins = np.cumsum(step.sizes) - step.sizes
+        found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        for index in np.flatnonzero(np.isin(step.slots, list(images_of))).tolist():
+            generation = images_of[int(step.slots[index])]
+            begin, size = int(begins[index]), int(step.sizes[index])
+            start = int(step.positions[begin])
+            if generation.rotary is not None:
+                positions[:, begin : begin + size] = _rotary(generation.rotary, start, size)
+            for image in generation.images:
+                first, last = np.searchsorted(image.places, (start, start + size))
+                if first < last:
+                    found.append((image, np.arange(first, last), image.places[first:last] + (begin - start)))
+        return positions, self._place(found) if found else None
+
+    def _place(self, found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]) -> PlacedEmbeddings:
+        """Join the embeddings of (image, rows of it, places in the step)."""
+        found.sort(key=lambda part: int(part[2][0]))
+        embedded = self._embeddings({image.digest: image for image, _, _ in found})
+        chosen = [(embedded[image.digest], torch.from_numpy(rows)) for image, rows, _ in found]
+
+        def joined(part: Callable[[ImageEmbedding], torch.Tensor]) -> torch.Tensor:
+            return torch.cat([part(one)[rows.to(one.tokens.device)] for one, rows in chosen])
+
+        layers = len(chosen[0][0].deep)
+        tokens = joined(lambda one: one.tokens)
+        deep = tuple(joined(lambda one, layer=layer: one.deep[layer]) for layer in range(layers))  # type: ignore[misc]
+        places = torch.from_numpy(np.concatenate([places for _, _, places in found])).to(tokens.device)
+        return PlacedEmbeddings(places, ImageEmbedding(tokens, deep))
+
+    def _embeddings(self, images: dict[str, PromptImage]) -> dict[str, ImageEmbedding]:
+        """Return the embeddings of images by digest; those that are not kept are encoded together."""
+        found: dict[str, Any] = {digest: self._embedded.get(digest) for digest in images}
+        missing = [digest for digest, embedding in found.items() if embedding is None]
+        if missing:
+            encoded = self._vision.encode([images[digest].features for digest in missing])
+            self.encoded += len(missing)
+            for digest, embedding in zip(missing, encoded, strict=True):
+                found[digest] = self._embedded[digest] = embedding
+                self._used += embedding.nbytes
+        for digest in images:
+            self._embedded.move_to_end(digest)
+        while self._used > _EMBEDDED_BYTES and len(self._embedded) > 1:
+            self._used -= self._embedded.popitem(last=False)[1].nbytes
+        return found
+
+    def _key(self, digest: str) -> int:
+        key = self._keys.get(digest)
+        if key is None:
+            self._last -= 1
+            key = self._keys[digest] = self._last
+            if len(self._keys) > _KEYS:
+                self._keys.popitem(last=False)
+        self._keys.move_to_end(digest)
+        return key
+
+
+def _rotary(table: npt.NDArray[np.int64], start: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the positions of tokens [start, start + size); those behind the prompt count up."""
+    last = table.shape[1] - 1
+    places = np.arange(start, start + size)
+    found: npt.NDArray[np.int64] = table[:, np.minimum(places, last)] + np.maximum(places - last, 0)
+    return found

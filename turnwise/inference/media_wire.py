@@ -1,0 +1,241 @@
+"""Images on the wire: the field ``features`` of vLLM's ``/inference/v1/generate``.
+
+It has three lists with one entry per image: ``mm_hashes``, ``mm_placeholders`` (``offset`` and ``length``) and
+``kwargs_data``. An entry of ``kwargs_data`` is MessagePack in Base64: a map from the name of a model input to
+``{"data": [dtype, shape, bytes], "field": [how, {...}]}``, where ``how`` says how vLLM joins the inputs of several
+images: ``flat`` along the first axis, or ``batched`` along a new one. The bytes are an extension of type 3.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import FormatError, RequestRefused
+from turnwise.inference.wire import BadRequest, short
+from turnwise.model.media import MediaProcessor
+from turnwise.types import Media
+
+_RAW: Final = 3
+_BATCHED: Final = frozenset({"image_grid_thw"})
+"""Inputs with one entry per image; the others have rows of patches or tiles."""
+_DTYPES: Final = frozenset({"float32", "int64"})
+_DEEPEST: Final = 8
+
+Features = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class WireImage:
+    """An image of a request.
+
+    Attributes:
+        digest: Hash of its content, as the client computed it.
+        offset: Position of its first placeholder.
+        length: Number of ids from the first to the last placeholder.
+        features: Model inputs by name.
+    """
+
+    digest: str
+    offset: int
+    length: int
+    features: Features
+
+
+def encode_features(media: Sequence[Media], processor: MediaProcessor | None) -> dict[str, Any] | None:
+    """Return ``features`` of a request; None without media.
+
+    Raises:
+        RequestRefused: The client has no processor of the model.
+        RenderError: An item cannot be processed.
+    """
+    if not media:
+        return None
+    if processor is None:
+        raise RequestRefused(
+            f"the prompt holds {len(media)} media, but the model of this client takes text only: remove them, or name "
+            "a model directory with a processor of images"
+        )
+    ordered = sorted(media, key=lambda item: item.position)
+    kinds = list(dict.fromkeys(item.kind for item in ordered))
+    of_kind = {kind: [item for item in ordered if item.kind == kind] for kind in kinds}
+    return {
+        "mm_hashes": {kind: [item.digest for item in items] for kind, items in of_kind.items()},
+        "mm_placeholders": {
+            kind: [{"offset": item.position, "length": item.length} for item in items]
+            for kind, items in of_kind.items()
+        },
+        "kwargs_data": {
+            kind: [encode_item(processor.features(kind, item.data)) for item in items]
+            for kind, items in of_kind.items()
+        },
+    }
+
+
+def decode_features(given: Any, tokens: int) -> list[WireImage]:
+    """Return the images of ``features`` in a request of ``tokens`` ids, in order. Raises BadRequest."""
+    if not isinstance(given, dict):
+        raise BadRequest("features", f"features must be an object, not {short(given)}")
+    parts = [given.get(name) for name in ("mm_hashes", "mm_placeholders", "kwargs_data")]
+    if not all(isinstance(part, dict) and list(part) == ["image"] for part in parts):
+        raise BadRequest(
+            "features", "features must have mm_hashes, mm_placeholders and kwargs_data, each with lists of 'image' only"
+        )
+    hashes, places, items = (part["image"] for part in parts if isinstance(part, dict))
+    if not all(isinstance(each, list) and len(each) == len(hashes) for each in (hashes, places, items)):
+        raise BadRequest("features", "the lists of mm_hashes, mm_placeholders and kwargs_data differ in length")
+    images = []
+    for number, (digest, place, item) in enumerate(zip(hashes, places, items, strict=True)):
+        images.append(_image(number, digest, place, item, tokens))
+    images.sort(key=lambda image: image.offset)
+    for before, after in itertools.pairwise(images):
+        if before.offset + before.length > after.offset:
+            raise BadRequest(
+                "features.mm_placeholders",
+                f"the images at {before.offset} and {after.offset} overlap: their placeholders must be apart",
+            )
+    return images
+
+
+def _image(number: int, digest: Any, place: Any, item: Any, tokens: int) -> WireImage:
+    if not isinstance(digest, str) or not digest:
+        raise BadRequest("features.mm_hashes", f"image {number} has the hash {short(digest)}, which is no text")
+    offset, length = (place.get(name) for name in ("offset", "length")) if isinstance(place, dict) else (None, None)
+    if type(offset) is not int or type(length) is not int or not 0 <= offset < offset + length <= tokens:
+        raise BadRequest(
+            "features.mm_placeholders",
+            f"image {number} has the placeholders {short(place)}, which are not within the {tokens} ids of the prompt",
+        )
+    field = "features.kwargs_data"
+    if not isinstance(item, str):
+        raise BadRequest(field, f"image {number} has no data: this server keeps none between requests")
+    try:
+        return WireImage(digest, offset, length, decode_item(item))
+    except FormatError as error:
+        raise BadRequest(field, f"image {number}: {error}") from error
+
+
+def encode_item(features: Features) -> str:
+    """Return the model inputs of one image as an entry of ``kwargs_data``."""
+    parts: list[bytes] = []
+    _write(
+        {
+            name: {
+                "data": [str(array.dtype), list(array.shape), np.ascontiguousarray(array)],
+                "field": ["batched", {"keep_on_cpu": True}]
+                if name in _BATCHED
+                else ["flat", {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}],
+            }
+            for name, array in features.items()
+        },
+        parts,
+    )
+    return base64.b64encode(b"".join(parts)).decode("ascii")
+
+
+def decode_item(text: str) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the model inputs of an entry of ``kwargs_data``. Raises FormatError."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+        value, end = _read(memoryview(raw), 0, 0)
+        if end != len(raw) or not isinstance(value, dict):
+            raise FormatError("kwargs_data holds more than one map")
+        found = {}
+        for name, entry in value.items():
+            dtype, shape, data = entry["data"]
+            if dtype not in _DTYPES:
+                raise FormatError(f"{name} has dtype {short(dtype)}; it must be one of {', '.join(sorted(_DTYPES))}")
+            if not isinstance(data, memoryview) or not all(type(size) is int and size >= 0 for size in shape):
+                raise FormatError(f"{name} has no bytes, or the shape {short(shape)}")
+            if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+                raise FormatError(f"{name} has {len(data)} bytes, which is not the size of {dtype} {short(shape)}")
+            # A copy: bytes within a message need not be aligned.
+            found[str(name)] = np.frombuffer(data.tobytes(), dtype=dtype).reshape(shape)
+        return found
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+        raise FormatError(f"kwargs_data is not the MessagePack of model inputs: {error!r}") from error
+
+
+def _write(value: Any, parts: list[bytes]) -> None:
+    """Append the MessagePack of a value; arrays are extensions."""
+    if value is None or isinstance(value, bool):
+        parts.append({None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value])
+    elif isinstance(value, int):
+        parts.append(b"\xd3" + struct.pack(">q", value))
+    elif isinstance(value, str):
+        raw = value.encode()
+        parts += [b"\xdb" + struct.pack(">I", len(raw)), raw]
+    elif isinstance(value, np.ndarray):
+        parts += [b"\xc9" + struct.pack(">Ib", value.nbytes, _RAW), value.tobytes()]
+    elif isinstance(value, dict):
+        parts.append(b"\xdf" + struct.pack(">I", len(value)))
+        for key, each in value.items():
+            _write(key, parts)
+            _write(each, parts)
+    else:
+        parts.append(b"\xdd" + struct.pack(">I", len(value)))
+        for each in value:
+            _write(each, parts)
+
+
+_NUMBERS: Final = {
+    0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q",
+    0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q",
+}  # fmt: skip
+_SIZED: Final = {
+    0xC4: (bytes, ">B"), 0xC5: (bytes, ">H"), 0xC6: (bytes, ">I"),
+    0xD9: (str, ">B"), 0xDA: (str, ">H"), 0xDB: (str, ">I"),
+    0xDC: (list, ">H"), 0xDD: (list, ">I"), 0xDE: (dict, ">H"), 0xDF: (dict, ">I"),
+}  # fmt: skip
+_EXTENSIONS: Final = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
+_CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+def _read(raw: memoryview, at: int, depth: int) -> tuple[Any, int]:
+    """Return the MessagePack value at a position, and the position behind it; an extension is its bytes."""
+    if depth > _DEEPEST:
+        raise ValueError("it is nested too deeply")
+    code = raw[at]
+    at += 1
+    if code <= 0x7F or code >= 0xE0:
+        return code if code <= 0x7F else code - 256, at
+    if code in _CONSTANTS:
+        return _CONSTANTS[code], at
+    if code in _NUMBERS:
+        return struct.unpack_from(_NUMBERS[code], raw, at)[0], at + struct.calcsize(_NUMBERS[code])
+    if code in _EXTENSIONS or 0xD4 <= code <= 0xD8:
+        size, at = _size(raw, at, _EXTENSIONS[code]) if code in _EXTENSIONS else (1 << (code - 0xD4), at)
+        return _span(raw, at + 1, size)
+    if code <= 0x9F:
+        kind, count = (dict, code & 0x0F) if code <= 0x8F else (list, code & 0x0F)
+    elif code <= 0xBF:
+        kind, count = str, code & 0x1F
+    else:
+        kind, form = _SIZED[code]
+        count, at = _size(raw, at, form)
+    if kind in (str, bytes):
+        span, at = _span(raw, at, count)
+        return span.tobytes().decode() if kind is str else span, at
+    values = []
+    for _ in range(count * (2 if kind is dict else 1)):
+        value, at = _read(raw, at, depth + 1)
+        values.append(value)
+    return dict(zip(values[::2], values[1::2], strict=True)) if kind is dict else values, at
+
+
+def _size(raw: memoryview, at: int, form: str) -> tuple[int, int]:
+    return struct.unpack_from(form, raw, at)[0], at + struct.calcsize(form)
+
+
+def _span(raw: memoryview, at: int, size: int) -> tuple[memoryview, int]:
+    if at + size > len(raw):
+        raise ValueError("it ends in the middle of a value")
+    return raw[at : at + size], at + size

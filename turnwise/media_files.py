@@ -1,0 +1,125 @@
+"""Files of images beside journals and trajectories: one a content, named by its SHA-256.
+
+A record names an image by its digest and holds no bytes. A file is written once, whole, and is on disk before the
+record that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from turnwise.append_file import private_directory, write_private, writing
+from turnwise.errors import FormatError
+from turnwise.types import Media
+
+FOLDER = "media"
+"""Name of the folder in the directory of a run, an evaluation or a gateway."""
+_CACHED_BYTES = 64 * 2**20
+
+
+class MediaPlace(NamedTuple):
+    """An image in a sequence of ids: kind, digest, and its placeholders."""
+
+    kind: str
+    digest: str
+    position: int
+    length: int
+
+    @classmethod
+    def of(cls, media: Media) -> MediaPlace:
+        """Return the place of an image."""
+        return cls(media.kind, media.digest, media.position, media.length)
+
+    @classmethod
+    def read(cls, record: Any) -> MediaPlace:
+        """Read a place from JSON. A malformed one raises TypeError or ValueError."""
+        kind, digest, position, length = record
+        return cls(str(kind), str(digest), int(position), int(length))
+
+
+def places_of(media: Iterable[Media]) -> list[MediaPlace]:
+    """Return the places of images."""
+    return [MediaPlace.of(each) for each in media]
+
+
+class MediaFiles:
+    """The folder of the images of one run; several processes may write it.
+
+    Args:
+        folder: Created when the first image is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._written: set[str] = set()
+        self._cached: OrderedDict[str, bytes] = OrderedDict()
+        self._cached_bytes = 0
+
+    @classmethod
+    def beside(cls, file: Path) -> MediaFiles:
+        """Return the folder that belongs to a file of records."""
+        return cls(file.parent / FOLDER)
+
+    def write(self, media: Iterable[Media]) -> None:
+        """Write the images that have no file yet; they are on disk on return. Raises DiskError."""
+        fresh = {each.digest: each.data for each in media if each.digest not in self._written}
+        if not fresh:
+            return
+        with writing(self.folder):
+            private_directory(self.folder)
+            for digest, data in fresh.items():
+                self._write(digest, data)
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        self._written.update(fresh)
+
+    def _write(self, digest: str, data: bytes) -> None:
+        path = self.folder / digest
+        if path.exists() and path.stat().st_size == len(data):
+            return
+        partial = self.folder / f".{digest[:16]}-{secrets.token_hex(4)}"
+        try:
+            write_private(partial, data)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            # Another process may have written the same image: then this is the same file once more.
+            partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def read(self, digest: str) -> bytes:
+        """Return the bytes of an image.
+
+        Raises:
+            FormatError: There is no such file, or it was changed.
+        """
+        found = self._cached.get(digest)
+        if found is not None:
+            self._cached.move_to_end(digest)
+            return found
+        path = self.folder / digest
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise FormatError(
+                f"{path} cannot be read ({error.strerror or error}): a record names this image. Keep the folder "
+                f"{FOLDER}/ beside the records when you move them"
+            ) from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise FormatError(f"{path} does not hold the image that its name says: the file was changed")
+        self._cached[digest] = data
+        self._cached_bytes += len(data)
+        while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
+            self._cached_bytes -= len(self._cached.popitem(last=False)[1])
+        return data
