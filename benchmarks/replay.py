@@ -3,7 +3,7 @@
 10,000 trajectories of 4,096 tokens, half of them sampled, in groups of 8: each is written and noted in the journal,
 its group is put into the buffer, batches are sampled, fetched (half of them from disk: ``replay.memory_mb`` holds half
 of what waits), made into rows and packed into micro-batches. ``mb_per_s`` is payload bytes (10**6 bytes of
-trajectories.jsonl a MB) over the CPU seconds of the whole line; ``rss_mb`` is how much the resident memory of the
+trajectories.twz a MB) over the CPU seconds of the whole line; ``rss_mb`` is how much the resident memory of the
 process grew at most.
 
 The peer is a plain file of pickles, one a trajectory: appended, read back, packed; no checksum, no journal, no bound.
@@ -95,7 +95,7 @@ async def ours(directory: Path, count: int) -> dict[str, float]:
     journal.sync()
     spent += time.process_time() - begun
     journal.close()
-    size = (directory / "trajectories.jsonl").stat().st_size / 1e6
+    size = (directory / "trajectories.twz").stat().st_size / 1e6
     if trained != count // MEMBERS * MEMBERS * TOKENS // 2:
         raise SystemExit(f"{trained} tokens were trained")
     return {"mb_per_s": round(size / spent, 1), "rss_mb": round(rss_mb() - before, 1), "mb": round(size, 1)}

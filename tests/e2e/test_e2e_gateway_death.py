@@ -25,8 +25,8 @@ from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
 from turnwise.recorder.ledger import read_ledger
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = pytest.mark.long
 ASK = {"model": "any", "messages": [{"role": "user", "content": "Who manages Ada?"}], "max_tokens": 16}
@@ -90,7 +90,7 @@ async def at(moment: str, client: Client, replica: BuiltinReplica) -> None:
 
 
 async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, tmp_path: Path) -> None:
-    out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.jsonl", list[str]()
+    out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.twz", list[str]()
     replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
     await replica.launch()
     try:
@@ -227,7 +227,7 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
     finally:
         await gateway.close()
         await replica.close()
-    found = {each.id: each for each in read_trajectories(out / "trajectories.jsonl")}
+    found = {each.id: each for each in read_trajectories(out / "trajectories.twz")}
     assert found.keys() == agents.said.keys()
     for name, said in agents.said.items():
         trajectory = found[name]
@@ -247,6 +247,6 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
     # A turn that is taken out of what is on disk is found.
     longest = max(found.values(), key=lambda each: len(each.segments))
     longest.segments = longest.segments[:-2]
-    (out / "trajectories.jsonl").write_bytes(b"".join(each.to_bytes() + b"\n" for each in found.values()))
+    (out / "trajectories.twz").write_bytes(b"".join(each.to_bytes() + b"\n" for each in found.values()))
     told = audit_run(out, console=silent(), recompute=False).contradictions
     assert any(longest.id in each for each in told), told

@@ -13,7 +13,8 @@ import yaml
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES
+from turnwise.rollout.journal.finished import FINISHED
+from turnwise.trajectory_file import TRAJECTORIES
 
 
 def output_directory(config: EvalConfig) -> Path:

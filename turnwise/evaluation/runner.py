@@ -269,7 +269,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     """Evaluate a model on an environment, print the metrics and write the results.
 
     A directory of an interrupted or killed evaluation is continued: what is finished in it is not rolled out again. It
-    then holds ``config.yaml``, ``trajectories.jsonl`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
+    then holds ``config.yaml``, ``trajectories.twz`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
     ``episodes.jsonl`` and ``summary.json``. On Ctrl-C finished episodes are still summarised.
 
     Args:

@@ -13,8 +13,8 @@ import pytest
 from turnwise.cli import main
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.export import Choice, export_run
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 TOOLS = ({"type": "function", "function": {"name": "team_of", "parameters": {"type": "object"}}},)
@@ -48,7 +48,7 @@ def recorded(name: str, reward: float, *, task: str = "a", error: str | None = N
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     for each in (
         recorded("a0", 0.0),
         recorded("a1", 1.0),
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
     ):
         writer.write(each)
     writer.close()
-    with (folder / "trajectories.jsonl").open("ab") as file:
+    with (folder / "trajectories.twz").open("ab") as file:
         file.write(b'{"id": "half a line')
     return folder
 
@@ -144,8 +144,8 @@ def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no such file"):
         export_run(tmp_path / "nowhere", tmp_path / "out", "jsonl")
     with pytest.raises(ConfigError, match="out cannot be written: "):
-        export_run(run, run / "trajectories.jsonl" / "out", "jsonl")
-    (run / "trajectories.jsonl").write_bytes(b'{"id": 1}\n' + (run / "trajectories.jsonl").read_bytes())
+        export_run(run, run / "trajectories.twz" / "out", "jsonl")
+    (run / "trajectories.twz").write_bytes(b'{"id": 1}\n' + (run / "trajectories.twz").read_bytes())
     with pytest.raises(FormatError, match="schema version"):
         export_run(run, tmp_path / "out", "jsonl")
     assert set(tmp_path.iterdir()) == before

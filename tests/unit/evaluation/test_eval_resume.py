@@ -16,9 +16,10 @@ from turnwise.evaluation import EvalPlan, EvalResult, evaluate
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES, FinishedMembers
+from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES
 
 PLAN = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
 SEEN: list[int] = []

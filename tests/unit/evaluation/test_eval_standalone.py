@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from support.chat.model_dirs import build_model_dir
 from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
-from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory_file import read_trajectories
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert summary["sampled"]["success"]["episodes"] == 6
     assert summary["greedy"]["success"]["episodes"] == 3
     assert summary["sampled"]["failed"] == 0
-    trajectories = list(read_trajectories(out / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(out / "trajectories.twz"))
     assert len(trajectories) == 9
     assert all(trajectory.sampled_tokens for trajectory in trajectories)
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert "Who manages" in capsys.readouterr().out
 
     assert evaluate(model, out) == 1
-    assert "holds trajectories.jsonl, ledger.jsonl, summary.json already" in capsys.readouterr().err
+    assert "holds trajectories.twz, ledger.jsonl, summary.json already" in capsys.readouterr().err
 
 
 def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     assert sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy")) == 3
     assert sum(summary[part]["failed"] for part in ("sampled", "greedy")) == 0
     assert len((out / "episodes.jsonl").read_text().splitlines()) == 3
-    ended = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    ended = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
     assert len(ended) == 3
     assert run("audit", str(out), "--no-recompute") == 0
 
@@ -187,7 +187,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     summary = orjson.loads((out / "summary.json").read_bytes())
     assert "unfinished" not in summary
     assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
-    whole = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    whole = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
     assert [each.id for each in whole[:3]] == [each.id for each in ended]
     assert len(whole) == 9
     assert run("audit", str(out)) == 0

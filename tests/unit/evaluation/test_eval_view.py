@@ -11,8 +11,8 @@ from rich.console import Console
 
 from turnwise.errors import FormatError
 from turnwise.evaluation.view import Selection, show
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 
@@ -50,7 +50,7 @@ def forked(name: str = "g/0.0", task: str = "lookup-7") -> Trajectory:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     for number in range(5):
         writer.write(forked(f"g/{number}.0", f"task-{number % 2}"))
     writer.close()
@@ -120,6 +120,6 @@ def test_nothing_to_show_says_why(run: Path, tmp_path: Path) -> None:
         shown(run, Selection(task="nope"))
     with pytest.raises(FormatError, match=r"no such file: .*nowhere"):
         shown(tmp_path / "nowhere", Selection())
-    (run / "trajectories.jsonl").write_bytes(b"{}\n")
-    with pytest.raises(FormatError, match=r"trajectories.jsonl:1"):
+    (run / "trajectories.twz").write_bytes(b"{}\n")
+    with pytest.raises(FormatError, match=r"trajectories.twz:1"):
         shown(run, Selection())

@@ -104,7 +104,7 @@ async def test_a_route_without_its_version_speaks_the_same_api() -> None:
 
 
 async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path) -> None:
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     async with serving(lambda _: "Yes.", finished=file) as served:
         opened = await served.open(id="one")
         await post(served, f"{opened['path']}/v1/messages", BODIES["messages"])
@@ -120,7 +120,7 @@ async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path)
 
 
 async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     async with serving(lambda _: "Yes.", finished=file) as served:
         first, _ = await served.open(id="first"), await served.open(id="second")
         entry = served.app.sessions.of_id(first["id"])

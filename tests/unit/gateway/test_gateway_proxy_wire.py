@@ -657,7 +657,7 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
             await gateway.close()
         assert [each.headers["authorization"] for each in there.seen] == [f"Bearer {KEY}"] * 4
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {"trajectories.jsonl", "config.yaml", "gateway.log", "admin.key"} <= {file.name for file in files}
+    assert {"trajectories.twz", "config.yaml", "gateway.log", "admin.key"} <= {file.name for file in files}
     for file in files:
         content = file.read_bytes()
         # An agent's URL stays valid when the gateway is started again: the log of open sessions has it.
@@ -665,7 +665,7 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
         for secret in (KEY, "agents-own-key", *own):
             assert secret.encode() not in content, (file, secret)
     assert "TEST_PROVIDER_KEY" in (out / "config.yaml").read_text()
-    [left] = [Trajectory.from_bytes(line) for line in (out / "trajectories.jsonl").read_bytes().splitlines()]
+    [left] = [Trajectory.from_bytes(line) for line in (out / "trajectories.twz").read_bytes().splitlines()]
     assert (left.metrics["turns"], left.rewards) == (2, [("t1", "reward", 0.5)])
     with pytest.raises(AuditError, match="1 trajectories, all recorded as text"):
         audit_files(out)

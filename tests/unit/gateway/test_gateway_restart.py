@@ -28,12 +28,12 @@ from turnwise.gateway.session_log import read_saved
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import ToolCall, ToolSchema
 
 RUN = ToolSchema("run", "Runs a command.", {"type": "object", "properties": {"command": {"default": 2**70}}})
-LINES = ("sessions.jsonl", "ledger.jsonl", "trajectories.jsonl")
+LINES = ("sessions.jsonl", "ledger.jsonl", "trajectories.twz")
 
 
 def user(text: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True)) == (200, opened)
         await chat(served, opened, [user("Go.")])
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True))[0] == 409
-    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.jsonl")}
+    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.twz")}
     assert ends == {"waits": "completed", "broke": "error", "new": "cancelled"}
 
 
@@ -255,12 +255,12 @@ async def test_a_call_that_was_killed_before_it_was_committed_is_named(tmp_path:
 
 
 def _turn_removed(files: dict[str, list[Any]], _: int) -> None:
-    [each] = [each for each in files["trajectories.jsonl"] if each["id"] == "c"]
+    [each] = [each for each in files["trajectories.twz"] if each["id"] == "c"]
     del each["segments"][-2:]
 
 
 def _id_changed(files: dict[str, list[Any]], _: int) -> None:
-    files["trajectories.jsonl"][1]["segments"][1]["token_ids"][0] += 1
+    files["trajectories.twz"][1]["segments"][1]["token_ids"][0] += 1
 
 
 def _turn_named_as_lost(files: dict[str, list[Any]], at: int) -> None:
@@ -280,7 +280,7 @@ def _call_in_neither(files: dict[str, list[Any]], _: int) -> None:
 
 
 def _trajectory_removed(files: dict[str, list[Any]], _: int) -> None:
-    files["trajectories.jsonl"][:] = [each for each in files["trajectories.jsonl"] if each["id"] != "b"]
+    files["trajectories.twz"][:] = [each for each in files["trajectories.twz"] if each["id"] != "b"]
 
 
 def _abandoned_with_a_trajectory(files: dict[str, list[Any]], _: int) -> None:

@@ -32,12 +32,12 @@ from turnwise.report.trajectories import (
     task_columns,
     trajectory_record,
 )
-from turnwise.rollout.records import placed_trajectories
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import placed_trajectories
 
 
 def rows_of(folder: Path, trajectories: list[Trajectory], **facts: Any) -> tuple[RunFacts, list[Row]]:
-    run = RunFacts("a", "evaluation", write_run(folder, trajectories) / "trajectories.jsonl", **facts)
+    run = RunFacts("a", "evaluation", write_run(folder, trajectories) / "trajectories.twz", **facts)
     return run, read_rows(run)
 
 
@@ -214,7 +214,7 @@ def test_numbers_that_a_browser_would_round_and_half_characters_become_texts(tmp
 
 
 def test_offsets_are_those_of_lines_and_torn_lines_are_skipped(tmp_path: Path) -> None:
-    file = write_run(tmp_path / "a", [played("e0"), played("e1")]) / "trajectories.jsonl"
+    file = write_run(tmp_path / "a", [played("e0"), played("e1")]) / "trajectories.twz"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + b'{"id": "torn", \n\n' + lines[1] + lines[0][:50])
     found = [(offset, each.id) for offset, each in placed_trajectories(file)]

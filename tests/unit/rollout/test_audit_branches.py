@@ -20,8 +20,8 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message, ToolCall, ToolSchema
 
 LOOK = ToolSchema("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
@@ -100,7 +100,7 @@ async def make_run(folder: Path) -> None:
     scripted = ScriptedClient(renderer_for("qwen3"), line, tools=[LOOK])
     client = LedgerClient(scripted, folder / "ledger.jsonl")
     branches = await branch(client, scripted)
-    async with serving(client=client, finished=folder / "trajectories.jsonl") as served:
+    async with serving(client=client, finished=folder / "trajectories.twz") as served:
         for name in ("one", "two"):
             opened = await served.open(id=name)
             await talk(served.http, opened["path"])
@@ -126,7 +126,7 @@ def run(sound: Path, tmp_path: Path) -> Path:
 def test_sessions_that_branch_and_those_of_a_gateway_pass(run: Path) -> None:
     report = audit_files(run)
     assert report.contradictions == []
-    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
     assert set(trajectories) == {"branches", "one", "two"}
     reasons = trajectories["branches"].forks()
     assert {"resample", "compaction", "assistant_edited", "system_changed", "tools_changed", "concurrent"} <= set(
@@ -287,7 +287,7 @@ TRAJECTORIES = [
 
 @pytest.mark.parametrize(("corrupt", "words"), TRAJECTORIES, ids=[each.__name__ for each, _ in TRAJECTORIES])
 def test_a_corrupt_tree_is_found(run: Path, corrupt: Callable[[Records], Records | None], words: str) -> None:
-    edit(run / "trajectories.jsonl", corrupt)
+    edit(run / "trajectories.twz", corrupt)
     found = audit_files(run).contradictions
     assert any(words in text for text in found), found
 
@@ -391,7 +391,7 @@ def test_a_ledger_that_says_something_else_is_found(
 
 
 def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> None:
-    file = run / "trajectories.jsonl"
+    file = run / "trajectories.twz"
     written = file.read_bytes()
     records = [orjson.loads(text) for text in written.splitlines()]
     for record in records:

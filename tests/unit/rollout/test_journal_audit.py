@@ -57,7 +57,7 @@ def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> No
 def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
     """The trajectories stand in the file one after the other, each in 14 bytes."""
     names = ["old", "a01", "o01", "c01", "x01", "b01", "y01"]
-    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    (tmp_path / "trajectories.twz").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
     start = {"event": "start", "after_step": 0, "schema_version": SCHEMA_VERSION}
     events = [
         {**start, "part": 0, "payload": 14},
@@ -73,9 +73,7 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
 
     def unreferenced(*also: dict) -> list[str]:
         file.write_bytes(b"".join(seal(event) + b"\n" for event in (*events, *also)))
-        return [
-            text.split()[1] for text in summarize_journal(file).unreferenced(names, tmp_path / "trajectories.jsonl")
-        ]
+        return [text.split()[1] for text in summarize_journal(file).unreferenced(names, tmp_path / "trajectories.twz")]
 
     # What stood there before the journal began is none of its business, nor what a process left that still runs.
     assert unreferenced() == ["x01:"]
@@ -91,7 +89,7 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
 def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: Path) -> None:
     """One run with each contradiction that the journal's account can tell, beside what is sound."""
     names = ["good", "once", "twic", "lost"]
-    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    (tmp_path / "trajectories.twz").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
     file = tmp_path / "journal.jsonl"
     events = [
         {"event": "start", "part": 0, "after_step": 0, "payload": 0, "schema_version": SCHEMA_VERSION},
@@ -110,7 +108,7 @@ def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: 
         "trajectory once: trained in step 2, but the journal gave its group to none",
         "trajectory twic: was trained in more than one step: 1, 2",
     ]
-    assert found.unreferenced(names, tmp_path / "trajectories.jsonl") == [
+    assert found.unreferenced(names, tmp_path / "trajectories.twz") == [
         "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.

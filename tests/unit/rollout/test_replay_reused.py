@@ -200,7 +200,7 @@ async def test_a_discarded_group_is_not_stored_again(tmp_path: Path) -> None:
 
 async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) -> None:
     await trained(tmp_path, ("a", "b"))
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     file.write_bytes(file.read_bytes().replace(b'"score"', b'"scare"', 1))
     with pytest.raises(FormatError, match=r"trajectory 0-train-a-e0/0\.0 is corrupt"):
         Journal.open(tmp_path, part=1, after_step=1, max_uses=3)
@@ -210,7 +210,7 @@ async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) ->
 
 async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_again(tmp_path: Path) -> None:
     await trained(tmp_path, ("a",), ("b",))
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
     said: list[str] = []
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=said.append))

@@ -12,16 +12,10 @@ from uuid import uuid4
 
 from turnwise.agents.roles import TRAINED
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.payloads import (
-    Columns,
-    PayloadsLost,
-    PayloadStore,
-    columns_of,
-    pack_trajectory,
-    unpack_trajectory,
-)
+from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore, columns_of
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import Columns, pack_trajectory, unpack_trajectory
 
 T = TypeVar("T")
 _MB = 2**20
