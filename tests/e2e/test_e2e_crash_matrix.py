@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.crash.checks import prove
+from support.rollout.record_files import read_records, write_records
 from support.trainer.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
 from turnwise.errors import FormatError
 from turnwise.rollout.journal.state import seal
@@ -160,8 +161,8 @@ def test_what_the_crash_tests_check_fails_where_something_is_wrong(
 ) -> None:
     run = shutil.copytree(straight / "run", tmp_path / "run")
     assert prove(run, [], at_most=1).steps == STEPS
-    spoilt = (run / file).read_bytes().splitlines()
+    spoilt = [orjson.dumps(record) for record in read_records(run / file)]
     spoil(spoilt)
-    (run / file).write_bytes(b"".join(line + b"\n" for line in spoilt))
+    write_records(run / file, map(orjson.loads, spoilt))
     with pytest.raises((AssertionError, FormatError)):
         prove(run, [], at_most=1)

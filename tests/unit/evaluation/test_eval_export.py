@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.rollout.record_files import spoil
 from turnwise.cli import main
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.export import Choice, export_run
@@ -60,7 +61,7 @@ def run(tmp_path: Path) -> Path:
         writer.write(each)
     writer.close()
     with (folder / "trajectories.twz").open("ab") as file:
-        file.write(b'{"id": "half a line')
+        file.write(b"TWZ\x01T half a record")
     return folder
 
 
@@ -145,8 +146,8 @@ def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
         export_run(tmp_path / "nowhere", tmp_path / "out", "jsonl")
     with pytest.raises(ConfigError, match="out cannot be written: "):
         export_run(run, run / "trajectories.twz" / "out", "jsonl")
-    (run / "trajectories.twz").write_bytes(b'{"id": 1}\n' + (run / "trajectories.twz").read_bytes())
-    with pytest.raises(FormatError, match="schema version"):
+    spoil(run / "trajectories.twz", 1)
+    with pytest.raises(FormatError, match="are damaged, and intact trajectories follow: restore the file"):
         export_run(run, tmp_path / "out", "jsonl")
     assert set(tmp_path.iterdir()) == before
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_scored_is_named(run: Path, tmp_path: Path) -> None:
         run_rescore(RescoreSettings(run, out, f"{__file__}:length"), console=QUIET)
     with pytest.raises(EnvError, match="takes 'answer', which is neither one of"):
         run_rescore(RescoreSettings(run, tmp_path / "data", f"{__file__}:exact"), console=QUIET)
-    with pytest.raises(ConfigError, match=r"run, which holds trajectories.twz: name another directory"):
+    with pytest.raises(ConfigError, match=r"run, which holds trajectories.index, trajectories.twz: name another"):
         run_rescore(RescoreSettings(run, run, f"{__file__}:length"), console=QUIET)
     with pytest.raises(ConfigError, match=r"there is no reward function 'regexp'; did you mean 'regex'"):
         run_rescore(RescoreSettings(run, tmp_path / "a", "regexp"), console=QUIET)

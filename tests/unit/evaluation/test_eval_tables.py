@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunTables:
         writer.write(each)
     writer.close()
     with (tmp_path / "trajectories.twz").open("ab") as file:
-        file.write(b'{"id": "half a line')
+        file.write(b"TWZ\x01T half a record")
     return read_run(tmp_path, success_reward=2.0)
 
 

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from support.gateway.hosted_endpoint import hosting, provider
 from support.gateway.server import ADMIN_HEADERS, Served, serving
+from support.rollout.record_files import read_records, write_records
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import _prepare
@@ -331,12 +332,12 @@ async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any
     calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.part == 0]
     last = {each.session: each for each in calls}
     place = last["a"].at if session == "a" else calls[[each.session for each in calls].index("c") + 1].at
-    files = {name: [json.loads(line) for line in (again / name).read_bytes().splitlines()] for name in LINES[1:]}
+    files = {name: read_records(again / name) for name in LINES[1:]}
     lost = resumed(files)["sessions"]["c"]
     assert lost == [last["c"].at]
     plant(files, place)
     for name, records in files.items():
-        (again / name).write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records))
+        write_records(again / name, records)
     found = audit_files(again).contradictions
     assert any(session in each and told in each for each in found), found
 

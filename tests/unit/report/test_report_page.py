@@ -218,9 +218,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"holds neither trajectories\.twz nor metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "out.html")
     run = write_run(tmp_path / "a", [played("e0")])
-    with (run / "trajectories.twz").open("a") as file:
-        file.write('{"schema_version": 99}\n')
-    with pytest.raises(FormatError, match=r"trajectories.twz:2: .*99.*; leave this run out, or make the report with"):
+    with (run / "trajectories.twz").open("r+b") as file:
+        file.write(b"TWZ\x63")
+    with pytest.raises(
+        FormatError, match=r"trajectories.twz has version 99 .*; leave this run out, or make the report with"
+    ):
         write_report([run], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.record_files import read_records, write_records
 from turnwise.errors import AuditError, FormatError, SessionError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
@@ -109,9 +109,9 @@ def run(sound: Path, tmp_path: Path) -> Path:
 
 
 def edit(file: Path, change: Callable[[Records], Records | None]) -> None:
-    records = [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    records = read_records(file)
     changed = change(records)
-    file.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in (records if changed is None else changed)))
+    write_records(file, records if changed is None else changed)
 
 
 def by_id(records: Records, name: str) -> dict:

@@ -10,12 +10,12 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import orjson
 import pytest
 
 from support.chat.model_dirs import renderer_for
 from support.gateway.server import ADMIN_HEADERS, serving
 from support.rollout.audited import assert_sound, train_once, write_trajectories
+from support.rollout.record_files import read_records, write_records
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -141,9 +141,9 @@ def test_sessions_that_branch_and_those_of_a_gateway_pass(run: Path) -> None:
 
 
 def edit(file: Path, change: Callable[[Records], Records | None]) -> None:
-    records = [orjson.loads(text) for text in file.read_bytes().splitlines()]
+    records = read_records(file)
     changed = change(records)
-    file.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in (records if changed is None else changed)))
+    write_records(file, records if changed is None else changed)
 
 
 def parts(records: Records, name: str = "branches") -> Records:
@@ -392,15 +392,14 @@ def test_a_ledger_that_says_something_else_is_found(
 
 def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> None:
     file = run / "trajectories.twz"
-    written = file.read_bytes()
-    records = [orjson.loads(text) for text in written.splitlines()]
+    records = read_records(file)
     for record in records:
         for segment in record["segments"]:
             for key in ("token_ids", "logprobs"):
                 if segment.get(key):
                     was = segment[key][-1]
                     segment[key][-1] = was + 1 if key == "token_ids" else was - 0.125
-                    file.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in records))
+                    write_records(file, records)
                     assert not audit_files(run).sound, (record["id"], segment["index"], key)
                     segment[key][-1] = was
 

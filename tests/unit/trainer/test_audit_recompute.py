@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.record_files import read_records, write_records
 from turnwise.cli import main
 from turnwise.errors import AuditError
 from turnwise.inference.scripted import ScriptedClient
@@ -92,12 +93,12 @@ def audit(run: Path, **options):
 
 def lie(run: Path, session: str) -> None:
     """Change a logprob wherever it is written: the files agree with each other."""
-    lines = [orjson.loads(line) for line in (run / "trajectories.twz").read_bytes().splitlines()]
+    lines = read_records(run / "trajectories.twz")
     next(line for line in lines if line["id"] == session)["segments"][1]["logprobs"][3] += 0.002
-    (run / "trajectories.twz").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    lines = [orjson.loads(line) for line in (run / "ledger.jsonl").read_bytes().splitlines()]
+    write_records(run / "trajectories.twz", lines)
+    lines = read_records(run / "ledger.jsonl")
     next(line for line in lines if line.get("session") == session)["logprobs"][3] += 0.002
-    (run / "ledger.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_records(run / "ledger.jsonl", lines)
 
 
 async def test_true_logprobs_pass_and_are_counted(tmp_path: Path) -> None:
@@ -150,11 +151,11 @@ async def test_versions_that_a_kill_undid_are_not_held_against_those_of_the_same
     await make_run(tmp_path)
     renamed = (("ledger.jsonl", "session"), ("trajectories.twz", "id"))
     for name, key in renamed:
-        lines = [orjson.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
+        lines = read_records(tmp_path / name)
         for line in lines:
             if line.get(key) == "d":
                 line[key] = "0-d"
-        (tmp_path / name).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        write_records(tmp_path / name, lines)
     assert audit(tmp_path)[0].counts["weight versions recomputed"] == 2
     for after, logprobs in ((3, 12 + 12 + 6), (2, 12 + 6)):
         for part in (0, 1):

@@ -223,15 +223,12 @@ class Journal:
         for each in stored if not pending else ():
             self._written.pop(each.id, None)
 
-    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> int:
+    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> None:
         """Record a complete group, writing those of its trajectories that are not written yet.
 
         Args:
             group: The group.
             facts: Its facts for the strategy; ``facts.key`` is the request key.
-
-        Returns:
-            Its bytes on disk.
         """
         entry = self._state.entries.get(facts.key)
         members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
@@ -251,7 +248,6 @@ class Journal:
         )
         for each in (*trajectories, *baselines):
             self._written.pop(each.id, None)
-        return sum(each.place.length for each in (*trajectories, *baselines))
 
     def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
         """Record groups given to a train step, or given ``back`` untrained. Raises TrainError where the disk
@@ -281,19 +277,18 @@ class Journal:
             return None
         return _facts(key, entry, arrived)
 
-    def load(self, key: str) -> tuple[TrajectoryGroup, int]:
-        """Read a complete group; return it with its bytes on disk."""
+    def load(self, key: str) -> TrajectoryGroup:
+        """Read a complete group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.whole is None:
             raise TrainError(f"{self._file_path} has no complete group of {key!r}")
         whole = entry.whole
-        group = TrajectoryGroup(
+        return TrajectoryGroup(
             entry.group_id,
             trajectories=self._read(whole.trajectories),
             baselines=self._read(whole.baselines),
             **whole.head,
         )
-        return group, whole.nbytes
 
     def forget(self, key: str) -> None:
         """Drop a group from memory; its lines stay."""

@@ -63,11 +63,6 @@ class WholeGroup:
     trajectories: tuple[Stored, ...]
     baselines: tuple[Stored, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return sum(each.place.length for each in (*self.trajectories, *self.baselines))
-
 
 @dataclass(slots=True)
 class Entry:
