@@ -25,10 +25,10 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -185,12 +185,13 @@ class TrajectoryEntry(NamedTuple):
         return Place(self.offset, self.length, self.crc)
 
 
-def _entry(place: Place, one: Trajectory) -> TrajectoryEntry:
-    return TrajectoryEntry(
+def _line(place: Place, one: Trajectory) -> bytes:
+    """Return the line of the index for a trajectory."""
+    return orjson.dumps([
         place.offset, place.length, place.crc, one.id, one.episode_id, one.attempt, one.group_id, one.task_id,
         one.agent, one.policy, one.partition, str(one.stop_reason), one.error is not None, one.reward,
         sum(segment.sampled for segment in one.segments), one.sampled_tokens,
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def _crc(length: int, dictionary: int, frame: bytes) -> int:
@@ -337,36 +338,73 @@ def _split(content: bytes) -> Columns:
     return columns
 
 
+class TrajectoryEntries(Sequence[TrajectoryEntry]):
+    """The entries of a file, each read from its line of the index when it is asked for."""
+
+    def __init__(self, path: Path, lines: list[bytes]) -> None:
+        self._path = path
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, place: int) -> TrajectoryEntry: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> TrajectoryEntries: ...
+
+    def __getitem__(self, place: int | slice) -> TrajectoryEntry | TrajectoryEntries:
+        """Return an entry, or some of them. Raises FormatError for a damaged index."""
+        if isinstance(place, slice):
+            return TrajectoryEntries(self._path, self._lines[place])
+        try:
+            return _read_entry(self._lines[place])
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise FormatError(f"{index_path(self._path)} is damaged: remove it: it is made again ({error})") from error
+
+    def find(self, trajectory_id: str) -> list[TrajectoryEntry]:
+        """Return the entries of an id, which is unique in a run."""
+        text = orjson.dumps(trajectory_id)
+        likely = (number for number, line in enumerate(self._lines) if text in line)
+        return [entry for number in likely if (entry := self[number]).id == trajectory_id]
+
+
+def _read_entry(line: bytes) -> TrajectoryEntry:
+    return TrajectoryEntry._make(orjson.loads(line))
+
+
 class _Index:
-    """The entries of a file's index that agree with its records.
+    """The lines of a file's index that agree with its records.
 
     Attributes:
-        entries: They, in order of their offsets.
+        lines: They, in order of their offsets.
         end: Byte behind the last record that the index knows.
     """
 
     def __init__(self, records: _Records) -> None:
-        self.entries: list[TrajectoryEntry] = []
         path = index_path(records.path)
-        try:
-            data = path.read_bytes()
-            lines = orjson.loads(b"[%b]" % data[: data.rfind(b"\n") + 1].rstrip(b"\n").replace(b"\n", b","))
-            # A void trajectory has a line with its offset alone.
-            void = {line[0] for line in lines if len(line) == 1}
-            self.entries = [
-                TrajectoryEntry._make(line) for line in lines if len(line) > 1 and (not void or line[0] not in void)
-            ]
-        except (OSError, orjson.JSONDecodeError, TypeError):
-            self.entries = []
-        size = records.size
-        while self.entries:
-            last = self.entries[-1]
-            if last.offset + last.length <= size:
-                found = records.at(last.offset)
-                if found is not None and found.place == last.place:
-                    break
-            self.entries.pop()
-        self.end = self.entries[-1].offset + self.entries[-1].length if self.entries else 0
+        data = path.read_bytes() if path.exists() else b""
+        self.lines = data[: data.rfind(b"\n") + 1].splitlines()
+        # A void trajectory has a line with its offset alone.
+        if void := tuple(b"%b," % line[:-1] for line in self.lines if b"," not in line):
+            self.lines = [line for line in self.lines if b"," in line and not line.startswith(void)]
+        self.end = 0
+        while self.lines:
+            if (end := _end_of(records, self.lines[-1])) is not None:
+                self.end = end
+                break
+            self.lines.pop()
+
+
+def _end_of(records: _Records, line: bytes) -> int | None:
+    """Return the byte behind the record of a line of the index, or None where they do not agree."""
+    try:
+        entry = _read_entry(line)
+        found = records.at(entry.offset)
+    except (orjson.JSONDecodeError, TypeError, OverflowError):
+        return None
+    return entry.offset + entry.length if found is not None and found.place == entry.place else None
 
 
 def index_path(path: Path) -> Path:
@@ -389,8 +427,8 @@ class TrajectoryFile:
         self._records = _Records(self._file, path)
         try:
             index = _Index(self._records)
-            self.entries = index.entries
-            self.entries += [_entry(place, each) for place, each in self._records.trajectories(index.end)]
+            index.lines += [_line(place, each) for place, each in self._records.trajectories(index.end)]
+            self.entries = TrajectoryEntries(path, index.lines)
         except BaseException:
             os.close(self._file)
             raise
@@ -405,10 +443,6 @@ class TrajectoryFile:
         if record is None or record.kind != b"T":
             raise FormatError(f"{self.path}: there is no intact trajectory at byte {offset}")
         return self._records.trajectory(record)
-
-    def find(self, trajectory_id: str) -> list[TrajectoryEntry]:
-        """Return the entries with an id (an id is unique in a run)."""
-        return [entry for entry in self.entries if entry.id == trajectory_id]
 
     def close(self) -> None:
         """Close the file."""
@@ -448,23 +482,20 @@ class TrajectoryWriter:
         self._index: AppendFile | None = None
         known = _Index(self._records)
         self.size, self.torn = known.end, 0
-        found: list[TrajectoryEntry] = []
+        found: list[bytes] = []
         for record in self._records.scan(known.end):
             if record.kind or not record.last:
                 self.size = record.place.offset + record.place.length
                 if record.kind == b"T" and index:
-                    found.append(_entry(record.place, self._records.trajectory(record)))
+                    found.append(_line(record.place, self._records.trajectory(record)))
                 continue
             self._records.check_kind()
             self.torn = record.place.length
             os.ftruncate(self._file, self.size)
         if index:
             self._index = AppendFile(index_path(path), cut=True)
-            if not known.entries or found:
-                self._write_index([*known.entries, *found])
-        last = [*known.entries, *found][-1:] if index else []
-        if last and (record := self._records.at(last[0].offset)) is not None and record.dictionary:
-            self._use(record.dictionary)
+            self._write_index([*known.lines, *found])
+            self._continue([*known.lines, *found][-1:])
 
     def write(self, trajectory: Trajectory) -> Place:
         """Append one trajectory, whole or not at all. Raises FormatError or OSError."""
@@ -480,7 +511,7 @@ class TrajectoryWriter:
             frame += stream.flush()
             place = self._append(b"T", bytes(frame), self._dictionary)
             if self._index is not None:
-                self._index.append(orjson.dumps(list(_entry(place, trajectory))))
+                self._index.append(_line(place, trajectory))
         return place
 
     def holds(self, place: Place) -> bool:
@@ -500,7 +531,7 @@ class TrajectoryWriter:
         """Cut the file to its first ``size`` bytes."""
         with self._lock:
             if self._index is not None:
-                self._write_index([each for each in _Index(self._records).entries if each.offset < size])
+                self._write_index([line for line in _Index(self._records).lines if _read_entry(line).offset < size])
             os.ftruncate(self._file, size)
             self.size = size
             if self._dictionary > size:
@@ -536,11 +567,20 @@ class TrajectoryWriter:
         self.size += place.length
         return place
 
-    def _write_index(self, entries: list[TrajectoryEntry]) -> None:
+    def _write_index(self, lines: list[bytes]) -> None:
+        """Make the index have these lines and no others."""
         assert self._index is not None
-        self._index.truncate(0)
-        for entry in entries:
-            self._index.append(orjson.dumps(list(entry)))
+        content = b"".join(b"%b\n" % line for line in lines)
+        if self._index.read(0, self._index.size) != content:
+            self._index.truncate(0)
+            if content:
+                self._index.append(content[:-1])
+
+    def _continue(self, last: list[bytes]) -> None:
+        """Use the dictionary of the last trajectory."""
+        record = self._records.at(_read_entry(last[0]).offset) if last else None
+        if record is not None and record.dictionary:
+            self._use(record.dictionary)
 
     def _learn(self, parts: list[bytes]) -> None:
         """Make the dictionary once enough trajectories were seen."""

@@ -70,7 +70,7 @@ def same(found: list[Trajectory], numbers: range) -> None:
 
 def entries(path: Path) -> list[TrajectoryEntry]:
     with TrajectoryFile(path) as found:
-        return found.entries
+        return list(found.entries)
 
 
 def test_what_was_written_is_read_whole_or_one_by_one(file: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_was_written_is_read_whole_or_one_by_one(file: Path) -> None:
     with TrajectoryFile(file) as found:
         assert [each.id for each in found.entries] == [trajectory(number).id for number in range(20)]
         assert found.read(found.entries[18]).to_bytes() == trajectory(18).to_bytes()
-        [entry] = found.find("0-g1/5")
+        [entry] = found.entries.find("0-g1/5")
         assert (entry.failed, entry.reward, entry.turns, entry.sampled_tokens) == (True, 5 / 8, 1, 30)
         assert found.at(entry.offset).error == "EnvError: gone"
         with pytest.raises(FormatError, match=r"there is no intact trajectory at byte 1$"):
