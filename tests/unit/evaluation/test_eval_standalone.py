@@ -80,9 +80,39 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert re.search(r"logprobs recomputed +\d+", text)
     assert run("view", str(out), "-n", "1") == 0
     assert "Who manages" in capsys.readouterr().out
+    assert summary["spent"]["sampled_tokens"] == sum(each.sampled_tokens for each in trajectories)
+
+    assert run("replay", str(out)) == 0
+    assert "9 episodes replayed, 0 diverge" in capsys.readouterr().out
+    config = out / "config.yaml"
+    config.write_text(config.read_text().replace("max_turns: 2", "max_turns: 1"))
+    assert run("replay", str(out), "--n", "3", "--json") == 1
+    found = orjson.loads(capsys.readouterr().out)
+    assert found["episodes"] == 3
+    assert {each["kind"] for each in found["divergences"]} <= {"request", "stop reason"}
+    config.write_text(config.read_text().replace("max_turns: 1", "max_turns: 2"))
 
     assert evaluate(model, out) == 1
     assert "holds trajectories.twz, ledger.jsonl, summary.json already" in capsys.readouterr().err
+
+
+def test_a_budget_ends_it_and_a_larger_one_finishes_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    prices = ("prices.prompt=1", "prices.completion=2")
+    assert evaluate(model, out, "--concurrency", "1", "budget.tokens=40", *prices) == 0
+    assert "budget.tokens is spent" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    ended = sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy") if part in summary)
+    assert (summary["ended_by"], summary["unfinished"]) == ("tokens", 9 - ended)
+    assert 40 <= summary["spent"]["sampled_tokens"] < 80
+    assert evaluate(model, out, "budget.tokens=100000", *prices) == 0
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    assert "ended_by" not in summary
+    assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
+    spent = summary["spent"]
+    assert spent["cost"] == pytest.approx((spent["prompt_tokens"] + 2 * spent["sampled_tokens"]) / 1e6)
 
 
 def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
