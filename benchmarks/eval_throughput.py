@@ -1,6 +1,6 @@
 """Episodes a second of an evaluation with a scripted model: ``guess_number``, and an equivalent task in inspect_ai.
 
-Both sides play the same 2,000 games (``--quick``: 200) with the same guesses, 32 at once, in a process of their own, and
+Both sides play the same 2,000 games (``--quick``: 200) with the same guesses, 32 at once, each in its own process, and
 write what they write for their users: inspect_ai its log, Turnwise trajectories with ids and log-probabilities, ledger,
 journal of finished episodes and summary. Timed is the evaluation alone, in CPU seconds of its process; imports are not,
 the reading of our tokenizer is. ``ratio_vs_inspect`` is inspect_ai's CPU seconds over ours; its mock model is told the
@@ -66,10 +66,7 @@ def main() -> int:
             "sides": figures,
             "samples": {name: [each.values for each in taken] for name, taken in samples.items()},
             "config": {"episodes": count, "at_once": 32, "repeats": arguments.repeats, "quick": arguments.quick},
-            "machine": {
-                **machine("turnwise"),
-                "peers": run_process([str(arguments.frameworks), "-c", VERSIONS]).values,
-            },
+            "machine": {**machine("turnwise"), "peers": peers},
         }
     )
     return 0
