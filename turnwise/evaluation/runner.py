@@ -19,7 +19,7 @@ from rich.text import Text
 from turnwise.agents.roles import TRAINED, role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.config import dump_config
-from turnwise.errors import ConfigError, InferenceError
+from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
@@ -40,7 +40,7 @@ from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile
 from turnwise.types import StopReason
 
 OnGroup = Callable[[TrajectoryGroup], None]
@@ -279,6 +279,13 @@ class Spending:
             if limit is not None and value >= limit:
                 self.end(name)
 
+    def add_file(self, path: Path) -> None:
+        """Count what earlier processes wrote; what is damaged is played again, and counts then."""
+        with TrajectoryFile(path) as file:
+            for entry in file.entries:
+                with contextlib.suppress(FormatError):
+                    self.add(file.read(entry))
+
     def end(self, name: str) -> None:
         """End the evaluation, as a part of its budget is spent."""
         if self.over is None:
@@ -416,8 +423,8 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
             await frozen.recover(error)
 
         spending = Spending(config.budget, config.prices)
-        for each in read_trajectories(folder / TRAJECTORIES) if finished.restored else ():
-            spending.add(each)
+        if finished.restored:
+            spending.add_file(folder / TRAJECTORIES)
         progress = EvalProgress(config, eval_requests(config, loaded.tasks), restored=finished.restored)
 
         def write(trajectory: Trajectory) -> None:

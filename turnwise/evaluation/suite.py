@@ -95,6 +95,8 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
             try:
                 config = load_config(EvalConfig, defaults=merged | {"out": str(suite.out / _folder(evaluation, model))})
                 check_own(config.rollout)
+                if suite.budget.money is not None and config.prices is None:
+                    raise ConfigError("prices are missing, and budget.money of the suite needs them (0 where free)")
                 if config.hosted is not None:
                     config.hosted.key()
                 elif not config.directory.is_dir():

@@ -74,6 +74,7 @@ def test_a_part_has_the_settings_of_all_of_its_model_and_its_own(folder: Path) -
         ("models.served.model=gone", ConfigError, r"with models\.served: model is .*gone, which is no directory"),
         ("evaluations.guess.out=x", ConfigError, r"out is set; results are in .*guess--small"),
         ("defaults.budget.money=3", ConfigError, r"with models\.small: .*prices"),
+        ("budget.money=3", ConfigError, r"with models\.small: prices are missing, and budget\.money of the suite"),
         ("evaluations={}", ConfigError, "evaluations"),
     ],
 )
