@@ -249,7 +249,7 @@ $(PEERS_STAMP):
 	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
 	@touch $@
 
-bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed  ## Run every benchmark in benchmarks/
+bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \

@@ -3,7 +3,7 @@
 10,000 trajectories of 4,096 tokens, half of them sampled, in groups of 8: each is written and noted in the journal,
 its group is put into the buffer, batches are sampled, fetched (half of them from disk: ``replay.memory_mb`` holds half
 of what waits), made into rows and packed into micro-batches. ``mb_per_s`` is payload bytes (10**6 bytes of
-trajectories.jsonl a MB) over the CPU seconds of the whole line; ``rss_mb`` is how much the resident memory of the
+their JSON a MB) over the CPU seconds of the whole line; ``rss_mb`` is how much the resident memory of the
 process grew at most.
 
 The peer is a plain file of pickles, one a trajectory: appended, read back, packed; no checksum, no journal, no bound.
@@ -33,9 +33,10 @@ from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trajectory import Segment, TrajectoryGroup
+from turnwise.trajectory_file import TRAJECTORIES as TRAJECTORIES_FILE
 
 TRAJECTORIES, TOKENS, MEMBERS, BATCH, WAITING = 10_000, 4096, 8, 16, 64
-MEMORY_MB = 16
+MEMORY_MB = 10
 MICRO_BATCH = 32_768
 BARS = {"mb_per_s": 50.0, "rss_mb": 512.0}
 
@@ -74,10 +75,11 @@ async def ours(directory: Path, count: int) -> dict[str, float]:
     journal = Journal.open(directory)
     buffer = LocalReplayBuffer(journal=journal, memory_mb=MEMORY_MB)
     draw, spent, trained, step = np.random.default_rng(0), 0.0, 0, 0
-    groups, before = count // MEMBERS, rss_mb()
+    groups, before, size = count // MEMBERS, rss_mb(), 0
     for number in range(groups):
         name = f"g{number}"
         members = [trajectory(name, each, draw) for each in range(MEMBERS)]
+        size += sum(len(each.to_bytes()) for each in members)
         begun = time.process_time()
         buffer.expect(RolloutRequest(Task(name, "go"), group_size=MEMBERS), 0)
         for each, left in enumerate(members):
@@ -95,10 +97,15 @@ async def ours(directory: Path, count: int) -> dict[str, float]:
     journal.sync()
     spent += time.process_time() - begun
     journal.close()
-    size = (directory / "trajectories.jsonl").stat().st_size / 1e6
+    stored = (directory / TRAJECTORIES_FILE).stat().st_size / 1e6
     if trained != count // MEMBERS * MEMBERS * TOKENS // 2:
         raise SystemExit(f"{trained} tokens were trained")
-    return {"mb_per_s": round(size / spent, 1), "rss_mb": round(rss_mb() - before, 1), "mb": round(size, 1)}
+    return {
+        "mb_per_s": round(size / 1e6 / spent, 1),
+        "rss_mb": round(rss_mb() - before, 1),
+        "mb": round(size / 1e6, 1),
+        "stored_mb": round(stored, 1),
+    }
 
 
 def plain(directory: Path, count: int) -> dict[str, float]:

@@ -63,7 +63,7 @@ async def walk(directory: Path, count: int, payloads: TransferQueuePayloads | No
     journal.close()
     if tokens != groups * MEMBERS * TOKENS:
         raise SystemExit(f"{tokens} tokens came back of {groups * MEMBERS * TOKENS}")
-    written = (directory / "trajectories.jsonl").stat().st_size
+    written = (directory / "trajectories.twz").stat().st_size
     moved = 0 if payloads is None else payloads.sent_bytes + payloads.received_bytes - copied
     return {
         "groups_per_s": groups / (put_s + fetch_s),

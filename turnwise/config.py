@@ -201,6 +201,20 @@ ConfigSource = Annotated[str, BeforeValidator(lambda value: _resolve_from(value,
 """As :data:`ConfigReference`, where no name is registered: a folder is one however it is called (``tasks: rows``)."""
 
 
+def _resolve_values(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _resolve_values(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve_values(item, key) for item in value]
+    # Where a section names a folder, no name is registered.
+    return _resolve_from(value, names=key not in ("model", "tasks")) if isinstance(value, str) else value
+
+
+ConfigValues = Annotated[dict[str, Any], BeforeValidator(_resolve_values)]
+"""Settings of another section, to be loaded later: texts in them that begin with a file or folder that exists are made
+absolute, as in :data:`ConfigReference`."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars; duplicate keys are errors."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.trl_gate import Gate
-from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory_file import read_trajectories
 
 
 def configuration(model: Path, directory: Path, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _done(home: Path, answers: Callable[[Sequence[Any]], dict[str, str]]) -> dic
     """Return the ids of each task's prompt, and what tools answered, from the trajectories that the run wrote."""
     prompts: dict[str, list[int]] = {}
     calls: dict[str, dict[str, str]] = {}
-    for trajectory in read_trajectories(home / "trajectories.jsonl"):
+    for trajectory in read_trajectories(home / "trajectories.twz"):
         ids = trajectory.segments[0].token_ids.tolist()
         if prompts.setdefault(trajectory.task_id, ids) != ids:
             raise ValueError(f"task {trajectory.task_id} was asked in two ways")

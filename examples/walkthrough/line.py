@@ -30,7 +30,7 @@ from turnwise.rollout.audit import AuditReport, audit_files
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.records import BatchWriter, TrajectoryWriter
+from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import Fifo
 from turnwise.tasks import InMemoryOrder, load_tasks
@@ -44,6 +44,7 @@ from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.run.task_scheduler import TaskStream
 from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lookup"))
@@ -156,7 +157,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         model = ScriptedClient(renderer, script(start), context_length=512)
         client = LedgerClient(model, directory / "ledger.jsonl")
         stack.push_async_callback(client.close)
-        writer = TrajectoryWriter(directory / "trajectories.jsonl")
+        writer = TrajectoryWriter(directory / "trajectories.twz")
         stack.callback(writer.close)
         batches = BatchWriter(directory / "batches.jsonl", part=0)
         stack.callback(batches.close)

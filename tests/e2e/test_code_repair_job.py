@@ -39,6 +39,6 @@ def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
     assert len(trained) == STEPS
     assert all(each["batch/failed"] == 0 for each in trained)
     # What the reward says is what the hidden tests said of the file that the model left.
-    rows = [each for each in lines(run / "trajectories.jsonl") if each["error"] is None]
+    rows = [each for each in lines(run / "trajectories.twz") if each["error"] is None]
     assert {reward[1] for each in rows for reward in each["rewards"]} <= {"solved", "errors"}
     assert audit_files(run).contradictions == []

@@ -24,7 +24,7 @@ def play(runs: Path, *arguments: str) -> str:
 @pytest.mark.long
 def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
     assert "held-out piles" in play(tmp_path, "--smoke", "--name", "smoke", "algorithm.credit=gigpo", "eval=null")
-    rows = lines(tmp_path / "smoke" / "trajectories.jsonl")
+    rows = lines(tmp_path / "smoke" / "trajectories.twz")
     assert all(row["states"][""] for row in rows)
     assert audit_files(tmp_path / "smoke").contradictions == []
 

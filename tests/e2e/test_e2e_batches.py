@@ -11,10 +11,11 @@ import pytest
 from support.envs.run_envs import Graded
 from support.trainer.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.run.run import TrainRun
 from turnwise.trainer.run.train import run_train
 from turnwise.trainer.training import Training
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import StopReason
 
 
@@ -71,7 +72,7 @@ def test_over_sampling_trains_the_first_groups_and_cancels_the_others(lookup_mod
     for step in (first, second):
         assert step["batch/trajectories"] == 2 * MEMBERS
         assert step["replay/staleness_max"] == 0
-    trajectories = list(read_trajectories(run / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(run / "trajectories.twz"))
     cancelled = [each for each in trajectories if each.stop_reason is StopReason.CANCELLED]
     assert len({each.group_id for each in trajectories}) == 6
     rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
@@ -89,7 +90,7 @@ def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, t
     assert first["batch/trajectories"] == second["batch/trajectories"] == MEMBERS
     assert (first["replay/staleness_max"], second["replay/staleness_max"]) == (0, 1)
     assert "rollout/cancelled_episodes" not in second
-    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
     rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
     versions = {
         name: {version for each in trajectories[name].segments for version, _, _ in each.weight_versions}

@@ -25,7 +25,7 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     assert (summary.steps, summary.ended_by) == (1, "sampled_tokens")
     run = tmp_path / "run"
     state = json.loads((run / "checkpoints" / "step_000001" / "trainer_state.json").read_text())
-    first = lines(run / "trajectories.jsonl")
+    first = lines(run / "trajectories.twz")
     sampled = sum(
         len(each["token_ids"]) for record in first for each in record["segments"] if each["kind"] == "sampled"
     )
@@ -41,7 +41,7 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     assert summary.spent["sampled_tokens"] >= 2 * sampled
     begun, after, *_ = rates(run)
     assert begun == 1e-3
-    later = lines(run / "trajectories.jsonl")[len(first) : 2 * len(first)]
+    later = lines(run / "trajectories.twz")[len(first) : 2 * len(first)]
     second = sum(len(each["token_ids"]) for record in later for each in record["segments"] if each["kind"] == "sampled")
     steps = 2 / ((sampled + second) / (2 * sampled))
     assert after == pytest.approx(begun * (1 - 1 / math.ceil(steps)))

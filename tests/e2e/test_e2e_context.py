@@ -13,11 +13,11 @@ from turnwise.agents.context.config import SubAgentConfig
 from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.library.lookup import LookupEnv, table, tasks
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 SUB_AGENT = {"prompt": "Help.", "description": "Help."}
 ASK = "Sum up."
@@ -90,7 +90,7 @@ def test_a_run_with_summaries_and_sub_agents_trains_each_sampled_token_once(mode
     assert report.contradictions == []
     assert report.counts["ids trained once"] > 0
     forks: set[str] = set()
-    for trajectory in read_trajectories(run / "trajectories.jsonl"):
+    for trajectory in read_trajectories(run / "trajectories.twz"):
         assert trajectory.error is None
         forks |= set(trajectory.forks())
     assert {"sub_agent", "compaction", "dropped_tool_results"} <= forks

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from support.crash.checks import prove
+from support.rollout.record_files import read_records, write_records
 from support.trainer.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
 from turnwise.errors import FormatError
 from turnwise.rollout.journal.state import seal
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = pytest.mark.long
 STEPS = 3
@@ -68,7 +70,7 @@ def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
         assert process.wait() == -signal.SIGKILL, process.output()
     [event] = (tmp_path / "done").read_text().splitlines()
     run = tmp_path / "run"
-    left = [trajectory.id for trajectory in read_trajectories(run / "trajectories.jsonl")]
+    left = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
     assert audit_run(run, recompute=False, console=silent()).contradictions == [], event
 
     assert run_train(settings, console=silent()).steps == STEPS
@@ -80,7 +82,7 @@ def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
     batches = read_batches(run / "batches.jsonl")
     assert batches.steps == STEPS
     assert len({row.trajectory for row in batches.rows}) <= STEPS * GROUPS * MEMBERS
-    ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.jsonl")]
+    ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
     assert ids[: len(left)] == left
     assert len(set(ids)) == len(ids)
     assert audit_run(run, at_most=4, console=silent()).contradictions == [], event
@@ -138,7 +140,7 @@ def untrained(lines: list[bytes]) -> None:
         ("journal.jsonl", without("end")),
         ("journal.jsonl", taken_twice),
         ("journal.jsonl", sampled_again),
-        ("trajectories.jsonl", first_lost),
+        ("trajectories.twz", first_lost),
         ("batches.jsonl", trained_twice),
         ("batches.jsonl", untrained),
     ],
@@ -159,8 +161,8 @@ def test_what_the_crash_tests_check_fails_where_something_is_wrong(
 ) -> None:
     run = shutil.copytree(straight / "run", tmp_path / "run")
     assert prove(run, [], at_most=1).steps == STEPS
-    spoilt = (run / file).read_bytes().splitlines()
+    spoilt = [orjson.dumps(record) for record in read_records(run / file)]
     spoil(spoilt)
-    (run / file).write_bytes(b"".join(line + b"\n" for line in spoilt))
+    write_records(run / file, map(orjson.loads, spoilt))
     with pytest.raises((AssertionError, FormatError)):
         prove(run, [], at_most=1)

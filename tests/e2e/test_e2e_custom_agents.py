@@ -14,9 +14,9 @@ from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, lines, silent, take_warm, train_config
 from turnwise.cli import app
 from turnwise.config import dump_config
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loop"
 EVAL = {"tasks": "support.agents.user_agents:tasks?n=3", "samples": 1, "greedy": False, "every": None}
@@ -37,7 +37,7 @@ def test_rows_choose_their_agents_and_all_of_them_train(lookup_model: Path, tmp_
     assert report.contradictions == []
     assert report.counts["trajectories trained"] > 0
     by_agent: dict[str, list] = {}
-    for trajectory in read_trajectories(summary.directory / "trajectories.jsonl"):
+    for trajectory in read_trajectories(summary.directory / "trajectories.twz"):
         assert trajectory.error is None
         by_agent.setdefault(("loop", "proxied", "silent")[int(trajectory.task_id[-1]) % 3], []).append(trajectory)
     assert {name: len(found) for name, found in by_agent.items()} == dict.fromkeys(by_agent, 2 * 4 + 2)

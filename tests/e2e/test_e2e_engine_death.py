@@ -27,10 +27,10 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.recorder.ledger import read_ledger
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.loops.modes import train_sync
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.run import TrainRun, open_run
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import SamplingParams, TokenPrompt, as_ids
 
 PER_STEP = GROUPS * MEMBERS
@@ -91,7 +91,7 @@ async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
     assert f"process {first}) died: signal 9" in caplog.text
     assert "restarting a server" in caplog.text
 
-    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     failed = [t for t in trajectories if t.error is not None]
     assert failed
     assert all("InferenceError" in t.error and t.rewards == [] for t in failed)
@@ -130,7 +130,7 @@ async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, t
         await kill(replica)
         await training
         assert run.policy.fleet.restarts == 1
-    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     assert len(trajectories) == 2 * PER_STEP
     assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
     # Requests that came while the server had its first weights only were answered by the last ones.
@@ -152,7 +152,7 @@ async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_pa
         await training
         assert run.policy.fleet.restarts == 1
         assert [each.requests for each in run.policy.fleet.client.router.servers] == [0, 0]
-    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     assert len(trajectories) == 2 * PER_STEP
     assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
     assert {v for t in trajectories[PER_STEP:] for v in versions(t)} == {1}

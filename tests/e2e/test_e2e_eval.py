@@ -13,9 +13,9 @@ import pytest
 from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
 from turnwise import read_run
 from turnwise.evaluation.comparison import compare, read_scores
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=8&split=test"
 PORT = re.compile(r"serving \S+ on 127\.0\.0\.1:(\d+)")
@@ -43,7 +43,7 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> str:
 def greedy(out: Path) -> dict[str, Any]:
     """Return what the greedy episodes said, by task."""
     found = {}
-    for trajectory in read_trajectories(out / "trajectories.jsonl"):
+    for trajectory in read_trajectories(out / "trajectories.twz"):
         if "greedy" in trajectory.group_id:
             ids = [segment.token_ids.tolist() for segment in trajectory.segments]
             found[trajectory.task_id] = (ids, trajectory.rewards, trajectory.stop_reason)

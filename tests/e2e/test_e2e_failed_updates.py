@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from support.trainer import failing_updates
 from support.trainer.lookup_run import GROUPS, MEMBERS, silent, train_config
 from turnwise.rollout.journal.state import read_journal
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.run_log import read_metrics
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.train import train
+from turnwise.trajectory_file import read_trajectories
 
 STEPS = 3
 
@@ -47,7 +48,7 @@ def saved(run: Path) -> list[int]:
 
 
 def groups_by_step(run: Path) -> dict[int, set[str]]:
-    group_of = {each.id: each.group_id for each in read_trajectories(run / "trajectories.jsonl")}
+    group_of = {each.id: each.group_id for each in read_trajectories(run / "trajectories.twz")}
     found: defaultdict[int, set[str]] = defaultdict(set)
     for row in read_batches(run / "batches.jsonl").rows:
         found[row.step].add(group_of[row.trajectory])
@@ -75,7 +76,7 @@ async def test_the_step_before_a_failed_update_is_saved_and_gone_on_from(
     config = failing(lookup_model, tmp_path, mode=mode)
     run = await fail_in(3, config)
     assert saved(run) == [2]
-    sampled = {each.id for each in read_trajectories(run / "trajectories.jsonl")}
+    sampled = {each.id for each in read_trajectories(run / "trajectories.twz")}
     given = [event["keys"] for _, event in read_journal(run / "journal.jsonl").events if event["event"] == "take"]
     summary = await train(config, console=silent())
     assert summary.steps == STEPS
@@ -83,7 +84,7 @@ async def test_the_step_before_a_failed_update_is_saved_and_gone_on_from(
     # What the failed update was to learn from is learned from, as it was sampled, and is counted once.
     trained = groups_by_step(run)
     assert {name.partition("-")[2] for name in trained[3]} == set(given[2])
-    everything = [each for each in read_trajectories(run / "trajectories.jsonl") if each.partition == "train"]
+    everything = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
     of_step_3 = [each for each in everything if each.group_id in trained[3]]
     assert {each.id for each in of_step_3} <= sampled
     assert [len(trained[step]) for step in (1, 2, 3)] == [GROUPS] * 3
@@ -116,9 +117,9 @@ async def test_a_streamed_step_ends_with_the_parts_before_the_one_that_failed(
     assert sum(map(len, trained.values())) == len(set.union(*trained.values()))
     [name] = [each for each in trained[3] if each.endswith(f"-{key}")]
     assert name.startswith("0-"), "trained from disk, not sampled again"
-    members = [each for each in read_trajectories(run / "trajectories.jsonl") if each.group_id == name]
+    members = [each for each in read_trajectories(run / "trajectories.twz") if each.group_id == name]
     assert len(members) == MEMBERS
-    everything = [each for each in read_trajectories(run / "trajectories.jsonl") if each.partition == "train"]
+    everything = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
     counted = sum(each.sampled_tokens for each in everything if each.group_id in set.union(*trained.values()))
     assert summary.spent["sampled_tokens"] == counted
     assert [each["step"] for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"] == [1, 2, 3]

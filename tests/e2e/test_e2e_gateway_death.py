@@ -19,14 +19,15 @@ import orjson
 import pytest
 
 from support.crash.moments import MID_GENERATION, MID_JOURNAL, MID_TOOL, RESET
+from support.rollout.record_files import record_bytes, write_records
 from support.trainer.lookup_run import silent
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
 from turnwise.recorder.ledger import read_ledger
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = pytest.mark.long
 ASK = {"model": "any", "messages": [{"role": "user", "content": "Who manages Ada?"}], "max_tokens": 16}
@@ -90,7 +91,7 @@ async def at(moment: str, client: Client, replica: BuiltinReplica) -> None:
 
 
 async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, tmp_path: Path) -> None:
-    out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.jsonl", list[str]()
+    out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.twz", list[str]()
     replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
     await replica.launch()
     try:
@@ -103,10 +104,8 @@ async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, 
                 await at(moment, client, replica)
             assert [each.id for each in read_trajectories(file)] == ended
             assert audit_run(out, console=silent()).contradictions == []
-        # What a kill leaves of a line that is being written, which may end like a whole one.
-        whole = file.read_bytes()
-        torn = whole.splitlines()[-1].partition(b"}")[0] + b"}"
-        file.write_bytes(whole + torn)
+        # What a kill leaves of a record that is being written.
+        file.write_bytes(file.read_bytes() + record_bytes(file)[-1][:-1])
         async with gateway_at(lookup_model, out, replica.url) as client:
             path = await client.open("the last")
             await client.post(path, ASK)
@@ -227,7 +226,7 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
     finally:
         await gateway.close()
         await replica.close()
-    found = {each.id: each for each in read_trajectories(out / "trajectories.jsonl")}
+    found = {each.id: each for each in read_trajectories(out / "trajectories.twz")}
     assert found.keys() == agents.said.keys()
     for name, said in agents.said.items():
         trajectory = found[name]
@@ -247,6 +246,6 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
     # A turn that is taken out of what is on disk is found.
     longest = max(found.values(), key=lambda each: len(each.segments))
     longest.segments = longest.segments[:-2]
-    (out / "trajectories.jsonl").write_bytes(b"".join(each.to_bytes() + b"\n" for each in found.values()))
+    write_records(out / "trajectories.twz", [orjson.loads(each.to_bytes()) for each in found.values()])
     told = audit_run(out, console=silent(), recompute=False).contradictions
     assert any(longest.id in each for each in told), told

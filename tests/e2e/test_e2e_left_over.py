@@ -16,13 +16,14 @@ from support.trainer.hooks_and_buffers import THREADS
 from support.trainer.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config, training, wait_until
 from turnwise.errors import TrainError
 from turnwise.rollout.journal.state import read_journal
-from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 MANY = 10_000
 ASYNC: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
     assert taken[waiting][0] > after
     assert max(map(len, taken.values())) == 1
     # Its id is the one that it was given first, of four members three had finished.
-    group = [each for each in read_trajectories(run_dir / "trajectories.jsonl") if waiting in each.group_id]
+    group = [each for each in read_trajectories(run_dir / "trajectories.twz") if waiting in each.group_id]
     assert {each.group_id for each in group} == {f"0-{waiting}"}
     assert Counter(each.id[0] for each in group if each.stop_reason != "cancelled") == {"0": MEMBERS - 1, "1": 1}
     # Nothing that was asked for is forgotten, and nothing was asked for beside the order of tasks.

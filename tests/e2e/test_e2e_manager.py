@@ -11,9 +11,10 @@ import pytest
 from support.processes.warm import run_command
 from support.trainer.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from turnwise.errors import TrainError
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 PLAIN = "support.rollout.custom_managers.PlainManager"
@@ -37,9 +38,7 @@ def test_it_trains_as_the_package_s_own_does(lookup_model: Path, tmp_path: Path)
     assert audit_run(outside.directory, console=silent()).contradictions == []
     # One greedy episode for each group of each step: on disk as what it is, in no row.
     trained = {row.trajectory for row in read_batches(outside.directory / "batches.jsonl").rows}
-    written = [
-        each for each in read_trajectories(outside.directory / "trajectories.jsonl") if each.partition == "train"
-    ]
+    written = [each for each in read_trajectories(outside.directory / "trajectories.twz") if each.partition == "train"]
     greedy = [each for each in written if each.baseline]
     assert (len(greedy), len(written)) == (2 * GROUPS, 2 * GROUPS * (MEMBERS + 1))
     assert {each.metrics["temperature"] for each in greedy} == {0.0}

@@ -19,7 +19,7 @@ from support.trainer.hooks_and_buffers import FAILURES, GIVEN
 from support.trainer.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
-from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.audit import audit_run
@@ -28,6 +28,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import train
+from turnwise.trajectory_file import read_trajectories
 
 STEPS = 5
 ASYNC = {
@@ -66,7 +67,7 @@ async def reached(hold: ResponseFormat, training: asyncio.Task[Any]) -> None:
 
 def check_run(run_dir: Path, bound: int) -> Batches:
     """Check on disk that nothing older than the bound was trained, nothing twice, and all of it as it was sampled."""
-    trajectories = {each.id: each for each in read_trajectories(run_dir / "trajectories.jsonl")}
+    trajectories = {each.id: each for each in read_trajectories(run_dir / "trajectories.twz")}
     batches = read_batches(run_dir / "batches.jsonl")
     for row in batches.rows:
         spans = [each for part in trajectories[row.trajectory].segments for each in part.weight_versions]

@@ -14,7 +14,6 @@ from turnwise.config import load_config
 from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.runner import run_eval
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.core import branch_messages
@@ -23,6 +22,7 @@ from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.plan import dry_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
@@ -50,7 +50,7 @@ def example(kind: Any, name: str, model: Path, runs: Path, *overrides: str) -> A
 
 
 def test_what_was_sampled_becomes_better_models(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
-    rewards = sorted({each.reward for each in read_trajectories(sampled / "trajectories.jsonl")})
+    rewards = sorted({each.reward for each in read_trajectories(sampled / "trajectories.twz")})
     assert len(rewards) > 1, "the test wants episodes that differ"
     where = f"trajectories.path={sampled}"
     good = f"trajectories.min_reward={rewards[-1]}"
@@ -80,7 +80,7 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
     )
     encoder = Encoder(judge)
     alone = Classifier(judge, dtype="float32", device="cpu", max_context=None)
-    found = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    found = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     assert len(found) == 4
     for each in found:
         ((score,),) = alone.forward([encoder.chat(branch_messages(each), arguments={})])

@@ -30,7 +30,7 @@ from support.trainer.lookup_run import (
 from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, FormatError, TrainError, TurnwiseError
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.loops.modes import train_sync
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import capture_rng
@@ -38,6 +38,7 @@ from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trajectory_file import read_trajectories
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
 # every run, whatever the machine does.
@@ -118,7 +119,7 @@ def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) ->
     assert [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
     assert read_batches(run / "batches.jsonl").steps == 3
     # The episodes of step 4 that had ended are there, whole.
-    assert len(list(read_trajectories(run / "trajectories.jsonl"))) == 3 * PER_STEP + 2
+    assert len(list(read_trajectories(run / "trajectories.twz"))) == 3 * PER_STEP + 2
     report = audit_run(run, console=silent())
     assert report.contradictions == []
 
@@ -128,7 +129,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     run_dir = Path(shutil.copytree(killed / "run", tmp_path / "run"))
     saved = step_dir(run_dir, 2)
-    left = list(read_trajectories(run_dir / "trajectories.jsonl"))
+    left = list(read_trajectories(run_dir / "trajectories.twz"))
     config = held_config(lookup_model, tmp_path, 3 * PER_STEP + 3, gate=killed / "gate", **FIVE_STEPS)
     state = state_file(saved)
 
@@ -168,7 +169,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
 
     # What the killed process recorded stays, and none of it is sampled again; ids do not collide; the lost step does
     # not count, but what it learned from is learned again.
-    all_of_them = list(read_trajectories(run_dir / "trajectories.jsonl"))
+    all_of_them = list(read_trajectories(run_dir / "trajectories.twz"))
     assert [t.to_bytes() for t in all_of_them[: len(left)]] == [t.to_bytes() for t in left]
     assert len({t.id for t in all_of_them}) == len(all_of_them) == 5 * PER_STEP
     batches = read_batches(run_dir / "batches.jsonl")
@@ -216,7 +217,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert (tmp_path / "ended.txt").read_text() == "2 CancelledError\n", "once, in step 2"
     assert state_file(step_dir(run, 1))["position"] == GROUPS
     # Episodes in flight are written down as what they are, and the ledger is closed.
-    stops = [t.stop_reason for t in read_trajectories(run / "trajectories.jsonl")]
+    stops = [t.stop_reason for t in read_trajectories(run / "trajectories.twz")]
     assert "cancelled" in stops[PER_STEP:]
     assert (run / "ledger.jsonl").read_bytes().endswith(b'{"event":"end"}\n')
     assert json.loads((run / "run.json").read_text())["cpu_s"] > 0
@@ -330,6 +331,6 @@ def test_more_steps_and_other_checkpoints_may_follow_and_fresh_starts_over(
     assert json.loads((run / "run.json").read_text())["parts"] == 1
     [start] = read_batches(run / "batches.jsonl").starts
     assert start == (0, 0)
-    ids = [t.id for t in read_trajectories(run / "trajectories.jsonl")]
+    ids = [t.id for t in read_trajectories(run / "trajectories.twz")]
     assert len(ids) == PER_STEP
     assert np.all([name.startswith("0-train-") for name in ids])

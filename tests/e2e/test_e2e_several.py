@@ -33,7 +33,7 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
     config = train_config(lookup_model, tmp_path, rollout=rollout(policies={"right": "past"}), steps=2)
     run_train(config, console=silent())
     run = tmp_path / "run"
-    rows = lines(run / "trajectories.jsonl")
+    rows = lines(run / "trajectories.twz")
     assert {(row["agent"], row["policy"]) for row in rows} == {("left", "main"), ("right", "past")}
     temperatures = {row["policy"]: row["metrics"]["temperature"] for row in rows}
     assert temperatures == {"main": 1.0, "past": 0.5}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from support.trainer.lookup_run import GROUPS, lines, silent, train_config
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 
 
 def mix(folder: Path) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def mix(folder: Path) -> list[dict[str, Any]]:
 
 def taken(run: Path) -> list[tuple[str, str]]:
     """The tasks of each group, in the order in which they were taken; a group's id says the epoch."""
-    groups = {each.group_id: each.task_id for each in read_trajectories(run / "trajectories.jsonl")}
+    groups = {each.group_id: each.task_id for each in read_trajectories(run / "trajectories.twz")}
     return sorted((task, group.rpartition("-e")[2]) for group, task in groups.items())
 
 

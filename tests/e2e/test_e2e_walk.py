@@ -22,11 +22,12 @@ from turnwise.cli import main
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 
 EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
@@ -61,7 +62,7 @@ def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
     files = {str(file.relative_to(walk)) for file in walk.iterdir()}
     assert files == {
-        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "journal.jsonl",
+        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.twz", "journal.jsonl",
         "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
@@ -114,7 +115,7 @@ def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
 def test_what_crossed_the_wire_is_what_was_recorded_and_trained(walk: Path) -> None:
     server = lines(walk / "metrics.jsonl")[-1]
     entries = read_ledger(walk / "ledger.jsonl").entries
-    trajectories = list(read_trajectories(walk / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(walk / "trajectories.twz"))
     turns = sum(1 for trajectory in trajectories for _ in trajectory.turns())
     # The server's own count, the ledger's and the recorder's.
     assert server["requests"] == len(entries) == turns
@@ -127,7 +128,7 @@ def test_what_crossed_the_wire_is_what_was_recorded_and_trained(walk: Path) -> N
 
 
 def test_each_step_samples_with_the_weights_of_the_step_before(walk: Path) -> None:
-    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(walk / "trajectories.jsonl")}
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(walk / "trajectories.twz")}
     batches = read_batches(walk / "batches.jsonl")
     assert batches.steps == 3
     assert {row.step for row in batches.rows} == {1, 2, 3}
@@ -186,7 +187,7 @@ def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_m
     before, after = weights(lookup_model), weights(run / "checkpoints" / "step_000002")
     assert all(torch.equal(before[name], after[name]) for name in before)
     # The version is the step's all the same, and the audit knows of steps without rows.
-    sampled = {v for t in read_trajectories(run / "trajectories.jsonl") for v in versions(t)}
+    sampled = {v for t in read_trajectories(run / "trajectories.twz") for v in versions(t)}
     assert sampled == {0, 1}
     report = audit_run(run, console=silent())
     assert report.sound
@@ -222,7 +223,7 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
     for record in steps_of(run):
         assert record["batch/failed"] == record["replay/failed"] == GROUPS
         assert record["batch/trajectories"] == GROUPS * (MEMBERS - 1)
-    trajectories = list(read_trajectories(run / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(run / "trajectories.twz"))
     failed = [t for t in trajectories if t.error is not None]
     assert len(failed) == 2 * GROUPS
     for trajectory in failed:
@@ -249,7 +250,7 @@ def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(looku
     run = tmp_path / "run"
     assert not (run / "checkpoints").exists()
     # Each was tried twice. Of groups that were asked for in the place of those that failed, some may be under way.
-    whole = Counter(each.group_id for each in read_trajectories(run / "trajectories.jsonl"))
+    whole = Counter(each.group_id for each in read_trajectories(run / "trajectories.twz"))
     assert sum(count == 2 * MEMBERS for count in whole.values()) >= 3
     assert audit_files(run).sound
     # Its configuration is that of its files, also without a checkpoint.
@@ -277,7 +278,7 @@ def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) 
     run = trained(
         lookup_model, tmp_path, rollout={"agent": {"name": "test-e2e-critic"}, "frozen": {"judge": {"start": True}}}
     )
-    trajectories = {t.id: t for t in read_trajectories(run / "trajectories.jsonl")}
+    trajectories = {t.id: t for t in read_trajectories(run / "trajectories.twz")}
     assert {t.policy for t in trajectories.values()} == {"main", "judge"}
     rows = read_batches(run / "batches.jsonl").rows
     assert rows
@@ -288,10 +289,10 @@ def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) 
 
 def test_fresh_does_not_remove_the_model_that_it_is_to_begin_with(walk: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(walk, tmp_path / "run"))
-    kept = (run / "trajectories.jsonl").read_bytes()
+    kept = (run / "trajectories.twz").read_bytes()
     checkpoint = run / "checkpoints" / "step_000001"
     inside = train_config(checkpoint, tmp_path, steps=1)
     with pytest.raises(ConfigError, match=r"policies\.main\.model\.path is .*step_000001, inside the run"):
         run_train(inside, fresh=True, console=silent())
-    assert (run / "trajectories.jsonl").read_bytes() == kept
+    assert (run / "trajectories.twz").read_bytes() == kept
     assert checkpoint.is_dir()

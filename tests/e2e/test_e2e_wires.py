@@ -39,10 +39,10 @@ from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.records import read_trajectories
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -271,7 +271,7 @@ async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path
                 assert columns(left.segments) == expected[seed], name
     finally:
         await gateway.close()
-    kept = [columns(each.segments) for each in read_trajectories(tmp_path / "trajectories.jsonl")]
+    kept = [columns(each.segments) for each in read_trajectories(tmp_path / "trajectories.twz")]
     assert kept == [expected[seed] for seed in OUTSIDE for _ in WIRES]
     assert min(map(len, kept)) > 4
     assert audit_files(tmp_path).contradictions == []

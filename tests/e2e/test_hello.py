@@ -94,7 +94,7 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
     )
     trained = run(tmp_path, "train", "--model", model, "steps=2", *small)
     assert trained.returncode == 0, trained.stdout + trained.stderr
-    rows = lines(tmp_path / "runs" / "dice" / "trajectories.jsonl")
+    rows = lines(tmp_path / "runs" / "dice" / "trajectories.twz")
     assert len(rows) == 2 * 2 * 4
     assert {row["task_id"].partition("-")[0] for row in rows} == {"train"}
     assert any(row["metrics"]["tool_calls"] for row in rows)

@@ -23,7 +23,7 @@ from support.processes.warm import WarmPopen, run_command
 from support.trainer.lookup_run import take_warm
 from support.trainer.ranks import pair_of_ranks
 from turnwise.config import load_config
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.batch.experience import build_experience, collect
 from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.config.train import TrainConfig
@@ -31,6 +31,7 @@ from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")
@@ -118,7 +119,7 @@ def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary:
 def recorded_steps(run: Path, config: TrainConfig, steps: int) -> list[list[TrainRow]]:
     """Return the rows that the first steps of a run trained, from its files."""
     groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for each in read_trajectories(run / "trajectories.jsonl"):
+    for each in read_trajectories(run / "trajectories.twz"):
         groups[each.group_id].append(each)
     group_of = {each.id: name for name, its in groups.items() for each in its}
     trained: dict[int, dict[str, None]] = defaultdict(dict)

@@ -37,7 +37,7 @@ def test_it_runs_with_next_to_no_training(example: str, roles: set[str], tmp_pat
     assert len((EXAMPLES / example / "main.py").read_text().splitlines()) <= 150
     done = run(example, tmp_path, "--smoke", "--name", "smoke")
     assert "everything is in" in done.stdout
-    rows = lines(tmp_path / "smoke" / "trajectories.jsonl")
+    rows = lines(tmp_path / "smoke" / "trajectories.twz")
     assert {row["agent"] for row in rows} == roles
     assert {row["error"] for row in rows} == {None}
     assert audit_files(tmp_path / "smoke").contradictions == []

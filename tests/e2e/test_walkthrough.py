@@ -22,13 +22,10 @@ sys.path.insert(0, str(ROOT / "examples" / "walkthrough"))
 import blocks  # noqa: E402
 import quotes  # noqa: E402
 
-# What is called ahead of its place on the path: a name is looked up, the trainer waits for the group, and an episode is
-# written down when it ends, in the file that writes down batches.
-AHEAD = {
-    "make_agent",
-    *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "in_flight")),
-    *(f"TrajectoryWriter.{name}" for name in ("__init__", "write")),
-}
+# What is called ahead of its place on the path: a name is looked up, and the trainer waits for the group.
+AHEAD = {"make_agent", *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "in_flight"))}
+# What keeps an episode on disk when it ends, which no later step reads.
+ASIDE = "trajectory_file.py"
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)")
 
@@ -60,12 +57,14 @@ class Trail:
         if event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             return
         file, name = _place(frame), frame.f_code.co_qualname
-        if file is None:
+        if file is None or file == ASIDE:
             return
         caller = frame.f_back
         while caller is not None and _place(caller) is None:
             caller = caller.f_back
         if name in AHEAD or (caller is not None and caller.f_code.co_qualname in AHEAD):
+            return
+        if caller is not None and _place(caller) == ASIDE:
             return
         if file not in self.entered:
             self.entered.append(file)

@@ -19,8 +19,8 @@ from support.agents import run_blackbox
 from support.agents.isolated_programs import ROOT, program
 from support.rollout.audited import train_once
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import to_samples
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
@@ -82,7 +82,7 @@ async def test_a_program_plays_a_dataset_and_yields_rows(recipe: str, env: str, 
     report = audit_files(tmp_path)
     assert report.contradictions == []
     assert report.counts["turns equal to a call"] == sum(each["metrics"]["turns"] for each in episodes)
-    for trajectory in read_trajectories(tmp_path / "trajectories.jsonl"):
+    for trajectory in read_trajectories(tmp_path / "trajectories.twz"):
         assert sum(row.trained_tokens for row in to_samples(trajectory).rows) == trajectory.sampled_tokens > 0
         if env == "lookup":
             # Each call was counted on the turn that made it.

@@ -22,11 +22,11 @@ from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tasks import Task
 from turnwise.trajectory import to_samples
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import Message, ToolCall
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -69,7 +69,7 @@ async def solve(
     renderer = renderer_for("qwen3")
     client = ScriptedClient(renderer, played(recipe, task), context_length=CONTEXT)
     ledger = LedgerClient(client, run_dir / "ledger.jsonl")
-    writer = TrajectoryWriter(run_dir / "trajectories.jsonl")
+    writer = TrajectoryWriter(run_dir / "trajectories.twz")
     agent = {"recipe": recipe, "program": program(*PROGRAMS[recipe][0]), "sandbox": True, "timeout": 200, **more}
     rollout = RolloutConfig(
         env=SpecConfig(name="swe", config={"tools": [], "instructions": None}),
@@ -102,7 +102,7 @@ async def check(recipe: str, sandbox: SandboxConfig, run_dir: Path, **more: Any)
     report = audit_files(run_dir)
     assert report.contradictions == []
     assert report.counts["turns equal to a call"] == 6
-    for each in read_trajectories(run_dir / "trajectories.jsonl"):
+    for each in read_trajectories(run_dir / "trajectories.twz"):
         rows = to_samples(each).rows
         assert sum(row.trained_tokens for row in rows) == each.sampled_tokens > 0
     # What the program's own shell printed is part of the prompt: it ran where there is loopback alone.

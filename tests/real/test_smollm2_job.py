@@ -11,7 +11,7 @@ import pytest
 
 from support.engine.vllm_server import vllm_python
 from support.processes.warm import run_command
-from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory_file import read_trajectories
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".cache" / "smollm2"
@@ -70,7 +70,7 @@ def test_one_step_of_it_is_sampled_by_vllm(run: Path, tmp_path: Path) -> None:
     # The evaluation after it was sampled with the updated weights, as the trainer's own forward pass says.
     sampled = {
         version
-        for each in read_trajectories(tmp_path / "vllm" / "trajectories.jsonl")
+        for each in read_trajectories(tmp_path / "vllm" / "trajectories.twz")
         for segment in each.segments
         for version, _, _ in segment.weight_versions
     }

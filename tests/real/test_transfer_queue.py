@@ -16,9 +16,10 @@ from turnwise.errors import TrainError
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import TransferQueueConfig
-from turnwise.rollout.replay.payloads import DTYPES, PayloadsLost, pack_trajectory
+from turnwise.rollout.replay.payloads import PayloadsLost
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import DTYPES, pack_trajectory
 
 # TransferQueue leaves calls pending on a connection whose other end died.
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]

@@ -12,9 +12,9 @@ import torch
 
 from support.trainer.lookup_run import Turnwise, lines, silent
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 TASKS = 24
@@ -33,7 +33,7 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> dict[str, Any]:
 
 
 def greedy(out: Path) -> dict[str, Trajectory]:
-    trajectories = read_trajectories(out / "trajectories.jsonl")
+    trajectories = read_trajectories(out / "trajectories.twz")
     return {each.task_id: each for each in trajectories if "greedy" in each.group_id}
 
 

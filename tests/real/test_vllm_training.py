@@ -25,8 +25,8 @@ from support.trainer.lookup_run import (
     training,
     wait_until,
 )
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trajectory_file import read_trajectories
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 STEPS = 20
@@ -54,7 +54,7 @@ def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]
     assert max(step["gap/max"] for step in found) < 1e-3
     versions = {
         span[0]
-        for each in read_trajectories(run / "trajectories.jsonl")
+        for each in read_trajectories(run / "trajectories.twz")
         for segment in each.segments
         for span in segment.weight_versions
     }

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 
@@ -88,7 +88,7 @@ def played(name: str, task: str = "task", said: str = "zoe", **changes: Any) -> 
 
 def write_run(folder: Path, trajectories: Iterable[Trajectory]) -> Path:
     folder.mkdir(exist_ok=True)
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     for each in trajectories:
         writer.write(each)
     writer.close()

@@ -12,6 +12,7 @@ from turnwise.cli.app import main as turnwise
 from turnwise.cli.train import env_name
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError
+from turnwise.trajectory_file import TRAJECTORIES
 
 _TASKS: Final = "turnwise.envs.library.seeded:tasks?n={n}&name={name}"
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
@@ -82,10 +83,10 @@ def _names_a_run(rest: Sequence[str]) -> bool:
 
 
 def _newest_run(env: type[Env]) -> Path:
-    runs = [path.parent for path in Path("runs").glob("*/trajectories.jsonl") if _is_of(env, path.parent.name)]
+    runs = [path.parent for path in Path("runs").glob(f"*/{TRAJECTORIES}") if _is_of(env, path.parent.name)]
     if not runs:
         raise SystemExit(f"no run of {env.__qualname__} in runs/: name one, or run eval or train first")
-    return max(runs, key=lambda path: (path / "trajectories.jsonl").stat().st_mtime)
+    return max(runs, key=lambda path: (path / TRAJECTORIES).stat().st_mtime)
 
 
 def _is_of(env: type[Env], run: str) -> bool:

@@ -149,11 +149,38 @@ def rescore(
     typer.echo(f"written to {out}")
 
 
+def replay(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
+    ],
+    number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Only the newest N episodes.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
+    from turnwise.evaluation.replay import replay_run
+
+    found = replay_run(source, number=number, task=task)
+    if as_json:
+        differing = [each.to_json() for each in found.divergences]
+        typer.echo(json.dumps({"episodes": found.episodes, "divergences": differing, "left_out": found.left_out}))
+    else:
+        for each in found.divergences:
+            typer.secho(str(each), fg="red")
+        for reason, count in found.left_out.most_common():
+            typer.echo(f"left out: {count} episodes, {reason}")
+        typer.echo(f"{found.episodes} episodes replayed, {len(found.divergences)} diverge")
+    if found.divergences or not found.episodes:
+        raise typer.Exit(1)
+
+
 def evaluate(
     env: Annotated[
         str | None,
         typer.Argument(
-            metavar="ENV", help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False
+            metavar="ENV",
+            help="Registered environment, pkg.mod:Class or file.py:Class; several (a,b); or a suite.yaml.",
+            show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -205,9 +232,41 @@ def evaluate(
         "greedy": greedy,
         "out": out,
     }
+    if env is not None and ("," in env or env.endswith((".yaml", ".yml"))):
+        _evaluate_suite(env, options, given, config, fail_under)
+        return
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     _fail_below(_evaluate(load_config(EvalConfig, config, [*said, *given])), fail_under)
+
+
+def _evaluate_suite(
+    env: str, options: dict[str, Any], given: list[str], config: Path | None, fail_under: float | None
+) -> None:
+    """Evaluate a suite's file, or several environments with the settings of the command line."""
+    from turnwise.errors import ConfigError
+    from turnwise.evaluation.suite import load_suite, run_suite
+
+    if config is not None:
+        raise ConfigError(f"--config is {config}, and ENV is {env}: write settings of all into the suite's defaults")
+    named = {key: value for key, value in options.items() if value is not None and key != "rollout.env.name"}
+    out = named.pop("out", None)
+    said = [f"defaults.{key}={json.dumps(value, default=str)}" for key, value in named.items()]
+    if "," not in env:
+        said += [] if out is None else [f"out={json.dumps(str(out))}"]
+        suite = load_suite(Path(env), [*said, *given])
+    else:
+        said += [f"defaults.{each}" for each in given]
+        names = [name.strip() for name in env.split(",") if name.strip()]
+        evaluations = {name: {"rollout": {"env": {"name": name}}} for name in names}
+        suite = load_suite(None, said, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
+    rows = run_suite(suite, _evaluate)
+    below = [] if fail_under is None else [row for row in rows if row.below(fail_under)]
+    for row in below:
+        words = f"success of {row.model} on {row.evaluation} is below --fail-under {fail_under:g}"
+        typer.secho(words, fg="red", err=True)
+    if below or any(row.error is not None for row in rows):
+        raise typer.Exit(1)
 
 
 def _fail_below(result: EvalResult, success: float | None) -> None:

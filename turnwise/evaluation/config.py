@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -15,9 +18,64 @@ from turnwise.tasks.config import TasksConfig
 
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 EVAL_MAX_TOKENS_PER_TURN = 4096
 """Most tokens of one completion where an evaluation names no ``rollout.max_tokens_per_turn``."""
+
+
+class TokenPrices(BaseModel):
+    """What tokens of a model cost, in any currency, for a million of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: NonNegative
+    completion: NonNegative
+
+
+class EvalBudget(BaseModel):
+    """What an evaluation may spend; once one of them is spent, running episodes are cancelled.
+
+    Attributes:
+        tokens: Sampled tokens.
+        seconds: Wall seconds of one command.
+        money: In the currency of ``prices``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: PositiveInt | None = None
+    seconds: Positive | None = None
+    money: Positive | None = None
+
+    def less(self, figures: Sequence[Mapping[str, Any]]) -> Remaining:
+        """Return what is left of it after evaluations with these summaries."""
+        spent = [each.get("spent", {}) for each in figures]
+        used = {
+            "tokens": sum(each.get("sampled_tokens", 0) for each in spent),
+            "seconds": sum(each.get("seconds", 0.0) for each in figures),
+            "money": sum(each.get("cost") or 0.0 for each in spent),
+        }
+        limits = {name: getattr(self, name) for name in used}
+        return Remaining({name: limit - used[name] for name, limit in limits.items() if limit is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What is left of a budget, by ``tokens``, ``seconds`` and ``money``, as far as they are limited."""
+
+    left: Mapping[str, float]
+
+    @property
+    def spent(self) -> str | None:
+        """The name of what is spent, if anything is."""
+        return next((name for name, value in self.left.items() if value <= 0), None)
+
+    def within(self, own: EvalBudget) -> EvalBudget:
+        """Return the smaller of this and a budget of one evaluation."""
+        both = {name: min(value, getattr(own, name) or math.inf) for name, value in self.left.items()}
+        return own.model_copy(update={name: int(each) if name == "tokens" else each for name, each in both.items()})
 
 
 class EvalPlan(BaseModel):
@@ -71,6 +129,8 @@ class EvalConfig(EvalPlan):
             every turn; ``null`` leaves only the context limit. A hosted endpoint has its own limit instead.
         renderer: Chat template and format.
         inference: How the model is served.
+        budget: What it may spend. The same command with a larger one continues it.
+        prices: What its tokens cost, for ``budget.money`` and the cost in the summary.
         out: Output directory of trajectories, ledger and summary; by default a new one in ``runs/``.
         custom: Passed to the extension (``rollout.agent_loop_manager_class``) unchanged; otherwise unused.
     """
@@ -81,6 +141,8 @@ class EvalConfig(EvalPlan):
     rollout: RolloutConfig
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
+    budget: EvalBudget = EvalBudget()
+    prices: TokenPrices | None = None
     out: ConfigPath | None = None
     custom: dict[str, Any] = Field(default_factory=dict)
 
@@ -88,6 +150,12 @@ class EvalConfig(EvalPlan):
     @classmethod
     def _no_model(cls, data: Any) -> Any:
         return without_model(data)
+
+    @model_validator(mode="after")
+    def _money_has_prices(self) -> Self:
+        if self.budget.money is not None and self.prices is None:
+            raise ValueError("prices (prompt and completion, for a million tokens) together with budget.money")
+        return self
 
     @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:

@@ -13,7 +13,8 @@ import yaml
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES
+from turnwise.rollout.journal.finished import FINISHED
+from turnwise.trajectory_file import TRAJECTORIES
 
 
 def output_directory(config: EvalConfig) -> Path:
@@ -33,7 +34,7 @@ def output_directory(config: EvalConfig) -> Path:
     taken = [name for name in (TRAJECTORIES, "ledger.jsonl", "summary.json") if (folder / name).exists()]
     if not taken:
         return folder
-    if not (folder / FINISHED).exists() or _is_complete(folder / "summary.json"):
+    if not (folder / FINISHED).exists() or is_complete(folder / "summary.json"):
         raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: choose another directory")
     if config.rollout.agent_loop_manager_class is not None:
         raise ConfigError(
@@ -48,7 +49,7 @@ def output_directory(config: EvalConfig) -> Path:
     return folder
 
 
-def _is_complete(summary: Path) -> bool:
+def is_complete(summary: Path) -> bool:
     """Whether an evaluation left no episode unfinished or failed."""
     try:
         figures = orjson.loads(summary.read_bytes())
@@ -58,8 +59,16 @@ def _is_complete(summary: Path) -> bool:
 
 
 _PARTS = ("sampled", "greedy")
-# What decides how fast episodes are, and not what they are.
-_FREE = (("inference",), ("url",), ("rollout", "concurrency"), ("rollout", "retries"), ("out",))
+# What decides how fast episodes are, or how many of them there are, and not what they are.
+_FREE = (
+    ("inference",),
+    ("url",),
+    ("budget",),
+    ("prices",),
+    ("rollout", "concurrency"),
+    ("rollout", "retries"),
+    ("out",),
+)
 
 
 def _differing(file: Path, config: EvalConfig) -> list[str]:

@@ -17,8 +17,8 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory, messages_of
+from turnwise.trajectory_file import read_trajectories
 
 Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")

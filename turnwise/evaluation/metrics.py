@@ -296,6 +296,8 @@ class EvalResult:
         greedy: Metrics of episodes at temperature 0, or None.
         left_out: Dropped rows of the task sources.
         unfinished: Episodes still running at an interrupt, which are in no metric.
+        spent: Tokens of all episodes, failed ones included, and their cost, where prices are known.
+        ended_by: What of its budget was spent before it was complete.
     """
 
     sampled: Summary | None
@@ -304,6 +306,8 @@ class EvalResult:
     left_out: int = 0
     unfinished: int = 0
     max_tokens_per_turn: int | None = None
+    spent: Mapping[str, float] = field(default_factory=dict)
+    ended_by: str | None = None
 
     @property
     def parts(self) -> dict[str, Summary]:
@@ -315,9 +319,13 @@ class EvalResult:
         """Return the figures as JSON values (not the rows)."""
         figures = {name: summary.to_json() for name, summary in self.parts.items()}
         counts = {"left_out": self.left_out, "unfinished": self.unfinished}
-        given = {name: count for name, count in counts.items() if count}
+        given: dict[str, Any] = {name: count for name, count in counts.items() if count}
         if self.max_tokens_per_turn is not None:
             given["max_tokens_per_turn"] = self.max_tokens_per_turn
+        if self.spent:
+            given["spent"] = dict(self.spent)
+        if self.ended_by is not None:
+            given["ended_by"] = self.ended_by
         return {**figures, "seconds": self.seconds, **given}
 
     def below(self, success: float) -> dict[str, float]:
@@ -367,6 +375,8 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _table_row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])
     if result.max_tokens_per_turn is not None:
         _table_row(table, "max tokens per turn", [str(result.max_tokens_per_turn) for _ in summaries])
+    if (cost := result.spent.get("cost")) is not None:
+        _table_row(table, "cost of all episodes", [f"{cost:.2f}", *["" for _ in summaries[1:]]])
     _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
     _table_row(table, "ended", [_counts(s.stop_reasons) for s in summaries])

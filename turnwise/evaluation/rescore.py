@@ -23,11 +23,11 @@ from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize
 from turnwise.evaluation.tables import run_file
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup, messages_of
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, read_trajectories
 from turnwise.types import Message
 
 SETTINGS_FILE = "rescore.json"
@@ -121,7 +121,7 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     tasks = _tasks(settings, {each.task_id for each in found})
     private_directory(settings.out)
     _claim(settings)
-    file = settings.out / "trajectories.jsonl"
+    file = settings.out / TRAJECTORIES
     done = {(each.id, each.attempt) for each in read_trajectories(file)} if file.exists() else set()
     started = time.monotonic()
     writer = TrajectoryWriter(file)

@@ -16,12 +16,12 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.progress import Task as ProgressTask
 from rich.text import Text
 
-from turnwise.agents.roles import role_of
+from turnwise.agents.roles import TRAINED, role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
-from turnwise.errors import ConfigError, InferenceError
-from turnwise.evaluation.config import EvalConfig, EvalPlan
+from turnwise.errors import ConfigError, FormatError, InferenceError
+from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
 from turnwise.gateway.config import base_url
@@ -41,6 +41,7 @@ from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile
 from turnwise.types import StopReason
 
 OnGroup = Callable[[TrajectoryGroup], None]
@@ -244,6 +245,78 @@ class EvalProgress:
         self._show()
 
 
+class Spending:
+    """Tokens and money that an evaluation has spent.
+
+    Attributes:
+        over: What of the budget is spent, if anything is.
+    """
+
+    def __init__(self, budget: EvalBudget, prices: TokenPrices | None) -> None:
+        self._budget = budget
+        self._prices = prices
+        self.prompt_tokens = self.sampled_tokens = 0
+        self.over: str | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Prompt tokens (of each call all that it sent), sampled tokens and, with prices, the cost."""
+        found: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "sampled_tokens": self.sampled_tokens}
+        if self._prices is not None:
+            found["cost"] = (
+                self.prompt_tokens * self._prices.prompt + self.sampled_tokens * self._prices.completion
+            ) / 1e6
+        return found
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count a trajectory; end the evaluation once the budget is spent."""
+        if trajectory.policy == TRAINED:
+            self.prompt_tokens += prompt_tokens(trajectory)
+            self.sampled_tokens += trajectory.sampled_tokens
+        used = {"tokens": self.sampled_tokens, "money": self.figures.get("cost", 0.0)}
+        for name, value in used.items():
+            limit = getattr(self._budget, name)
+            if limit is not None and value >= limit:
+                self.end(name)
+
+    def add_file(self, path: Path) -> None:
+        """Count what earlier processes wrote; what is damaged is played again, and counts then."""
+        with TrajectoryFile(path) as file:
+            for entry in file.entries:
+                with contextlib.suppress(FormatError):
+                    self.add(file.read(entry))
+
+    def end(self, name: str) -> None:
+        """End the evaluation, as a part of its budget is spent."""
+        if self.over is None:
+            self.over = name
+            self._stop()
+
+    @contextlib.contextmanager
+    def watching(self, stop: Callable[[], object]) -> Iterator[None]:
+        """Call ``stop`` once the budget is spent, at once where it was before."""
+        self._stop = stop
+        if self.over is not None:
+            stop()
+        seconds = self._budget.seconds
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.end, "seconds")
+        try:
+            yield
+        finally:
+            self._stop = lambda: None
+            if timer is not None:
+                timer.cancel()
+
+
+def prompt_tokens(trajectory: Trajectory) -> int:
+    """Return the tokens of all prompts of a trajectory's calls; for ``text``, by the endpoint's counts."""
+    if trajectory.recorded == "text":
+        return int(trajectory.metrics.get("prompt_tokens", 0))
+    sizes = [len(segment.token_ids) for segment in trajectory.segments]
+    return sum(sizes[index] for turn in trajectory.turns() for index in turn.path)
+
+
 class _TimeLeft(ProgressColumn):
     def __init__(self, progress: EvalProgress) -> None:
         super().__init__()
@@ -270,7 +343,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     """Evaluate a model on an environment, print the metrics and write the results.
 
     A directory of an interrupted or killed evaluation is continued: what is finished in it is not rolled out again. It
-    then holds ``config.yaml``, ``trajectories.jsonl`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
+    then holds ``config.yaml``, ``trajectories.twz`` and ``ledger.jsonl`` (for ``view`` and ``audit``),
     ``episodes.jsonl`` and ``summary.json``. On Ctrl-C finished episodes are still summarised.
 
     Args:
@@ -287,6 +360,11 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
     ended = any(summary.success.episodes for summary in result.parts.values())
+    if result.ended_by is not None and not ended:
+        raise ConfigError(
+            f"budget.{result.ended_by} is {getattr(config.budget, result.ended_by):g}, which was spent before any "
+            f"episode finished: raise it; the same command with -o {folder} continues"
+        )
     if result.unfinished and not ended:
         console.print(f"interrupted before any episode finished; its records are in {folder}", soft_wrap=True)
         raise KeyboardInterrupt
@@ -295,7 +373,13 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
-    if result.unfinished:
+    if result.ended_by is not None:
+        console.print(
+            f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "
+            f"The same command with a larger budget and -o {folder} finishes it",
+            soft_wrap=True,
+        )
+    elif result.unfinished:
         console.print(
             f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
             "first, so these results may differ from those of the full evaluation. The same command with "
@@ -339,11 +423,15 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
                 await model.recover(error)
             await frozen.recover(error)
 
+        spending = Spending(config.budget, config.prices)
+        if finished.restored:
+            spending.add_file(folder / TRAJECTORIES)
         progress = EvalProgress(config, eval_requests(config, loaded.tasks), restored=finished.restored)
 
         def write(trajectory: Trajectory) -> None:
             finished.write(trajectory)
             progress.wrote(trajectory)
+            spending.add(trajectory)
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
@@ -353,25 +441,35 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
-        result = await _watched(producer, config, loaded.tasks, progress, console)
-        result = replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
+        result = await _watched(producer, config, loaded.tasks, progress, spending, console)
+        result = replace(
+            result, spent=spending.figures, left_out=sum(report.dropped.total() for report in loaded.reports)
+        )
         # Before anything is closed: a second interrupt does not lose it.
         result.write(folder)
         return result
 
 
 async def _watched(
-    producer: Rollouts, config: EvalConfig, tasks: list[Task], progress: EvalProgress, console: Console
+    producer: Rollouts,
+    config: EvalConfig,
+    tasks: list[Task],
+    progress: EvalProgress,
+    spending: Spending,
+    console: Console,
 ) -> EvalResult:
-    """Evaluate with progress; on an interrupt return the metrics of finished episodes."""
+    """Evaluate with progress; on an interrupt or a spent budget return the metrics of finished episodes."""
+    running = asyncio.ensure_future(evaluate(producer, config, tasks=tasks, on_group=progress.arrived))
     with progress.shown(console):
         try:
-            result = await evaluate(producer, config, tasks=tasks, on_group=progress.arrived)
+            with spending.watching(running.cancel):
+                result = await running
         except asyncio.CancelledError:
             # Ctrl-C cancels this task. What is closed from here on is awaited as usual.
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
             result = progress.partial()
+            result = replace(result, ended_by=spending.over if result.unfinished else None)
     return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
 
 

@@ -16,13 +16,11 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.metrics import episode_rows
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Segment, Trajectory, Turn
+from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 
 if TYPE_CHECKING:
     import pandas
-
-_FILE = "trajectories.jsonl"
 
 
 def read_run(path: Path | str, *, success_reward: float = 1.0) -> RunTables:
@@ -44,9 +42,9 @@ def read_run(path: Path | str, *, success_reward: float = 1.0) -> RunTables:
 def run_file(path: Path | str) -> Path:
     """Return the trajectories' file of a run directory, or the file itself. Raises FormatError if there is none."""
     path = Path(path)
-    file = path / _FILE if path.is_dir() else path
+    file = path / TRAJECTORIES if path.is_dir() else path
     if not file.is_file():
-        raise FormatError(f"no such file: {file}: give a run directory that holds {_FILE}, or such a file")
+        raise FormatError(f"no such file: {file}: give a run directory that holds {TRAJECTORIES}, or such a file")
     return file
 
 

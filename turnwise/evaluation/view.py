@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,12 @@ from rich.panel import Panel
 from rich.text import Text
 
 from turnwise.errors import FormatError
+from turnwise.evaluation.tables import run_file
 from turnwise.images import image_label
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile
 
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-_FILE = "trajectories.jsonl"
 # What a model sampled may hold the control codes of a terminal: they are shown, not obeyed.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -35,7 +34,7 @@ class Selection:
     partition: str | None = None
     number: int = 3
 
-    def holds(self, trajectory: Trajectory) -> bool:
+    def holds(self, trajectory: TrajectoryEntry) -> bool:
         """Whether a trajectory matches."""
         return (
             (self.task is None or trajectory.task_id == self.task)
@@ -54,22 +53,18 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
     With ``tokens`` also their ids, logprobs and weight versions.
     """
     console = console or Console()
-    file = source / _FILE if source.is_dir() else source
-    if not file.is_file():
-        raise FormatError(f"no such file: {file}: give a run directory that holds {_FILE}, or such a file")
-    newest: deque[Trajectory] = deque(maxlen=selection.number)
-    total = fitting = 0
-    for trajectory in read_trajectories(file):
-        total += 1
-        if selection.holds(trajectory):
-            fitting += 1
-            newest.append(trajectory)
-    if not newest:
-        wanted = f" with {selection}" if str(selection) else ""
-        raise FormatError(f"{file} holds {total} trajectories, none{wanted}")
-    for trajectory in newest:
-        console.print(render(trajectory, tokens=tokens))
-    console.print(Text(f"{len(newest)} of {fitting} trajectories ({total} in {file})", style="dim"))
+    path = run_file(source)
+    with TrajectoryFile(path) as file:
+        fitting = [entry for entry in file.entries if selection.holds(entry)]
+        if not fitting:
+            wanted = f" with {selection}" if str(selection) else ""
+            raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{wanted}")
+        newest = fitting[max(0, len(fitting) - selection.number) :]
+        for entry in newest:
+            console.print(render(file.read(entry), tokens=tokens))
+        console.print(
+            Text(f"{len(newest)} of {len(fitting)} trajectories ({len(file.entries)} in {path})", style="dim")
+        )
     return len(newest)
 
 

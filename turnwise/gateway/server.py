@@ -42,6 +42,7 @@ from turnwise.placement.core import Inherited
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.seeding import stable_hash
+from turnwise.trajectory_file import TRAJECTORIES
 from turnwise.types import SamplingParams
 
 _log = logging.getLogger("turnwise.gateway")
@@ -173,7 +174,7 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
     stack.push_async_callback(endpoint.close)
     key = _prepare(config, stack)
     own = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
-    sessions = Sessions(own.open, config.limits, config.out / "trajectories.jsonl")
+    sessions = Sessions(own.open, config.limits, config.out / TRAJECTORIES)
     stack.push_async_callback(sessions.close)
     return HostedApp(sessions, admin_key=key, endpoint=endpoint), {"admin_key": key}
 
@@ -234,7 +235,7 @@ def open_sessions(
         )
         return session, reader
 
-    return Sessions(open_session, config.limits, config.out / "trajectories.jsonl", ledger)
+    return Sessions(open_session, config.limits, config.out / TRAJECTORIES, ledger)
 
 
 def admin_key(file: Path) -> str:

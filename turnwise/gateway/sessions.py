@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from turnwise.append_file import AppendFile
-from turnwise.errors import BudgetExceeded, FormatError, RenderError, TurnwiseError, shown
+from turnwise.errors import BudgetExceeded, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
@@ -32,6 +31,7 @@ from turnwise.recorder.ledger import LedgerWriter
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.recorder.session import Session
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryFile, TrajectoryWriter
 from turnwise.types import StopReason
 
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
@@ -271,9 +271,7 @@ class Sessions:
         self._by_id: dict[str, GatewaySession] = {}
         self._ending: dict[str, asyncio.Task[Trajectory]] = {}
         self._done = _read_ids(finished) if finished is not None else set()
-        # Half a line may end like a whole one.
-        self._file = AppendFile(finished, cut=True) if finished is not None else None
-        self._images = None if finished is None else MediaFiles.beside(finished)
+        self._file = TrajectoryWriter(finished) if finished is not None else None
         self._log = SessionLog(finished.with_name(NAME), ledger) if finished is not None else None
         self._abandoned: Mapping[str, str] = {}
         if self._log is not None:
@@ -461,9 +459,8 @@ class Sessions:
         await self._stop(entry)
         try:
             trajectory = entry.finished(stop_reason, error)
-            if self._file is not None and self._images is not None:
-                line = trajectory.to_bytes(self._images.write)
-                await asyncio.to_thread(self._file.append, line)
+            if self._file is not None:
+                await asyncio.to_thread(self._file.write, trajectory)
         except OSError as failure:
             message = f"session {entry.id!r} cannot be written: {failure.strerror or failure}"
             raise ApiError(507, message, code="disk_full", retry_after=10) from failure
@@ -534,15 +531,8 @@ class Sessions:
 
 
 def _read_ids(path: Path) -> set[str]:
-    """Return the ids of a file's trajectories, skipping truncated lines."""
-    found: set[str] = set()
+    """Return the ids of a file's trajectories."""
     if not path.exists():
-        return found
-    images = MediaFiles.beside(path)
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                found.add(Trajectory.from_bytes(line, images.read).id)
-            except FormatError:
-                continue
-    return found
+        return set()
+    with TrajectoryFile(path) as file:
+        return {entry.id for entry in file.entries}

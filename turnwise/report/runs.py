@@ -17,8 +17,8 @@ from turnwise.chat.model_dir import read_model_dir
 from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderError
 from turnwise.trainer.observe.metrics import figures, meaning
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trajectory_file import TRAJECTORIES
 
-TRAJECTORIES: Final = "trajectories.jsonl"
 REDACTED: Final = "***"
 MOST_TEXT: Final = 400
 """Characters of an error or a warning that are kept."""

@@ -9,8 +9,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -20,8 +19,8 @@ from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
 from turnwise.media_files import MediaFiles
 from turnwise.report.runs import MOST_TEXT, RunFacts
-from turnwise.rollout.records import placed_trajectories
 from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
+from turnwise.trajectory_file import TrajectoryFile, placed_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -65,7 +64,7 @@ class Row:
     """What tables, filters and figures need of one trajectory.
 
     Attributes:
-        offset: Byte offset of its line in the file.
+        offset: Byte offset of its record in the file.
         part: ``train``, or of held-out groups what distinguishes them (``sampled``, ``step-8-greedy``).
         counted: Whether its reward is part of its episode's.
         version: Newest weight version that sampled a token of it.
@@ -112,12 +111,12 @@ def read_rows(facts: RunFacts) -> list[Row]:
     """Return a row for each trajectory of a run, in the order of the file.
 
     Raises:
-        FormatError: A line of the file cannot be read; the message names file and line.
+        FormatError: A record of the file cannot be read; the message names file and byte.
     """
     if facts.trajectories is None:
         return []
     try:
-        rows = [_row(offset, trajectory, facts) for offset, trajectory in placed_trajectories(facts.trajectories)]
+        rows = [_row(place.offset, each, facts) for place, each in placed_trajectories(facts.trajectories)]
     except FormatError as error:
         raise FormatError(
             f"{error}; leave this run out, or make the report with the version of Turnwise that wrote it"
@@ -356,7 +355,7 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> It
         return
     held: list[_Record] = []
     size = 0
-    with facts.trajectories.open("rb") as file:
+    with TrajectoryFile(facts.trajectories) as file:
         for group in groups:
             for row in group:
                 held.append(_read_record(file, row, facts))
@@ -368,9 +367,8 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> It
         yield held
 
 
-def _read_record(file: BinaryIO, row: Row, facts: RunFacts) -> _Record:
-    file.seek(row.offset)
-    trajectory = Trajectory.from_bytes(file.readline(), MediaFiles.beside(Path(file.name)).read)
+def _read_record(file: TrajectoryFile, row: Row, facts: RunFacts) -> _Record:
+    trajectory = file.at(row.offset)
     data = _dumped(trajectory_record(trajectory, facts))
     if len(data) > LARGEST:
         return _Record(row, _dumped(trajectory_record(trajectory, facts, tokens=False)), None)

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import orjson
 
 from turnwise.errors import AuditError, FormatError
 from turnwise.media_files import MediaPlace, places_of
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
-from turnwise.rollout.records import Batches, BatchRow, read_batches, read_trajectories, row_digest
+from turnwise.rollout.records import Batches, BatchRow, read_batches, row_digest
 from turnwise.trajectory import Segment, Trajectory, path_media, to_samples
+from turnwise.trajectory_file import TRAJECTORIES, placed_trajectories, read_trajectories
 from turnwise.types import StopReason, TokenIds
 
 
@@ -40,7 +40,7 @@ class JournalSummary:
         orphans: Trajectories that a kill left without a journal entry.
         late: Trajectories that a custom manager put into no group in time.
         max_uses: How many steps may train a group.
-        parts: (first byte in trajectories.jsonl, whether it ended in order) of each process.
+        parts: (first byte in trajectories.twz, whether it ended in order) of each process.
     """
 
     trajectories: dict[str, str] = field(default_factory=dict)
@@ -138,18 +138,11 @@ def _undo_take(found: JournalSummary, keys: Iterable[str], step: int) -> None:
 
 
 def _places(file: Path) -> dict[str, int]:
-    """Return the byte offset of each trajectory in its file; lines cut off by a kill are skipped."""
-    places: dict[str, int] = {}
-    offset = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            if line.rstrip().endswith(b"}"):
-                places[str(orjson.loads(line)["id"])] = offset
-            offset += len(line)
-    return places
+    """Return the byte offset of each trajectory in its file."""
+    return {each.id: place.offset for place, each in placed_trajectories(file)}
 
 
-TRAJECTORIES, BATCHES = "trajectories.jsonl", "batches.jsonl"
+BATCHES = "batches.jsonl"
 _TEXT = "text"
 _OF_TEXT = "trajectories of text: not audited"
 
@@ -177,7 +170,7 @@ def audit_files(run: Path) -> AuditReport:
     """Audit a run directory.
 
     Args:
-        run: Holds ``ledger.jsonl``, ``ledgers/`` of rollout workers and ``trajectories.jsonl``, and
+        run: Holds ``ledger.jsonl``, ``ledgers/`` of rollout workers and ``trajectories.twz``, and
             ``batches.jsonl`` if something was trained.
 
     Raises:

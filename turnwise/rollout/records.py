@@ -1,6 +1,6 @@
-"""Run files of trajectories (``trajectories.jsonl``) and of trained rows (``batches.jsonl``), for journal and audit.
+"""The file of trained rows (``batches.jsonl``) of a run, for its audit.
 
-batches.jsonl has one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
+It has one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
 "max_tokens": m}`` when process ``p`` resumes after step ``n`` (which voids earlier records of later steps), then one
 record for each train step and epoch, written before its update::
 
@@ -15,8 +15,7 @@ anything.
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ import orjson
 from turnwise.agents.roles import MAIN
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import FormatError
-from turnwise.media_files import MediaFiles, places_of
-from turnwise.trajectory import TrainSample, Trajectory
+from turnwise.media_files import places_of
+from turnwise.trajectory import TrainSample
 
 SCHEMA_VERSION = 1
 
@@ -208,108 +207,3 @@ def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) ->
         policy=str(record.get("policy", MAIN)),
         max_tokens=max_tokens,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a trajectory in its file.
-
-    Attributes:
-        length: Bytes of the line, without its line break.
-        crc: crc32 of them.
-    """
-
-    offset: int
-    length: int
-    crc: int
-
-
-class TrajectoryWriter:
-    """Appends trajectories to a file; each is in the file when :meth:`write` returns.
-
-    A partial line of a killed process is cut off. Images are in the folder ``media/`` beside the file, each once.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._media = MediaFiles.beside(path)
-        self._file = AppendFile(path, cut=True)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._file.size
-
-    def write(self, trajectory: Trajectory) -> Place:
-        """Append one trajectory, whole or not at all."""
-        line = trajectory.to_bytes(self._media.write)
-        return Place(self._file.append(line), len(line), zlib.crc32(line))
-
-    def holds(self, place: Place) -> bool:
-        """Whether the bytes at a place are intact."""
-        return zlib.crc32(self._file.read(place.offset, place.length)) == place.crc
-
-    def read(self, place: Place) -> Trajectory:
-        """Return the trajectory at a place."""
-        line = self._file.read(place.offset, place.length)
-        if zlib.crc32(line) != place.crc:
-            raise FormatError(
-                f"{self.path}: the {place.length} bytes at {place.offset} are not those that were written: the file "
-                "was changed, or the disk lost them"
-            )
-        return Trajectory.from_bytes(line, self._media.read)
-
-    def lines(self, offset: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield lines with their places, from the offset of a line on."""
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            for line in file:
-                yield Place(offset, len(line) - 1, zlib.crc32(line[:-1])), line[:-1]
-                offset += len(line)
-
-    def truncate(self, size: int) -> None:
-        """Cut the file to its first ``size`` bytes."""
-        self._file.truncate(size)
-
-    def invalidate(self, place: Place) -> None:
-        """Invalidate a line by removing its closing brace, so that its trajectory can be written again."""
-        with self.path.open("r+b") as file:
-            file.seek(place.offset + place.length - 1)
-            file.write(b" ")
-
-    def sync(self) -> None:
-        """Flush to disk (fsync)."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
-
-
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file in order.
-
-    Partial lines of a killed process, without closing brace or line break, are skipped.
-
-    Raises:
-        FormatError: Another line cannot be read. The message names file and line.
-    """
-    return (trajectory for _, trajectory in placed_trajectories(path))
-
-
-def placed_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Yield what :func:`read_trajectories` does, each with the byte offset of its line. Raises FormatError."""
-    offset = 0
-    media = MediaFiles.beside(path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            begins, offset = offset, offset + len(line)
-            whole, line = line.endswith(b"\n"), line.rstrip(b"\n")
-            if not line or not line.endswith(b"}"):
-                continue
-            try:
-                yield begins, Trajectory.from_bytes(line, media.read)
-            except FormatError as error:
-                if not whole:
-                    return
-                raise FormatError(f"{path}:{number}: {error}") from error

@@ -221,7 +221,7 @@ async def caged(
         limits = SessionLimits(context_length=CONTEXT)
         return Session(ledger, renderer, id=session_id, limits=limits, params=SamplingParams(), began=began), renderer
 
-    served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.jsonl", book)
+    served = Sessions(open_session, limits or GatewayLimits(), run_dir / "trajectories.twz", book)
     routes: set[str] = set()
     abilities = abilities_of(renderer, guides=guides)
     app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)

@@ -28,9 +28,9 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Message, ToolCall
 
 CONTEXT = 400_000
@@ -120,7 +120,7 @@ async def main(run_dir: Path, config: dict[str, Any]) -> None:
         max_turns=8,
         episode_timeout=200,
     )
-    writer = TrajectoryWriter(run_dir / "trajectories.jsonl")
+    writer = TrajectoryWriter(run_dir / "trajectories.twz")
     runner = EpisodeRunner(rollout, ledger, renderer, context_length=CONTEXT, write=writer.write)
     specs = [
         EpisodeSpec(Task(f"t{member}", "go", {"number": 10 * member}), "g", member=member, env_seed=member)

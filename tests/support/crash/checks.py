@@ -13,8 +13,9 @@ from pathlib import Path
 
 from support.trainer.lookup_run import GROUPS, MEMBERS, silent
 from turnwise.rollout.journal.state import read_journal
-from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trajectory_file import read_trajectories
 
 Member = tuple[str, int]
 
@@ -103,7 +104,7 @@ def left_on_disk(run: Path) -> Left:
         return Left([], {})
     if (run / "batches.jsonl").exists():
         assert audit_run(run, recompute=False, console=silent()).contradictions == []
-    ids = [each.id for each in read_trajectories(run / "trajectories.jsonl")]
+    ids = [each.id for each in read_trajectories(run / "trajectories.twz")]
     return Left(ids, {member: each[-1] for member, each in _read(run).members.items()})
 
 
@@ -123,7 +124,7 @@ def prove(run: Path, lives: Sequence[Left], *, whole: bool = True, short: bool =
     assert journal.last == "end"
 
     # Nothing that was on disk is gone, nothing stands there twice.
-    ids = [each.id for each in read_trajectories(run / "trajectories.jsonl")]
+    ids = [each.id for each in read_trajectories(run / "trajectories.twz")]
     assert max(Counter(ids).values()) == 1
     for life in lives:
         assert ids[: len(life.trajectories)] == life.trajectories

@@ -81,7 +81,7 @@ async def serving(
     bounds = session_limits or SessionLimits(context_length=100_000)
     folder = tempfile.TemporaryDirectory(prefix="turnwise-gateway-")
     book = LedgerWriter((out or Path(folder.name)) / "ledger.jsonl")
-    finished = out / "trajectories.jsonl" if out is not None else finished
+    finished = out / "trajectories.twz" if out is not None else finished
     ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 

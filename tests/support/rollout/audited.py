@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise.rollout.audit import AuditReport, audit_files
-from turnwise.rollout.records import BatchWriter, TrajectoryWriter, read_trajectories
+from turnwise.rollout.records import BatchWriter
 from turnwise.trajectory import Trajectory, to_samples
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 
 
 def write_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None:
     """Append trajectories to those of a run."""
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     for trajectory in trajectories:
         writer.write(trajectory)
     writer.close()
@@ -21,7 +22,7 @@ def write_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None
 def train_once(folder: Path) -> None:
     """Write down that all rows of a run were trained, one trajectory a step."""
     batches = BatchWriter(folder / "batches.jsonl")
-    for step, trajectory in enumerate(read_trajectories(folder / "trajectories.jsonl"), 1):
+    for step, trajectory in enumerate(read_trajectories(folder / "trajectories.twz"), 1):
         rows = to_samples(trajectory).rows
         if rows and trajectory.error is None:
             batches.write(step, rows)

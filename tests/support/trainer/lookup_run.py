@@ -29,6 +29,7 @@ from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from support.processes.warm import WarmPopen, started_by
+from support.rollout.record_files import read_records
 from turnwise.config import dump_config
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
@@ -161,8 +162,8 @@ def held_config(model: Path, runs: Path, hold: int, gate: Path | None = None, **
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """Return the records of a file of JSON lines or of trajectories."""
+    return read_records(file)
 
 
 def environment() -> dict[str, str]:

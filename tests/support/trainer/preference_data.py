@@ -14,8 +14,8 @@ from support.chat.model_dirs import build_model_dir
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Message
 
 PEOPLE = ("mia", "leo", "ada", "tom", "eva", "max")

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.rollout.record_files import spoil
 from turnwise.cli import main
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.export import Choice, export_run
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 TOOLS = ({"type": "function", "function": {"name": "team_of", "parameters": {"type": "object"}}},)
@@ -48,7 +49,7 @@ def recorded(name: str, reward: float, *, task: str = "a", error: str | None = N
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     for each in (
         recorded("a0", 0.0),
         recorded("a1", 1.0),
@@ -59,8 +60,8 @@ def run(tmp_path: Path) -> Path:
     ):
         writer.write(each)
     writer.close()
-    with (folder / "trajectories.jsonl").open("ab") as file:
-        file.write(b'{"id": "half a line')
+    with (folder / "trajectories.twz").open("ab") as file:
+        file.write(b"TWZ\x01T half a record")
     return folder
 
 
@@ -144,9 +145,9 @@ def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no such file"):
         export_run(tmp_path / "nowhere", tmp_path / "out", "jsonl")
     with pytest.raises(ConfigError, match="out cannot be written: "):
-        export_run(run, run / "trajectories.jsonl" / "out", "jsonl")
-    (run / "trajectories.jsonl").write_bytes(b'{"id": 1}\n' + (run / "trajectories.jsonl").read_bytes())
-    with pytest.raises(FormatError, match="schema version"):
+        export_run(run, run / "trajectories.twz" / "out", "jsonl")
+    spoil(run / "trajectories.twz", 1)
+    with pytest.raises(FormatError, match="are damaged, and intact trajectories follow: restore the file"):
         export_run(run, tmp_path / "out", "jsonl")
     assert set(tmp_path.iterdir()) == before
 

@@ -24,8 +24,8 @@ from turnwise.gateway.config import HostedConfig, base_url
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Guide, Message, SamplingParams, ToolCall
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=2&split=test"
@@ -150,7 +150,7 @@ async def test_an_endpoint_is_evaluated(
     assert summary["success"] == {"mean": 1.0, "stderr": 0.0, "episodes": 4, "tasks": 2}
     assert (summary["turns"], summary["sampled_tokens"], summary["forks"], summary["failed"]) == (3, 12, {}, 0)
     assert re.search(r"tokens sampled\s+12\.0", printed)
-    left = list(read_trajectories(out / "trajectories.jsonl"))
+    left = list(read_trajectories(out / "trajectories.twz"))
     assert [each.recorded for each in left] == ["text"] * 4
     temperature = {"react": 0.7, f"{__name__}:OverMessages": 0.5}.get(agent)
     for trajectory in left:
@@ -180,7 +180,7 @@ async def test_an_endpoint_that_fails_gives_no_figures(
         assert await evaluate(there, out, "rollout.temperature=0.25", "rollout.retries=0") == 1
     told = capsys.readouterr()
     assert "answered 529" in told.err
-    left: list[Trajectory] = list(read_trajectories(out / "trajectories.jsonl"))
+    left: list[Trajectory] = list(read_trajectories(out / "trajectories.twz"))
     assert {each.stop_reason for each in left} == {"error"}
     assert all(not each.segments for each in left)
 

@@ -15,8 +15,8 @@ from turnwise.cli import main
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.comparison import compare, read_scores
 from turnwise.evaluation.rescore import RescoreSettings, run_rescore
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import StopReason, as_ids
 
 CALLS: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
     CALLS.clear()
     folder = tmp_path / "run"
     folder.mkdir()
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     for each in (
         recorded("a-0", "two", group="a~sampled", task="a"),
         recorded("a-1", "four", group="a~sampled", task="a"),
@@ -88,19 +88,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def scored(out: Path) -> dict[str, float]:
-    return {each.id: each.reward for each in read_trajectories(out / "trajectories.jsonl") if each.error is None}
+    return {each.id: each.reward for each in read_trajectories(out / "trajectories.twz") if each.error is None}
 
 
 def test_rewards_are_replaced_and_all_else_stays(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run_rescore(RescoreSettings(run, out, f"{__file__}:length", success_reward=4.0), console=QUIET)
     assert scored(out) == {"a-0": 3.0, "a-1": 4.0, "b-0": 4.0, "b-g": 4.0}
-    before = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
-    for each in read_trajectories(out / "trajectories.jsonl"):
+    before = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
+    for each in read_trajectories(out / "trajectories.twz"):
         assert each.segments[1].messages == before[each.id].segments[1].messages
         assert each.segments[1].logprobs is not None
         assert each.error == before[each.id].error
-    new = next(each for each in read_trajectories(out / "trajectories.jsonl") if each.id == "a-1")
+    new = next(each for each in read_trajectories(out / "trajectories.twz") if each.id == "a-1")
     assert (new.rewards, new.metrics) == ([("t0", "score", 4.0)], {"seconds": 1.0})
     assert result.sampled is not None
     assert result.greedy is not None
@@ -120,7 +120,7 @@ def test_a_rubric_of_a_file_with_the_tasks_data(run: Path, tmp_path: Path) -> No
     settings = RescoreSettings(run, tmp_path / "out", str(file), tasks=str(tmp_path / "tasks.jsonl"))
     run_rescore(settings, console=QUIET)
     assert scored(tmp_path / "out") == {"a-0": 0.0, "a-1": 2.0, "b-0": 0.0, "b-g": 2.0}
-    first = next(each for each in read_trajectories(tmp_path / "out" / "trajectories.jsonl") if each.id == "a-0")
+    first = next(each for each in read_trajectories(tmp_path / "out" / "trajectories.twz") if each.id == "a-0")
     assert first.metrics["rubric/asked"] == 1.0
     assert "rubric/old" not in first.metrics
     # By default the tasks are those of the run's configuration.
@@ -150,7 +150,7 @@ def test_what_cannot_be_scored_is_named(run: Path, tmp_path: Path) -> None:
         run_rescore(RescoreSettings(run, out, f"{__file__}:length"), console=QUIET)
     with pytest.raises(EnvError, match="takes 'answer', which is neither one of"):
         run_rescore(RescoreSettings(run, tmp_path / "data", f"{__file__}:exact"), console=QUIET)
-    with pytest.raises(ConfigError, match=r"run, which holds trajectories.jsonl: name another directory"):
+    with pytest.raises(ConfigError, match=r"run, which holds trajectories.index, trajectories.twz: name another"):
         run_rescore(RescoreSettings(run, run, f"{__file__}:length"), console=QUIET)
     with pytest.raises(ConfigError, match=r"there is no reward function 'regexp'; did you mean 'regex'"):
         run_rescore(RescoreSettings(run, tmp_path / "a", "regexp"), console=QUIET)

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.record_files import record_bytes, spoil
 from turnwise.errors import FormatError
 from turnwise.evaluation import EvalPlan, EvalResult, evaluate
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.journal.finished import FINISHED, TRAJECTORIES, FinishedMembers
+from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES
 
 PLAN = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
 SEEN: list[int] = []
@@ -64,7 +66,7 @@ def figures(result: EvalResult) -> tuple[dict[str, Any], Counter[Any]]:
 
 def states(folder: Path) -> Iterator[tuple[bytes, bytes]]:
     """Yield what both files hold after a kill at every append and in its middle, in the order of the appends."""
-    payloads = (folder / TRAJECTORIES).read_bytes().splitlines(keepends=True)
+    payloads = record_bytes(folder / TRAJECTORIES)
     lines = (folder / FINISHED).read_bytes().splitlines(keepends=True)
     held = b""
     told = lines.pop(0)
@@ -114,10 +116,7 @@ async def test_killed_anywhere_and_finished_it_is_the_uninterrupted_one(group_re
 
 async def test_a_damaged_trajectory_is_rolled_out_again(tmp_path: Path) -> None:
     whole, _ = await run(tmp_path)
-    data = bytearray((tmp_path / TRAJECTORIES).read_bytes())
-    place = data.index(b"sampled_tokens") if b"sampled_tokens" in data else len(data) // 2
-    data[place] ^= 1
-    (tmp_path / TRAJECTORIES).write_bytes(bytes(data))
+    spoil(tmp_path / TRAJECTORIES, 5)
     again, finished = await run(tmp_path)
     assert finished.restored == 11
     assert figures(again) == figures(whole)

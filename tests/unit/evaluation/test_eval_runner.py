@@ -20,7 +20,7 @@ from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import ToolCall
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=4&split=test"
@@ -45,7 +45,7 @@ async def run(folder: Path, plan: EvalPlan, script=solver, **options):
     renderer = ToyRenderer()
     config = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=4, retries=0, temperature=0.8)
     client = LedgerClient(ScriptedClient(renderer, script), folder / "ledger.jsonl")
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer, write=writer.write))
     try:
         return await evaluate(producer, plan, **options)
@@ -95,10 +95,7 @@ async def test_every_evaluation_begins_from_the_same_states(tmp_path: Path) -> N
     for name in ("one", "two"):
         await run(tmp_path / name, plan, label=name)
     seeds = [
-        {
-            trajectory.task_id: trajectory.seed
-            for trajectory in read_trajectories(tmp_path / name / "trajectories.jsonl")
-        }
+        {trajectory.task_id: trajectory.seed for trajectory in read_trajectories(tmp_path / name / "trajectories.twz")}
         for name in ("one", "two")
     ]
     assert seeds[0] == seeds[1]

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from support.chat.model_dirs import build_model_dir
 from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
-from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory_file import read_trajectories
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert summary["sampled"]["success"]["episodes"] == 6
     assert summary["greedy"]["success"]["episodes"] == 3
     assert summary["sampled"]["failed"] == 0
-    trajectories = list(read_trajectories(out / "trajectories.jsonl"))
+    trajectories = list(read_trajectories(out / "trajectories.twz"))
     assert len(trajectories) == 9
     assert all(trajectory.sampled_tokens for trajectory in trajectories)
 
@@ -80,9 +80,39 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert re.search(r"logprobs recomputed +\d+", text)
     assert run("view", str(out), "-n", "1") == 0
     assert "Who manages" in capsys.readouterr().out
+    assert summary["spent"]["sampled_tokens"] == sum(each.sampled_tokens for each in trajectories)
+
+    assert run("replay", str(out)) == 0
+    assert "9 episodes replayed, 0 diverge" in capsys.readouterr().out
+    config = out / "config.yaml"
+    config.write_text(config.read_text().replace("max_turns: 2", "max_turns: 1"))
+    assert run("replay", str(out), "--n", "3", "--json") == 1
+    found = orjson.loads(capsys.readouterr().out)
+    assert found["episodes"] == 3
+    assert {each["kind"] for each in found["divergences"]} <= {"request", "stop reason"}
+    config.write_text(config.read_text().replace("max_turns: 1", "max_turns: 2"))
 
     assert evaluate(model, out) == 1
-    assert "holds trajectories.jsonl, ledger.jsonl, summary.json already" in capsys.readouterr().err
+    assert "holds trajectories.twz, ledger.jsonl, summary.json already" in capsys.readouterr().err
+
+
+def test_a_budget_ends_it_and_a_larger_one_finishes_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    prices = ("prices.prompt=1", "prices.completion=2")
+    assert evaluate(model, out, "--concurrency", "1", "budget.tokens=40", *prices) == 0
+    assert "budget.tokens is spent" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    ended = sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy") if part in summary)
+    assert (summary["ended_by"], summary["unfinished"]) == ("tokens", 9 - ended)
+    assert 40 <= summary["spent"]["sampled_tokens"] < 80
+    assert evaluate(model, out, "budget.tokens=100000", *prices) == 0
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    assert "ended_by" not in summary
+    assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
+    spent = summary["spent"]
+    assert spent["cost"] == pytest.approx((spent["prompt_tokens"] + 2 * spent["sampled_tokens"]) / 1e6)
 
 
 def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
@@ -174,7 +204,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     assert sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy")) == 3
     assert sum(summary[part]["failed"] for part in ("sampled", "greedy")) == 0
     assert len((out / "episodes.jsonl").read_text().splitlines()) == 3
-    ended = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    ended = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
     assert len(ended) == 3
     assert run("audit", str(out), "--no-recompute") == 0
 
@@ -187,7 +217,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     summary = orjson.loads((out / "summary.json").read_bytes())
     assert "unfinished" not in summary
     assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
-    whole = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    whole = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
     assert [each.id for each in whole[:3]] == [each.id for each in ended]
     assert len(whole) == 9
     assert run("audit", str(out)) == 0

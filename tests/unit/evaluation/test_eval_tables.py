@@ -12,8 +12,8 @@ import pytest
 
 from turnwise import RunTables, read_run
 from turnwise.errors import ConfigError, FormatError
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 
@@ -46,12 +46,12 @@ def session(episode: str, agent: str = "main", partition: str = "train", reward:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunTables:
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     for each in (session("g/0"), session("g/0", "critic"), session("v/0", partition="val", reward=0.5)):
         writer.write(each)
     writer.close()
-    with (tmp_path / "trajectories.jsonl").open("ab") as file:
-        file.write(b'{"id": "half a line')
+    with (tmp_path / "trajectories.twz").open("ab") as file:
+        file.write(b"TWZ\x01T half a record")
     return read_run(tmp_path, success_reward=2.0)
 
 
@@ -110,7 +110,7 @@ def test_tables_join_by_their_ids(run: RunTables) -> None:
 
 
 def test_a_run_without_trajectories_has_empty_tables(tmp_path: Path) -> None:
-    (tmp_path / "trajectories.jsonl").touch()
+    (tmp_path / "trajectories.twz").touch()
     run = read_run(tmp_path)
     for table in (run.episodes(), run.turns(), run.tool_calls(), run.tokens()):
         assert len(table) == 0
@@ -118,9 +118,9 @@ def test_a_run_without_trajectories_has_empty_tables(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FormatError, match=r"no such file: .*trajectories\.jsonl: give a run directory"):
+    with pytest.raises(FormatError, match=r"no such file: .*trajectories\.twz: give a run directory"):
         read_run(tmp_path)
-    (tmp_path / "trajectories.jsonl").touch()
+    (tmp_path / "trajectories.twz").touch()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"tables of a run need pandas: pip install 'turnwise\[tables\]'"):
         read_run(tmp_path)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from turnwise.errors import FormatError
 from turnwise.evaluation.view import Selection, show
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
 
 
@@ -50,7 +50,7 @@ def forked(name: str = "g/0.0", task: str = "lookup-7") -> Trajectory:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     for number in range(5):
         writer.write(forked(f"g/{number}.0", f"task-{number % 2}"))
     writer.close()
@@ -96,8 +96,10 @@ def test_an_error_and_missing_messages_are_said(tmp_path: Path) -> None:
     trajectory = forked()
     trajectory.error = "EnvError: reset raised"
     trajectory.segments = [Segment(0, -1, "context", as_ids([1, 2]))]
-    file = tmp_path / "some.jsonl"
-    file.write_bytes(trajectory.to_bytes() + b"\n")
+    file = tmp_path / "some.twz"
+    writer = TrajectoryWriter(file)
+    writer.write(trajectory)
+    writer.close()
     text = shown(file, Selection())
     assert "EnvError: reset raised" in text
     assert "2 ids (messages were not saved)" in text
@@ -107,8 +109,10 @@ def test_control_codes_of_a_terminal_are_shown_not_obeyed(tmp_path: Path) -> Non
     trajectory = forked()
     evil = {"role": "assistant", "content": "a\x1b[2Jb\x07\x9bc\n\td", "reasoning_content": "\x1b]0;title\x07"}
     trajectory.segments = [Segment(0, -1, "context", as_ids([1])), sampled(1, 0, "t0", evil)]
-    file = tmp_path / "some.jsonl"
-    file.write_bytes(trajectory.to_bytes() + b"\n")
+    file = tmp_path / "some.twz"
+    writer = TrajectoryWriter(file)
+    writer.write(trajectory)
+    writer.close()
     text = shown(file, Selection())
     assert "a␛[2Jb␇\ufffdc" in text
     assert "\x1b" not in text
@@ -120,6 +124,6 @@ def test_nothing_to_show_says_why(run: Path, tmp_path: Path) -> None:
         shown(run, Selection(task="nope"))
     with pytest.raises(FormatError, match=r"no such file: .*nowhere"):
         shown(tmp_path / "nowhere", Selection())
-    (run / "trajectories.jsonl").write_bytes(b"{}\n")
-    with pytest.raises(FormatError, match=r"trajectories.jsonl:1"):
+    (run / "trajectories.twz").write_bytes(b"{}\n")
+    with pytest.raises(FormatError, match=r"trajectories.twz is no file of trajectories: it begins with b'{}"):
         shown(run, Selection())

@@ -20,7 +20,7 @@ from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import SessionLimits
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import SamplingParams, TokenDelta, TokenPrompt
 
 HALF = "\ud83d x"
@@ -104,7 +104,7 @@ async def test_a_route_without_its_version_speaks_the_same_api() -> None:
 
 
 async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path) -> None:
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     async with serving(lambda _: "Yes.", finished=file) as served:
         opened = await served.open(id="one")
         await post(served, f"{opened['path']}/v1/messages", BODIES["messages"])
@@ -116,11 +116,11 @@ async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path)
         reward = {"authorization": f"Bearer {opened['reward_key']}"}
         assert (await post(served, "/sessions/one/rewards", {"value": 1.0}, **reward))[0] in (401, 409)
         await served.app.sessions.close()
-    assert [Trajectory.from_bytes(line).id for line in file.read_bytes().splitlines()] == ["one"]
+    assert [each.id for each in read_trajectories(file)] == ["one"]
 
 
 async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     async with serving(lambda _: "Yes.", finished=file) as served:
         first, _ = await served.open(id="first"), await served.open(id="second")
         entry = served.app.sessions.of_id(first["id"])
@@ -133,7 +133,7 @@ async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(t
         assert await served.app.sessions.sweep() == 1
         await served.open(id="third")
         await served.app.sessions.close()
-    assert [Trajectory.from_bytes(line).id for line in file.read_bytes().splitlines()] == ["second", "third"]
+    assert [each.id for each in read_trajectories(file)] == ["second", "third"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

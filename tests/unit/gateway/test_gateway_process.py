@@ -34,7 +34,7 @@ from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
 from turnwise.inference.process import bind, server_without_signal_handlers
-from turnwise.rollout.records import read_trajectories
+from turnwise.trajectory_file import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "Go."}]}
 
@@ -167,7 +167,7 @@ def test_its_files_are_its_owners_only(running: dict[str, Running]) -> None:
     modes = {stat.S_IMODE(each.stat().st_mode) for each in [out, *out.rglob("*")] if each.is_dir()}
     files = {each.name: stat.S_IMODE(each.stat().st_mode) for each in out.rglob("*") if each.is_file()}
     assert modes == {0o700}
-    assert {"config.yaml", "ledger.jsonl", "trajectories.jsonl", "admin.key"} <= set(files)
+    assert {"config.yaml", "ledger.jsonl", "trajectories.twz", "admin.key"} <= set(files)
     assert set(files.values()) == {0o600}, files
 
 
@@ -193,7 +193,7 @@ async def test_a_served_model_is_recorded_and_nothing_that_ended_is_lost(
         assert body["trajectory"]["stop_reason"] == "completed"
     gateway.process.send_signal(signal.SIGTERM)
     gateway.assert_ended(0)
-    left = {each.id: each for each in read_trajectories(gateway.out / "trajectories.jsonl")}
+    left = {each.id: each for each in read_trajectories(gateway.out / "trajectories.twz")}
     assert {name: each.stop_reason for name, each in left.items()} == {"done": "completed", "open": "cancelled"}
     assert [each.metrics["turns"] for each in left.values()] == [2, 2]
     assert audit(gateway.out) == 0

@@ -28,6 +28,7 @@ from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import text_of
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
@@ -657,7 +658,7 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
             await gateway.close()
         assert [each.headers["authorization"] for each in there.seen] == [f"Bearer {KEY}"] * 4
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {"trajectories.jsonl", "config.yaml", "gateway.log", "admin.key"} <= {file.name for file in files}
+    assert {"trajectories.twz", "config.yaml", "gateway.log", "admin.key"} <= {file.name for file in files}
     for file in files:
         content = file.read_bytes()
         # An agent's URL stays valid when the gateway is started again: the log of open sessions has it.
@@ -665,7 +666,7 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
         for secret in (KEY, "agents-own-key", *own):
             assert secret.encode() not in content, (file, secret)
     assert "TEST_PROVIDER_KEY" in (out / "config.yaml").read_text()
-    [left] = [Trajectory.from_bytes(line) for line in (out / "trajectories.jsonl").read_bytes().splitlines()]
+    [left] = read_trajectories(out / "trajectories.twz")
     assert (left.metrics["turns"], left.rewards) == (2, [("t1", "reward", 0.5)])
     with pytest.raises(AuditError, match="1 trajectories, all recorded as text"):
         audit_files(out)

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from support.gateway.hosted_endpoint import hosting, provider
 from support.gateway.server import ADMIN_HEADERS, Served, serving
+from support.rollout.record_files import read_records, write_records
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import _prepare
@@ -28,12 +29,12 @@ from turnwise.gateway.session_log import read_saved
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import ToolCall, ToolSchema
 
 RUN = ToolSchema("run", "Runs a command.", {"type": "object", "properties": {"command": {"default": 2**70}}})
-LINES = ("sessions.jsonl", "ledger.jsonl", "trajectories.jsonl")
+LINES = ("sessions.jsonl", "ledger.jsonl", "trajectories.twz")
 
 
 def user(text: str) -> dict[str, Any]:
@@ -172,7 +173,7 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True)) == (200, opened)
         await chat(served, opened, [user("Go.")])
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True))[0] == 409
-    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.jsonl")}
+    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.twz")}
     assert ends == {"waits": "completed", "broke": "error", "new": "cancelled"}
 
 
@@ -255,12 +256,12 @@ async def test_a_call_that_was_killed_before_it_was_committed_is_named(tmp_path:
 
 
 def _turn_removed(files: dict[str, list[Any]], _: int) -> None:
-    [each] = [each for each in files["trajectories.jsonl"] if each["id"] == "c"]
+    [each] = [each for each in files["trajectories.twz"] if each["id"] == "c"]
     del each["segments"][-2:]
 
 
 def _id_changed(files: dict[str, list[Any]], _: int) -> None:
-    files["trajectories.jsonl"][1]["segments"][1]["token_ids"][0] += 1
+    files["trajectories.twz"][1]["segments"][1]["token_ids"][0] += 1
 
 
 def _turn_named_as_lost(files: dict[str, list[Any]], at: int) -> None:
@@ -280,7 +281,7 @@ def _call_in_neither(files: dict[str, list[Any]], _: int) -> None:
 
 
 def _trajectory_removed(files: dict[str, list[Any]], _: int) -> None:
-    files["trajectories.jsonl"][:] = [each for each in files["trajectories.jsonl"] if each["id"] != "b"]
+    files["trajectories.twz"][:] = [each for each in files["trajectories.twz"] if each["id"] != "b"]
 
 
 def _abandoned_with_a_trajectory(files: dict[str, list[Any]], _: int) -> None:
@@ -331,12 +332,12 @@ async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any
     calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.part == 0]
     last = {each.session: each for each in calls}
     place = last["a"].at if session == "a" else calls[[each.session for each in calls].index("c") + 1].at
-    files = {name: [json.loads(line) for line in (again / name).read_bytes().splitlines()] for name in LINES[1:]}
+    files = {name: read_records(again / name) for name in LINES[1:]}
     lost = resumed(files)["sessions"]["c"]
     assert lost == [last["c"].at]
     plant(files, place)
     for name, records in files.items():
-        (again / name).write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records))
+        write_records(again / name, records)
     found = audit_files(again).contradictions
     assert any(session in each and told in each for each in found), found
 

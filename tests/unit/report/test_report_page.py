@@ -198,16 +198,16 @@ def test_it_is_for_its_owner_and_the_same_runs_give_the_same_file(tmp_path: Path
     [
         ("folder.html", "is a folder: name a file"),
         ("missing/report.html", "there is no folder .*missing: create it"),
-        ("a/trajectories.jsonl", "a report is an HTML file: name one that ends in .html"),
+        ("a/trajectories.twz", "a report is an HTML file: name one that ends in .html"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, out: str, said: str) -> None:
     run = write_run(tmp_path / "a", [played("e0")])
     (tmp_path / "folder.html").mkdir()
-    before = (run / "trajectories.jsonl").read_bytes()
+    before = (run / "trajectories.twz").read_bytes()
     with pytest.raises(ConfigError, match=said):
         write_report([run], tmp_path / out)
-    assert (run / "trajectories.jsonl").read_bytes() == before
+    assert (run / "trajectories.twz").read_bytes() == before
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -215,12 +215,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         write_report([], tmp_path / "out.html")
     with pytest.raises(FormatError, match=r"no such run: .*gone: give the directory"):
         write_report([tmp_path / "gone"], tmp_path / "out.html")
-    with pytest.raises(FormatError, match=r"holds neither trajectories\.jsonl nor metrics\.jsonl"):
+    with pytest.raises(FormatError, match=r"holds neither trajectories\.twz nor metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "out.html")
     run = write_run(tmp_path / "a", [played("e0")])
-    with (run / "trajectories.jsonl").open("a") as file:
-        file.write('{"schema_version": 99}\n')
-    with pytest.raises(FormatError, match=r"trajectories.jsonl:2: .*99.*; leave this run out, or make the report with"):
+    with (run / "trajectories.twz").open("r+b") as file:
+        file.write(b"TWZ\x63")
+    with pytest.raises(
+        FormatError, match=r"trajectories.twz has version 99 .*; leave this run out, or make the report with"
+    ):
         write_report([run], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
 

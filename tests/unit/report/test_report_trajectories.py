@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.report_pages import Page, played, unpack, write_run
+from support.rollout.record_files import record_bytes
 from turnwise.evaluation.metrics import summarize
 from turnwise.report import trajectories as module
 from turnwise.report import write_report
@@ -32,12 +33,12 @@ from turnwise.report.trajectories import (
     task_columns,
     trajectory_record,
 )
-from turnwise.rollout.records import placed_trajectories
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import placed_trajectories
 
 
 def rows_of(folder: Path, trajectories: list[Trajectory], **facts: Any) -> tuple[RunFacts, list[Row]]:
-    run = RunFacts("a", "evaluation", write_run(folder, trajectories) / "trajectories.jsonl", **facts)
+    run = RunFacts("a", "evaluation", write_run(folder, trajectories) / "trajectories.twz", **facts)
     return run, read_rows(run)
 
 
@@ -215,11 +216,11 @@ def test_numbers_that_a_browser_would_round_and_half_characters_become_texts(tmp
     }  # fmt: skip
 
 
-def test_offsets_are_those_of_lines_and_torn_lines_are_skipped(tmp_path: Path) -> None:
-    file = write_run(tmp_path / "a", [played("e0"), played("e1")]) / "trajectories.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + b'{"id": "torn", \n\n' + lines[1] + lines[0][:50])
-    found = [(offset, each.id) for offset, each in placed_trajectories(file)]
-    assert found == [(0, "e0"), (len(lines[0]) + 17, "e1")]
+def test_offsets_are_those_of_records_and_a_torn_one_is_skipped(tmp_path: Path) -> None:
+    file = write_run(tmp_path / "a", [played("e0"), played("e1")]) / "trajectories.twz"
+    first, second = record_bytes(file)
+    file.write_bytes(first + second + first[:50])
+    found = [(place.offset, each.id) for place, each in placed_trajectories(file)]
+    assert found == [(0, "e0"), (len(first), "e1")]
     assert write_report([file], tmp_path / "out.html").kept == 2
     assert Page(tmp_path / "out.html").record("e1")["id"] == "e1"

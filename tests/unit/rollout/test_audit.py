@@ -9,26 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.record_files import read_records, write_records
 from turnwise.errors import AuditError, FormatError, SessionError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import (
-    BatchWriter,
-    TrajectoryWriter,
-    loss_spans,
-    read_batches,
-    read_trajectories,
-    row_digest,
-)
+from turnwise.rollout.records import BatchWriter, loss_spans, read_batches, row_digest
 from turnwise.trajectory import Trajectory, to_samples
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import Completion, StopReason
 
 LIMITS = SessionLimits(context_length=10_000)
@@ -60,7 +54,7 @@ async def make_run(folder: Path) -> None:
 
     inner = ScriptedClient(renderer, script, weight_version=0)
     client = LedgerClient(inner, folder / "ledger.jsonl")
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / "trajectories.twz")
     written: dict[str, Trajectory] = {}
 
     def end(session: Session, **changes: object) -> None:
@@ -115,9 +109,9 @@ def run(sound: Path, tmp_path: Path) -> Path:
 
 
 def edit(file: Path, change: Callable[[Records], Records | None]) -> None:
-    records = [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    records = read_records(file)
     changed = change(records)
-    file.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in (records if changed is None else changed)))
+    write_records(file, records if changed is None else changed)
 
 
 def by_id(records: Records, name: str) -> dict:
@@ -137,7 +131,7 @@ def test_a_sound_run_passes_and_says_what_it_checked(run: Path) -> None:
     assert report.contradictions == []
     assert report.sound
     trained = sum(
-        t.sampled_tokens for t in read_trajectories(run / "trajectories.jsonl") if t.id in ("plain", "forked", "cut")
+        t.sampled_tokens for t in read_trajectories(run / "trajectories.twz") if t.id in ("plain", "forked", "cut")
     )
     assert report.counts["trajectories"] == 5
     assert report.counts["turns equal to a call"] == report.counts["turns"] == 12
@@ -265,7 +259,7 @@ def trained_error(records: Records) -> None:
     ],
 )  # fmt: skip
 def test_a_corrupt_trajectory_is_found(run: Path, corrupt: Callable[[Records], Records | None], words: str) -> None:
-    edit(run / "trajectories.jsonl", corrupt)
+    edit(run / "trajectories.twz", corrupt)
     contradictions = found(run)
     assert any(words in text for text in contradictions), contradictions
 
@@ -355,7 +349,7 @@ def test_any_single_changed_number_is_found(
         position = data.draw(st.integers(0, len(part[name]) - 1))
         part[name][position] += 1 if name == "token_ids" else -0.25
 
-    edit(run / "trajectories.jsonl", change)
+    edit(run / "trajectories.twz", change)
     assert found(run)
 
 
@@ -380,14 +374,14 @@ def test_an_unreadable_file_is_a_contradiction(run: Path) -> None:
 
 def test_sessions_that_a_kill_cut_off_are_counted_not_blamed(run: Path) -> None:
     edit(run / "ledger.jsonl", lambda records: records[:-1])
-    edit(run / "trajectories.jsonl", remove_trajectory)
+    edit(run / "trajectories.twz", remove_trajectory)
     report = audit_files(run)
     assert report.sound
     assert report.counts["sessions that a kill cut off"] == 1
 
 
 def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: Path) -> None:
-    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.jsonl")}
+    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.twz")}
     before = read_batches(run / "batches.jsonl")
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.write(3, rows["plain"])
@@ -406,7 +400,7 @@ def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: P
 
 
 def test_steps_after_the_last_checkpoint_of_a_killed_process_do_not_count(run: Path) -> None:
-    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.jsonl")}
+    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.twz")}
     with (run / "batches.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "epo')
     writer = BatchWriter(run / "batches.jsonl", after_step=1)
@@ -420,7 +414,7 @@ def test_steps_after_the_last_checkpoint_of_a_killed_process_do_not_count(run: P
 
 
 def test_further_passes_over_a_batch_are_no_second_training(run: Path) -> None:
-    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.jsonl")}
+    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.twz")}
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.write(2, rows["forked"], epoch=1)
     writer.close()
@@ -428,7 +422,7 @@ def test_further_passes_over_a_batch_are_no_second_training(run: Path) -> None:
 
 
 def test_rows_that_were_cut_are_held_to_the_cut(run: Path) -> None:
-    trajectories = {t.id: t for t in read_trajectories(run / "trajectories.jsonl")}
+    trajectories = {t.id: t for t in read_trajectories(run / "trajectories.twz")}
     (run / "batches.jsonl").unlink()
     writer = BatchWriter(run / "batches.jsonl", max_tokens=30)
     writer.write(1, to_samples(trajectories["plain"], max_tokens=30).rows)
@@ -449,7 +443,7 @@ def test_a_batch_file_says_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 
 def test_spans_and_digest_of_a_row(run: Path) -> None:
-    trajectory = next(t for t in read_trajectories(run / "trajectories.jsonl") if t.id == "plain")
+    trajectory = next(t for t in read_trajectories(run / "trajectories.twz") if t.id == "plain")
     (row,) = to_samples(trajectory).rows
     spans = loss_spans(row)
     assert [end - start for start, end in spans] == [len(s.token_ids) for s in trajectory.segments if s.sampled]

@@ -10,18 +10,18 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import orjson
 import pytest
 
 from support.chat.model_dirs import renderer_for
 from support.gateway.server import ADMIN_HEADERS, serving
 from support.rollout.audited import assert_sound, train_once, write_trajectories
+from support.rollout.record_files import read_records, write_records
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message, ToolCall, ToolSchema
 
 LOOK = ToolSchema("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
@@ -100,7 +100,7 @@ async def make_run(folder: Path) -> None:
     scripted = ScriptedClient(renderer_for("qwen3"), line, tools=[LOOK])
     client = LedgerClient(scripted, folder / "ledger.jsonl")
     branches = await branch(client, scripted)
-    async with serving(client=client, finished=folder / "trajectories.jsonl") as served:
+    async with serving(client=client, finished=folder / "trajectories.twz") as served:
         for name in ("one", "two"):
             opened = await served.open(id=name)
             await talk(served.http, opened["path"])
@@ -126,7 +126,7 @@ def run(sound: Path, tmp_path: Path) -> Path:
 def test_sessions_that_branch_and_those_of_a_gateway_pass(run: Path) -> None:
     report = audit_files(run)
     assert report.contradictions == []
-    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
     assert set(trajectories) == {"branches", "one", "two"}
     reasons = trajectories["branches"].forks()
     assert {"resample", "compaction", "assistant_edited", "system_changed", "tools_changed", "concurrent"} <= set(
@@ -141,9 +141,9 @@ def test_sessions_that_branch_and_those_of_a_gateway_pass(run: Path) -> None:
 
 
 def edit(file: Path, change: Callable[[Records], Records | None]) -> None:
-    records = [orjson.loads(text) for text in file.read_bytes().splitlines()]
+    records = read_records(file)
     changed = change(records)
-    file.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in (records if changed is None else changed)))
+    write_records(file, records if changed is None else changed)
 
 
 def parts(records: Records, name: str = "branches") -> Records:
@@ -287,7 +287,7 @@ TRAJECTORIES = [
 
 @pytest.mark.parametrize(("corrupt", "words"), TRAJECTORIES, ids=[each.__name__ for each, _ in TRAJECTORIES])
 def test_a_corrupt_tree_is_found(run: Path, corrupt: Callable[[Records], Records | None], words: str) -> None:
-    edit(run / "trajectories.jsonl", corrupt)
+    edit(run / "trajectories.twz", corrupt)
     found = audit_files(run).contradictions
     assert any(words in text for text in found), found
 
@@ -391,16 +391,15 @@ def test_a_ledger_that_says_something_else_is_found(
 
 
 def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> None:
-    file = run / "trajectories.jsonl"
-    written = file.read_bytes()
-    records = [orjson.loads(text) for text in written.splitlines()]
+    file = run / "trajectories.twz"
+    records = read_records(file)
     for record in records:
         for segment in record["segments"]:
             for key in ("token_ids", "logprobs"):
                 if segment.get(key):
                     was = segment[key][-1]
                     segment[key][-1] = was + 1 if key == "token_ids" else was - 0.125
-                    file.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in records))
+                    write_records(file, records)
                     assert not audit_files(run).sound, (record["id"], segment["index"], key)
                     segment[key][-1] = was
 

@@ -22,11 +22,11 @@ from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.producer import GroupRewarder, RolloutProducer
-from turnwise.rollout.records import read_trajectories
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import StopReason, ToolCall, text_of
 
 GATES: dict[str, asyncio.Event] = {}
@@ -296,7 +296,7 @@ async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, rewa
     assert group.id == "0-train-a-e0"
     names = ["0-train-a-e0/0.0", "0-train-a-e0/1.0", "1-train-a-e0/2.0"]
     assert [each.id for each in group.trajectories] == names
-    written = {each.id: each for each in read_trajectories(tmp_path / "trajectories.jsonl")}
+    written = {each.id: each for each in read_trajectories(tmp_path / "trajectories.twz")}
     assert set(written) == {*names, "0-train-a-e0/2.0"}
     if reward:
         assert [written[name].metrics["group/group"] for name in names] == [10.0, 20.0, 30.0]

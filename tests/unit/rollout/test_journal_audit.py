@@ -6,6 +6,8 @@ from pathlib import Path
 
 from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.journal.state import SCHEMA_VERSION, seal
+from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 
 
 def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
@@ -54,34 +56,40 @@ def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> No
     ]
 
 
+def written(file: Path, names: list[str]) -> list[int]:
+    """Write trajectories; return the offset of each, and the size of the file."""
+    writer = TrajectoryWriter(file)
+    offsets = [writer.write(Trajectory(name, "e", "g", "t")).offset for name in names]
+    writer.close()
+    return [*offsets, writer.size]
+
+
 def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
-    """The trajectories stand in the file one after the other, each in 14 bytes."""
+    """The trajectories stand in the file one after the other."""
     names = ["old", "a01", "o01", "c01", "x01", "b01", "y01"]
-    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    at = written(tmp_path / "trajectories.twz", names)
     start = {"event": "start", "after_step": 0, "schema_version": SCHEMA_VERSION}
     events = [
-        {**start, "part": 0, "payload": 14},
-        {"event": "member", "key": "a", "trajectories": [["a01", 14, 13, 2]]},
+        {**start, "part": 0, "payload": at[1]},
+        {"event": "member", "key": "a", "trajectories": [["a01", at[1], 13, 2]]},
         {"event": "orphan", "trajectory": "o01"},
-        {**start, "part": 1, "payload": 14 * 3},
+        {**start, "part": 1, "payload": at[3]},
         {"event": "late", "ids": ["c01"]},
         {"event": "end"},
-        {**start, "part": 2, "payload": 14 * 5},
-        {"event": "member", "key": "b", "trajectories": [["b01", 14 * 5, 13, 2]]},
+        {**start, "part": 2, "payload": at[5]},
+        {"event": "member", "key": "b", "trajectories": [["b01", at[5], 13, 2]]},
     ]
     file = tmp_path / "journal.jsonl"
 
     def unreferenced(*also: dict) -> list[str]:
         file.write_bytes(b"".join(seal(event) + b"\n" for event in (*events, *also)))
-        return [
-            text.split()[1] for text in summarize_journal(file).unreferenced(names, tmp_path / "trajectories.jsonl")
-        ]
+        return [text.split()[1] for text in summarize_journal(file).unreferenced(names, tmp_path / "trajectories.twz")]
 
     # What stood there before the journal began is none of its business, nor what a process left that still runs.
     assert unreferenced() == ["x01:"]
     assert unreferenced({"event": "end"}) == ["x01:", "y01:"]
-    assert unreferenced({**start, "part": 3, "payload": 14 * 7}) == ["x01:", "y01:"]
-    assert unreferenced({"event": "orphan", "trajectory": "y01"}, {**start, "part": 3, "payload": 14 * 7}) == ["x01:"]
+    assert unreferenced({**start, "part": 3, "payload": at[7]}) == ["x01:", "y01:"]
+    assert unreferenced({"event": "orphan", "trajectory": "y01"}, {**start, "part": 3, "payload": at[7]}) == ["x01:"]
     assert summarize_journal(file).fates(["c01", "y01", "x01"]) == {
         "finished trajectories that came too late": 1, "finished trajectories that a kill cut off": 1,
         "finished, in no group": 1,
@@ -91,7 +99,7 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
 def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: Path) -> None:
     """One run with each contradiction that the journal's account can tell, beside what is sound."""
     names = ["good", "once", "twic", "lost"]
-    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    written(tmp_path / "trajectories.twz", names)
     file = tmp_path / "journal.jsonl"
     events = [
         {"event": "start", "part": 0, "after_step": 0, "payload": 0, "schema_version": SCHEMA_VERSION},
@@ -110,7 +118,7 @@ def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: 
         "trajectory once: trained in step 2, but the journal gave its group to none",
         "trajectory twic: was trained in more than one step: 1, 2",
     ]
-    assert found.unreferenced(names, tmp_path / "trajectories.jsonl") == [
+    assert found.unreferenced(names, tmp_path / "trajectories.twz") == [
         "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.

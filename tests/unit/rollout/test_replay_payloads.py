@@ -15,17 +15,11 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.payloads import (
-    DTYPES,
-    MemoryPayloads,
-    PayloadsLost,
-    columns_of,
-    pack_trajectory,
-    unpack_trajectory,
-)
+from turnwise.rollout.replay.payloads import MemoryPayloads, PayloadsLost, columns_of
 from turnwise.rollout.replay.setup import check_replay
 from turnwise.rollout.replay.strategies import Mixed
 from turnwise.tasks import Task
+from turnwise.trajectory_file import DTYPES, pack_trajectory, unpack_trajectory
 
 
 def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
@@ -38,9 +32,9 @@ def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
     assert [each.messages for each in bare.segments] == [()] * len(whole.segments)
     assert bare.segments[1].logprobs.tolist() == whole.segments[1].logprobs.tolist()
     assert unpack_trajectory({"record": row["record"]}).segments == []
-    with pytest.raises(FormatError, match="the row of trajectory 'g/0' is damaged"):
+    with pytest.raises(FormatError, match="the columns of trajectory 'g/0' are damaged"):
         unpack_trajectory({**row, "segments": np.zeros(3, np.uint8)})
-    with pytest.raises(FormatError, match="has more ids than its segments"):
+    with pytest.raises(FormatError, match="have more ids than its segments"):
         unpack_trajectory({**row, "token_ids": np.zeros(99, np.int32)})
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
+from support.rollout.record_files import spoil
 from turnwise.errors import FormatError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
@@ -115,7 +116,16 @@ class Run:
 def member(group: str, task: str, version: int) -> Trajectory:
     segments = [
         Segment(0, -1, "context", np.arange(2, dtype=np.int32)),
-        Segment(1, 0, "sampled", np.arange(2, dtype=np.int32), np.zeros(2, np.float32), ((version, 0, 2),)),
+        Segment(
+            1,
+            0,
+            "sampled",
+            np.arange(2, dtype=np.int32),
+            turn_id="t0",
+            logprobs=np.zeros(2, np.float32),
+            weight_versions=((version, 0, 2),),
+            finish_reason="stop",
+        ),
     ]
     return Trajectory(f"{group}/0.0", f"{group}/0.0", group, task, segments=segments, rewards=[(None, "score", 1.0)])
 
@@ -200,9 +210,9 @@ async def test_a_discarded_group_is_not_stored_again(tmp_path: Path) -> None:
 
 async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) -> None:
     await trained(tmp_path, ("a", "b"))
-    file = tmp_path / "trajectories.jsonl"
-    file.write_bytes(file.read_bytes().replace(b'"score"', b'"scare"', 1))
-    with pytest.raises(FormatError, match=r"trajectory 0-train-a-e0/0\.0 is corrupt"):
+    file = tmp_path / "trajectories.twz"
+    spoil(file, 0)
+    with pytest.raises(FormatError, match=r"trajectory 0-train-a-e0/0\.0 at byte 0 is corrupt"):
         Journal.open(tmp_path, part=1, after_step=1, max_uses=3)
     # Nobody needs it where nothing is trained twice.
     Journal.open(tmp_path, part=1, after_step=1).close()
@@ -210,7 +220,7 @@ async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) ->
 
 async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_again(tmp_path: Path) -> None:
     await trained(tmp_path, ("a",), ("b",))
-    file = tmp_path / "trajectories.jsonl"
+    file = tmp_path / "trajectories.twz"
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
     said: list[str] = []
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=said.append))

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
+from support.rollout.record_files import spoil
 from turnwise.errors import FormatError, TrainError
 from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.journal.state import read_journal, seal, unseal
-from turnwise.rollout.records import read_trajectories
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import read_trajectories
 
 
 def member(group: str, number: int, part: int = 0) -> Trajectory:
@@ -68,9 +69,7 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     assert found.members[0][0].to_bytes() == member("d", 0).to_bytes()
     facts = later.facts("b", 7)
     assert facts == replace(group_facts(whole("b", [member("b", n) for n in range(2)]), "b", 7))
-    group, size = later.load("b")
-    assert [each.id for each in group.trajectories] == ["0-b/0.0", "0-b/1.0"]
-    assert size == sum(len(each.to_bytes()) for each in group.trajectories)
+    assert [each.id for each in later.load("b").trajectories] == ["0-b/0.0", "0-b/1.0"]
     later.take(2, ["b"])
     later.close()
     assert read_journal(tmp_path / "journal.jsonl").events[-1][1]["event"] == "end"
@@ -123,7 +122,7 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     after = data.draw(st.integers(0, STEPS))
     directory = tmp_path_factory.mktemp("cut")
     (directory / "journal.jsonl").write_bytes(lines[:cut] + garbage)
-    (directory / "trajectories.jsonl").write_bytes((history / "trajectories.jsonl").read_bytes())
+    (directory / "trajectories.twz").write_bytes((history / "trajectories.twz").read_bytes())
     kept = [event for _, event in read_journal(directory / "journal.jsonl").events]
     taken = {key for event in kept if event["event"] == "take" and event["step"] <= after for key in event["keys"]}
     put = {event["key"] for event in kept if event["event"] == "group"}
@@ -156,9 +155,9 @@ def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"journal\.jsonl:3: .*checksum differs.*restore the file from a copy"):
         Journal.open(tmp_path, part=1)
     file.write_bytes(good)
-    payloads = tmp_path / "trajectories.jsonl"
-    payloads.write_bytes(payloads.read_bytes().replace(b"hi", b"ho", 1))
-    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is corrupt"):
+    payloads = tmp_path / "trajectories.twz"
+    spoil(payloads, 0)
+    with pytest.raises(FormatError, match=r"trajectories\.twz: trajectory 0-a/0\.0 at byte 0 is corrupt"):
         Journal.open(tmp_path, part=1)
 
 
@@ -166,7 +165,7 @@ def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path)
     journal = Journal.open(tmp_path)
     for name in ("a", "b"):
         finish(journal, name, range(2))
-    payloads = tmp_path / "trajectories.jsonl"
+    payloads = tmp_path / "trajectories.twz"
     payloads.write_bytes(payloads.read_bytes()[:-5] + b"\0\0\0\0\0")
     said: list[str] = []
     later = Journal.open(tmp_path, part=1, say=said.append)
@@ -204,18 +203,18 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
     found = later.found("a")
     assert found is not None
     assert sorted(found.members) == [0, 1]
-    assert list(read_trajectories(tmp_path / "trajectories.jsonl")) == []
+    assert list(read_trajectories(tmp_path / "trajectories.twz")) == []
     rewarded = [trajectory for each in found.members.values() for trajectory in each]
     for each in rewarded:
         later.write(each)
     later.group(whole("a", rewarded), group_facts(whole("a", rewarded), "a", 0))
     later.sync()
-    assert (tmp_path / "pending.jsonl").stat().st_size == 0
-    assert [each.id for each in read_trajectories(tmp_path / "trajectories.jsonl")] == [each.id for each in members]
+    assert (tmp_path / "pending.twz").stat().st_size == 0
+    assert [each.id for each in read_trajectories(tmp_path / "trajectories.twz")] == [each.id for each in members]
     assert Journal.open(tmp_path, part=2).facts("a", 0) is not None
 
 
-@pytest.mark.parametrize("name", ["journal.jsonl", "trajectories.jsonl"])
+@pytest.mark.parametrize("name", ["journal.jsonl", "trajectories.twz"])
 def test_a_disk_that_refuses_is_one_error_and_leaves_whole_lines(tmp_path: Path, name: str) -> None:
     journal = Journal.open(tmp_path)
     finish(journal, "a", range(1))
@@ -268,6 +267,6 @@ def test_what_a_manager_put_into_no_group_is_named_at_the_end(tmp_path: Path) ->
     assert [event["ids"] for event in events if event["event"] == "late"] == [["0-b/0.0"]]
     found = summarize_journal(tmp_path / "journal.jsonl")
     names = ["0-a/0.0", "0-b/0.0"]
-    assert found.unreferenced(names, tmp_path / "trajectories.jsonl") == []
+    assert found.unreferenced(names, tmp_path / "trajectories.twz") == []
     # Read as every journal is by the next process.
     Journal.open(tmp_path, part=1).close()

@@ -17,12 +17,12 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import StopReason
 
 LOG: list[str] = []
@@ -115,11 +115,11 @@ async def test_numbers_that_are_not_finite_are_the_agents_error_and_are_written(
         else:
             episode.count({"mine": value})
 
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     outcome = await run(["42"], act=act, write=writer.write)
     assert isinstance(outcome.error, AgentError)
     assert "'mine'" in str(outcome.error)
-    [read] = read_trajectories(tmp_path / "trajectories.jsonl")
+    [read] = read_trajectories(tmp_path / "trajectories.twz")
     assert read.stop_reason is StopReason.ERROR
     assert read.rewards == []
     assert len(read.segments) == 2
@@ -329,12 +329,12 @@ async def test_what_a_model_samples_never_keeps_a_trajectory_from_being_written(
         line('{"at": 1}'),
         "done",
     ]
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     # So many calls in a row do not reach the tool: the environment must not end the episode for it.
     monkeypatch.setattr(World, "max_invalid_calls", 0)
     outcome = await run(script, write=writer.write)
     assert outcome.error is None
-    [read] = read_trajectories(tmp_path / "trajectories.jsonl")
+    [read] = read_trajectories(tmp_path / "trajectories.twz")
     assert read.reward == 1.0
     assert read.metrics["turns"] == 7
     assert not read.forks()
@@ -386,9 +386,9 @@ async def test_words_of_an_error_that_are_no_text_are_written(tmp_path) -> None:
     async def act(episode):
         raise ValueError("no file \udcff")
 
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     await run([], act=act, write=writer.write)
-    [read] = read_trajectories(tmp_path / "trajectories.jsonl")
+    [read] = read_trajectories(tmp_path / "trajectories.twz")
     assert read.error == "AgentError: the agent raised ValueError: no file ?"
 
 
@@ -403,14 +403,14 @@ async def test_a_full_disk_ends_the_work_with_its_words_and_closes_first() -> No
 
 
 async def test_a_line_that_a_kill_cut_off_is_passed_over_and_swallows_nothing(tmp_path) -> None:
-    path = tmp_path / "trajectories.jsonl"
+    path = tmp_path / "trajectories.twz"
     first, second = (Trajectory(name, name, "g", "t") for name in "ab")
     for trajectory in (first, second):
         writer = TrajectoryWriter(path)
         writer.write(trajectory)
         writer.close()
         with path.open("ab") as file:
-            file.write(trajectory.to_bytes()[:40])
+            file.write(path.read_bytes()[:40])
     assert [read.id for read in read_trajectories(path)] == ["a", "b"]
 
 

@@ -13,15 +13,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.record_files import read_records, write_records
 from turnwise.cli import main
 from turnwise.errors import AuditError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.rollout.records import BatchWriter, TrajectoryWriter
+from turnwise.rollout.records import BatchWriter
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Completion
 
 TEMPERATURE = 0.7
@@ -67,7 +69,7 @@ async def make_run(run: Path, *, noted: bool = True) -> None:
         return Completion(said, logprobs, "stop", spans)
 
     client = LedgerClient(ScriptedClient(renderer, script), run / "ledger.jsonl")
-    writer = TrajectoryWriter(run / "trajectories.jsonl")
+    writer = TrajectoryWriter(run / "trajectories.twz")
     for name in "abcd":
         session = Session(client, renderer, id=name, limits=SessionLimits(context_length=1000))
         messages = [{"role": "user", "content": "go"}]
@@ -91,12 +93,12 @@ def audit(run: Path, **options):
 
 def lie(run: Path, session: str) -> None:
     """Change a logprob wherever it is written: the files agree with each other."""
-    lines = [orjson.loads(line) for line in (run / "trajectories.jsonl").read_bytes().splitlines()]
+    lines = read_records(run / "trajectories.twz")
     next(line for line in lines if line["id"] == session)["segments"][1]["logprobs"][3] += 0.002
-    (run / "trajectories.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    lines = [orjson.loads(line) for line in (run / "ledger.jsonl").read_bytes().splitlines()]
+    write_records(run / "trajectories.twz", lines)
+    lines = read_records(run / "ledger.jsonl")
     next(line for line in lines if line.get("session") == session)["logprobs"][3] += 0.002
-    (run / "ledger.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_records(run / "ledger.jsonl", lines)
 
 
 async def test_true_logprobs_pass_and_are_counted(tmp_path: Path) -> None:
@@ -147,13 +149,13 @@ async def test_an_unknown_temperature_is_not_guessed(tmp_path: Path) -> None:
 
 async def test_versions_that_a_kill_undid_are_not_held_against_those_of_the_same_number(tmp_path: Path) -> None:
     await make_run(tmp_path)
-    renamed = (("ledger.jsonl", "session"), ("trajectories.jsonl", "id"))
+    renamed = (("ledger.jsonl", "session"), ("trajectories.twz", "id"))
     for name, key in renamed:
-        lines = [orjson.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
+        lines = read_records(tmp_path / name)
         for line in lines:
             if line.get(key) == "d":
                 line[key] = "0-d"
-        (tmp_path / name).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        write_records(tmp_path / name, lines)
     assert audit(tmp_path)[0].counts["weight versions recomputed"] == 2
     for after, logprobs in ((3, 12 + 12 + 6), (2, 12 + 6)):
         for part in (0, 1):

@@ -331,7 +331,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajectory]]:
     home = tmp_path_factory.mktemp("evaluated")
-    found = asyncio.run(record(load_renderer(model), home / "trajectories.jsonl", ROWS))
+    found = asyncio.run(record(load_renderer(model), home / "trajectories.twz", ROWS))
     return home, found
 
 

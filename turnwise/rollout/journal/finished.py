@@ -1,6 +1,6 @@
 """Finished members of an evaluation, so that an interrupted one rolls out only what is missing.
 
-``finished.jsonl`` has one JSON object a line: a member whose trajectories are in ``trajectories.jsonl``, with the id,
+``finished.jsonl`` has one JSON object a line: a member whose trajectories are in ``trajectories.twz``, with the id,
 offset, length and checksum of each::
 
     {"key": "val-t-e0~greedy", "group": "0-val-t-e0~greedy", "member": 0, "trajectories": [["...", 0, 812, 3405]]}
@@ -20,10 +20,10 @@ import orjson
 from turnwise.append_file import AppendFile
 from turnwise.errors import FormatError
 from turnwise.rollout.journal.journal import RestoredGroup
-from turnwise.rollout.records import Place, TrajectoryWriter
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES, Place, TrajectoryWriter
 
-TRAJECTORIES, FINISHED = "trajectories.jsonl", "finished.jsonl"
+FINISHED = "finished.jsonl"
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The journal of a run: records finished groups and their use in training, so that a killed run can resume.
 
-Payloads are written once, in ``trajectories.jsonl``; the journal holds their offsets. Trajectories that wait for their
-group reward are in ``pending.jsonl``.
+Payloads are written once, in ``trajectories.twz``; the journal holds their offsets. Trajectories that wait for their
+group reward are in ``pending.twz``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-import orjson
-
 from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import DiskError, FormatError, TrainError
 from turnwise.rollout.journal.state import JOURNAL, SCHEMA_VERSION, Entry, JournalState, Stored, read_journal, seal
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 from turnwise.types import StopReason
 
 
@@ -39,11 +37,10 @@ def drop_lost(
     last = max((each.place.offset for each in needed - bad if not each.pending), default=-1)
     for each in bad:
         if not each.pending and each.place.offset < last:
-            line = _line_number(payloads, each.place.offset)
             raise FormatError(
-                f"{payloads}:{line}: trajectory {each.id} is corrupt (its checksum differs), and intact ones follow: "
-                f"restore the file from a copy, or remove {journal}: what no checkpoint has trained is then rolled out "
-                "again"
+                f"{payloads}: trajectory {each.id} at byte {each.place.offset} is corrupt (its checksum differs), and "
+                f"intact ones follow: restore the file from a copy, or remove {journal}: what no checkpoint has "
+                "trained is then rolled out again"
             )
     for key, entry in waiting.items():
         if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
@@ -68,7 +65,7 @@ def _all(entry: Entry) -> Iterator[Stored]:
 
 
 def references(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield (offset, checksum) of a line's references into trajectories.jsonl."""
+    """Yield (offset, checksum) of a line's references into trajectories.twz."""
     if event["event"] == "orphan":
         yield event["place"][0], event["place"][2]
     elif not event.get("pending"):
@@ -80,48 +77,24 @@ def unreferenced(
     payloads: TrajectoryWriter, since: int, offsets: Mapping[int, int], say: Callable[[str], None]
 ) -> list[tuple[Stored, bool]]:
     """Return the trajectories without a journal line, each with whether it ended without an error: a kill came between
-    the two writes. Unreadable lines at the end are cut off.
+    the two writes.
     """
+    if payloads.torn:
+        say(f"{payloads.path}: the last {payloads.torn} bytes are an incomplete write: truncated")
     found: list[tuple[Stored, bool]] = []
-    spoilt: int | None = None
-    for place, line in payloads.lines(since):
-        if place.offset in offsets:
-            whole = offsets[place.offset] == place.crc
-        else:
-            record = _head(line)
-            whole = record is not None
-            if record is not None:
-                found.append((Stored(str(record["id"]), place), _finished(record)))
-        if whole:
-            spoilt = None
-        elif spoilt is None:
-            spoilt = place.offset
-    if spoilt is not None:
-        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes are an incomplete write: truncated")
-        payloads.truncate(spoilt)
+    for place in payloads.places(since):
+        if place.offset not in offsets:
+            trajectory = payloads.read(place)
+            found.append((Stored(trajectory.id, place), _finished(trajectory)))
     return found
 
 
-def _head(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    wanted = {"id", "partition", "error", "stop_reason"}
-    return record if isinstance(record, dict) and wanted <= record.keys() else None
+def _finished(trajectory: Trajectory) -> bool:
+    ended = trajectory.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+    return trajectory.partition == "train" and trajectory.error is None and ended
 
 
-def _finished(record: Mapping[str, Any]) -> bool:
-    ended = record["stop_reason"] not in (StopReason.ERROR, StopReason.CANCELLED)
-    return record["partition"] == "train" and record["error"] is None and ended
-
-
-def _line_number(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        return file.read(offset).count(b"\n") + 1
-
-
-TRAJECTORIES, PENDING = "trajectories.jsonl", "pending.jsonl"
+PENDING = "pending.twz"
 _FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("key", "arrived", "uses"))
 
 
@@ -158,7 +131,7 @@ class Journal:
         self._state = state
         self._file = file
         self._payloads = payloads
-        self._pending = TrajectoryWriter(directory / PENDING) if (directory / PENDING).exists() else None
+        self._pending = TrajectoryWriter(directory / PENDING, index=False) if (directory / PENDING).exists() else None
         # Trajectories that no line names yet.
         self._written: dict[str, Stored] = {}
         self._closed = False
@@ -241,7 +214,7 @@ class Journal:
             group_id: The member's group.
             member: Its number.
             trajectories: Its trajectories, written before.
-            pending: Whether their group reward is still missing: they are then held in ``pending.jsonl``.
+            pending: Whether their group reward is still missing: they are then held in ``pending.twz``.
         """
         stored = [self._store_aside(each) if pending else self._stored(each) for each in trajectories]
         more = {"pending": True} if pending else {}
@@ -250,15 +223,12 @@ class Journal:
         for each in stored if not pending else ():
             self._written.pop(each.id, None)
 
-    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> int:
+    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> None:
         """Record a complete group, writing those of its trajectories that are not written yet.
 
         Args:
             group: The group.
             facts: Its facts for the strategy; ``facts.key`` is the request key.
-
-        Returns:
-            Its bytes on disk.
         """
         entry = self._state.entries.get(facts.key)
         members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
@@ -278,7 +248,6 @@ class Journal:
         )
         for each in (*trajectories, *baselines):
             self._written.pop(each.id, None)
-        return sum(each.place.length for each in (*trajectories, *baselines))
 
     def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
         """Record groups given to a train step, or given ``back`` untrained. Raises TrainError where the disk
@@ -308,19 +277,18 @@ class Journal:
             return None
         return _facts(key, entry, arrived)
 
-    def load(self, key: str) -> tuple[TrajectoryGroup, int]:
-        """Read a complete group; return it with its bytes on disk."""
+    def load(self, key: str) -> TrajectoryGroup:
+        """Read a complete group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.whole is None:
             raise TrainError(f"{self._file_path} has no complete group of {key!r}")
         whole = entry.whole
-        group = TrajectoryGroup(
+        return TrajectoryGroup(
             entry.group_id,
             trajectories=self._read(whole.trajectories),
             baselines=self._read(whole.baselines),
             **whole.head,
         )
-        return group, whole.nbytes
 
     def forget(self, key: str) -> None:
         """Drop a group from memory; its lines stay."""
@@ -379,7 +347,7 @@ class Journal:
     def _store_aside(self, trajectory: Trajectory) -> Stored:
         with self._writing(self._directory / PENDING):
             if self._pending is None:
-                self._pending = TrajectoryWriter(self._directory / PENDING)
+                self._pending = TrajectoryWriter(self._directory / PENDING, index=False)
             return Stored(trajectory.id, self._pending.write(trajectory), pending=True)
 
     def _file_of(self, stored: Stored) -> TrajectoryWriter | None:

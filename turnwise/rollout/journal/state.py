@@ -3,7 +3,7 @@
 Events, each with ``event`` and these keys::
 
     start   part, after_step, payload, max_uses    process ``part`` resumes from the checkpoint of a step;
-                                         trajectories.jsonl has ``payload`` bytes. Takes and drops of later steps are
+                                         trajectories.twz has ``payload`` bytes. Takes and drops of later steps are
                                          undone. ``max_uses`` steps may train a group
     member  key, group, member, trajectories [, pending]    a member ended without an error
     group   key, group, head, facts, trajectories, baselines    a group is complete
@@ -14,7 +14,7 @@ Events, each with ``event`` and these keys::
     late    ids                          trajectories that a custom manager put into no group in time
     end                                  the process ended in order, without a disk failure
 
-A trajectory is ``[id, offset, length, crc]``: its place in trajectories.jsonl, or in pending.jsonl. Each line is one
+A trajectory is ``[id, offset, length, crc]``: its place in trajectories.twz, or in pending.twz. Each line is one
 JSON object; its last key, ``crc``, is the crc32 of the line's text without that key.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 
 from turnwise.errors import FormatError
-from turnwise.rollout.records import Place
+from turnwise.trajectory_file import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Stored:
     """A trajectory on disk.
 
     Attributes:
-        pending: Whether it is in pending.jsonl, without its group reward.
+        pending: Whether it is in pending.twz, without its group reward.
     """
 
     id: str
@@ -62,11 +62,6 @@ class WholeGroup:
     facts: dict[str, Any]
     trajectories: tuple[Stored, ...]
     baselines: tuple[Stored, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return sum(each.place.length for each in (*self.trajectories, *self.baselines))
 
 
 @dataclass(slots=True)
@@ -110,7 +105,7 @@ class JournalState:
     """State of a journal by key, built by :meth:`apply`.
 
     Attributes:
-        payload: Bytes of trajectories.jsonl at the last start, or None.
+        payload: Bytes of trajectories.twz at the last start, or None.
         starts: (part, after_step) of each process.
     """
 
@@ -164,7 +159,7 @@ class JournalState:
         return sorted(found, key=lambda each: each[1].taken[-1][1])
 
     def forget_consumed(self, max_uses: int) -> None:
-        """Drop consumed entries from memory, except members in pending.jsonl that wait for their group reward."""
+        """Drop consumed entries from memory, except members in pending.twz that wait for their group reward."""
         self.entries = {
             key: entry
             for key, entry in self.entries.items()

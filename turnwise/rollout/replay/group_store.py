@@ -11,16 +11,10 @@ from typing import Self, TypeVar
 from uuid import uuid4
 
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.payloads import (
-    Columns,
-    PayloadsLost,
-    PayloadStore,
-    columns_of,
-    pack_trajectory,
-    unpack_trajectory,
-)
+from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore, columns_of
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory_file import Columns, pack_trajectory, unpack_trajectory
 
 T = TypeVar("T")
 _MB = 2**20
@@ -53,7 +47,7 @@ class GroupStore:
 
     Args:
         journal: Records groups to train and reads them back; None keeps everything in memory.
-        memory_mb: Memory for groups that can be read back, by their size on disk; in a payload store by that of rows.
+        memory_mb: Memory for groups that can be read back, by :func:`memory_bytes`; in a payload store by that of rows.
         payloads: Holds the groups in the place of this process's memory. What the journal does not hold stays here as
             well, so a store that is lost is filled again, and loses nothing.
     """
@@ -113,10 +107,10 @@ class GroupStore:
         if self._journal is None or facts.partition != "train":
             self._only[facts.id] = group
         else:
-            size = self._journal.group(group, facts)
+            self._journal.group(group, facts)
             self._keys[facts.id] = facts.key
             if shipped is None:
-                self._cache(facts.id, group, size)
+                self._cache(facts.id, group)
         if shipped is not None:
             self._shipped[facts.id] = shipped
             self.keep(facts.id)
@@ -164,8 +158,7 @@ class GroupStore:
         if name in self._cached:
             return self._cached[name][0]
         assert self._journal is not None
-        group, _ = self._journal.load(self._keys[name])
-        return group
+        return self._journal.load(self._keys[name])
 
     async def fetch(self, names: Sequence[str], fields: Collection[str] | None) -> list[TrajectoryGroup]:
         """Return groups: those in the payload store from there, with at least these fields, the others as :meth:`get`.
@@ -222,7 +215,8 @@ class GroupStore:
         if self._journal is not None and key is not None:
             self._journal.forget(key)
 
-    def _cache(self, name: str, group: TrajectoryGroup, size: int) -> None:
+    def _cache(self, name: str, group: TrajectoryGroup) -> None:
+        size = memory_bytes(group)
         self._cached[name] = group, size
         self.cached_bytes += size
         while self.cached_bytes > self._budget and self._cached:
@@ -252,6 +246,19 @@ class GroupStore:
             # Meanwhile it may be forgotten.
             if (shipped := self._shipped.get(name)) is not None and shipped.keys:
                 await payloads.put(_rows(self.get(name), shipped.keys))
+
+
+_OF_A_MESSAGE = 256
+"""Bytes of a message besides its texts."""
+
+
+def memory_bytes(group: TrajectoryGroup) -> int:
+    """Return about how many bytes of memory a group takes: its arrays and its texts."""
+    segments = [segment for each in (*group.trajectories, *group.baselines) for segment in each.segments]
+    arrays = sum(each.token_ids.nbytes + (0 if each.logprobs is None else each.logprobs.nbytes) for each in segments)
+    messages = [message for each in segments for message in each.messages]
+    texts = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+    return arrays + texts + _OF_A_MESSAGE * len(messages)
 
 
 def _rows(group: TrajectoryGroup, keys: Sequence[str]) -> dict[str, Columns]:

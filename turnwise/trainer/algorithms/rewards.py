@@ -118,7 +118,7 @@ def without_baseline(trajectories: Sequence[Trajectory], baselines: Mapping[str,
     if trajectories and len(missing) == len(trajectories):
         raise TrainError(
             f"algorithm.advantage reads the reward of a greedy rollout, but none of {len(trajectories)} trajectories "
-            "has one: every greedy rollout failed (trajectories.jsonl holds them, with baseline true), or the rollout "
+            "has one: every greedy rollout failed (trajectories.twz holds them, with baseline true), or the rollout "
             "manager does not make what RolloutRequest.greedy_baseline asks for"
         )
     return missing

@@ -18,9 +18,10 @@ from rich.text import Text
 
 from turnwise.agents.roles import MAIN
 from turnwise.errors import AuditError, CheckpointError, FormatError
-from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
+from turnwise.rollout.records import read_batches
 from turnwise.trajectory import Segment, TrainSample, Trajectory
+from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"

@@ -191,7 +191,7 @@ def failed(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: AR
         return None
     return (
         f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: see "
-        "trajectories.jsonl (turnwise view) for the errors, logs/ for those of servers"
+        "trajectories.twz (turnwise view) for the errors, logs/ for those of servers"
     )
 
 

@@ -20,8 +20,6 @@ from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
-from turnwise.rollout.audit import TRAJECTORIES
-from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
@@ -31,6 +29,7 @@ from turnwise.trainer.observe.metrics import checked, update_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trajectory import Trajectory, messages_of
+from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A training run: its parts, their assembly and their teardown.
 
 A run directory holds ``config.yaml``, ``run.json`` (processes so far and their cost, the first evaluation),
-``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``journal.jsonl``, ``ledger.jsonl``,
+``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.twz``, ``journal.jsonl``, ``ledger.jsonl``,
 ``batches.jsonl``, ``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 

@@ -1,0 +1,194 @@
+"""Replays of every shipped environment diverge nowhere, and what is changed in one is found and named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.chat.model_dirs import renderer_for
+from turnwise.envs.core import invoke, schemas
+from turnwise.envs.registration import env_class, make
+from turnwise.envs.solution import play_solution
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.evaluation.replay import Divergence, RecordedClient, replay
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import Renderer
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+from turnwise.tasks.mix import load_mix
+from turnwise.tools.core import function_tool
+from turnwise.trajectory import Trajectory
+from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
+
+HERE = f"{__name__}:"
+SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "retail", "search", "sql", "trail")
+SPOKEN = {
+    "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
+    "gymnasium_tools": ({"env_id": "FrozenLake-v1"}, ["I stay."]),
+    "task": ({}, ["something"]),
+    "tool": ({"scorer": HERE + "length"}, ["a long answer"]),
+    "single_turn": ({"scorer": HERE + "length"}, ["a longer answer"]),
+}
+
+
+def length(text: str) -> float:
+    return float(len(text))
+
+
+async def solution(name: str, task: Task, seed: int) -> tuple[list[Any], Any]:
+    env = make(name)
+    await invoke(env, "reset", task, seed=seed)
+    messages = [message for message, _ in await play_solution(env)]
+    tools = schemas(env)
+    await invoke(env, "close")
+    return messages, tools
+
+
+async def record(
+    config: RolloutConfig, renderer: Renderer, task: Task, lines: list[Any], tools: Any = (), seed: int = 5
+) -> list[Trajectory]:
+    client = ScriptedClient(renderer, [*lines, *["Nothing more."] * 9], tools=tools)
+    with ThreadPoolExecutor(2) as executor:
+        runner = EpisodeRunner(config, client, renderer, context_length=100_000, executor=executor)
+        await runner.prepare()
+        outcome = await runner.run(EpisodeSpec(task, f"0-val-{task.id}-e0", partition="val", env_seed=seed))
+        await runner.close()
+    assert outcome.error is None, outcome.error
+    return outcome.trajectories
+
+
+def configured(name: str, **config: Any) -> RolloutConfig:
+    return RolloutConfig(env=SpecConfig(name=name, config=config), max_turns=8)
+
+
+@pytest.mark.parametrize("name", SOLVED)
+async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
+    renderer, config = renderer_for("qwen3"), configured(name)
+    tasks = load_mix(env_class(name).default_tasks, limit=2).tasks
+    recorded: list[Trajectory] = []
+    for task in tasks:
+        recorded += await record(config, renderer, task, *await solution(name, task, 5))
+    report = await replay(recorded, {task.id: task for task in tasks}, config, renderer)
+    assert [str(each) for each in report.divergences] == []
+    assert (report.episodes, report.left_out.total()) == (2, 0)
+    # Another reward at a turn, or at the end, is found in each.
+    for each in recorded:
+        turn, reward, value = each.rewards[-1]
+        each.rewards[-1] = (turn, reward, value + 0.25)
+    found = (await replay(recorded, {task.id: task for task in tasks}, config, renderer)).divergences
+    assert [each.kind for each in found] == ["reward", "reward"]
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+async def test_an_environment_without_a_solution_diverges_nowhere(name: str) -> None:
+    arguments, lines = SPOKEN[name]
+    config, task, renderer = configured(name, **arguments), Task("a", "say something"), renderer_for("qwen3")
+    recorded = await record(config, renderer, task, lines)
+    report = await replay(recorded, {"a": task}, config, renderer)
+    assert [str(each) for each in report.divergences] == []
+    assert report.episodes == 1
+
+
+class Shop(ToolEnv):
+    """What it answers, is worth and is called can be changed between a run and its replay."""
+
+    price, worth, label, ends = 3, 1.0, "open", False
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self._begin(task)
+        return f"Buy {seed}.", {"state": self.label}
+
+    @function_tool
+    def look_up(self, item: str) -> str:
+        return f"{item} costs {self.price}"
+
+    @function_tool
+    def wait(self) -> str:
+        return "time goes by"
+
+    def score(self, final: Any) -> float:
+        return self.worth if final is not None else 0.0
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    from turnwise.envs.solution import tool_call
+
+    return {"role": "assistant", "content": "", "tool_calls": [replace(tool_call(name, **arguments), id=f"c-{name}")]}
+
+
+LINES = [call("wait"), call("look_up", item="tea"), "It costs 3."]
+
+
+@pytest.mark.parametrize(
+    ("change", "turn", "kind", "tool", "words"),
+    [
+        ({"price": 4}, 2, "tool answer", "look_up", "was 'tea costs 3', is 'tea costs 4'"),
+        ({"worth": 0.5}, 3, "reward", None, "1.0, is .*0.5"),
+    ],
+)
+async def test_the_first_difference_is_named(
+    change: dict[str, Any], turn: int, kind: str, tool: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
+    recorded = await record(config, renderer, task, LINES, schemas(Shop()))
+    assert (await replay(recorded, {"t": task}, config, renderer)).divergences == []
+    for name, value in change.items():
+        monkeypatch.setattr(Shop, name, value)
+    [found] = (await replay(recorded, {"t": task}, config, renderer)).divergences
+    assert (found.turn, found.kind, found.tool, found.task_id) == (turn, kind, tool, "t")
+    import re
+
+    assert re.search(words, str(found)), str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda each: each.states.update({"": "closed"}), "state"),
+        (lambda each: setattr(each, "seed", 6), "observation"),
+        (lambda each: setattr(each, "stop_reason", StopReason.MAX_TURNS), "stop reason"),
+        (lambda each: each.segments.pop(), "request"),
+    ],
+)
+async def test_what_is_planted_in_a_recording_is_found(change: Callable[[Trajectory], Any], kind: str) -> None:
+    renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
+    recorded = await record(config, renderer, task, LINES, schemas(Shop()))
+    change(recorded[0])
+    [found] = (await replay(recorded, {"t": task}, config, renderer)).divergences
+    assert found.kind == kind, str(found)
+    assert isinstance(found, Divergence)
+
+
+async def test_what_cannot_be_replayed_is_counted_with_its_reason() -> None:
+    renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
+    [one] = await record(config, renderer, task, LINES, schemas(Shop()))
+    bare = [replace(each, messages=()) for each in one.segments]
+    left = [
+        replace(one, episode_id="a/0.0", error="EnvError: gone"),
+        replace(one, episode_id="b/0.0", recorded="text"),
+        replace(one, episode_id="c/0.0", segments=bare),
+        replace(one, episode_id="d/0.0", task_id="other"),
+    ]
+    report = await replay([one, *left], {"t": task}, config, renderer)
+    assert (report.episodes, report.divergences) == (1, [])
+    assert report.left_out == {
+        "failed, cancelled or timed out": 1, "recorded as text": 1, "recorded without messages": 1,
+        "of an unknown task": 1,
+    }  # fmt: skip
+
+
+async def test_requests_in_another_order_are_answered_by_their_prompts() -> None:
+    renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
+    [one] = await record(config, renderer, task, LINES, schemas(Shop()))
+    client = RecordedClient([one])
+    turns = list(one.turns())
+    prompts = [list(itertools.chain(*(one.segments[index].token_ids for index in turn.path))) for turn in turns]
+    for number in (2, 0, 1):
+        found = await client.generate(TokenPrompt(as_ids(prompts[number])), SamplingParams(), session_id=one.id)
+        assert found.token_ids.tolist() == turns[number].sampled.token_ids.tolist()

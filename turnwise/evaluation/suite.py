@@ -1,0 +1,205 @@
+"""Suites: several evaluations of several models, in one file, one table and one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.append_file import private_directory, write_private
+from turnwise.config import ConfigPath, ConfigValues, load_config
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.evaluation.config import EvalBudget, EvalConfig
+from turnwise.evaluation.directory import is_complete
+from turnwise.rollout.preflight import check_own
+
+SUITE_FILE = "suite.json"
+_UNNAMED = "model"
+
+
+class SuiteConfig(BaseModel):
+    """Configuration of a suite; each evaluation is made with each model.
+
+    Attributes:
+        evaluations: Settings of ``turnwise eval`` by the evaluation's name: environment, tasks, agent, samples.
+        models: Settings by the model's name: ``model``, ``url``, ``hosted``, ``inference``, ``prices``.
+        defaults: Settings of all; those of the model go before them, those of the evaluation before both.
+        budget: Of all evaluations together.
+        out: Directory of the results, one folder an evaluation and model.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    evaluations: dict[str, ConfigValues] = Field(min_length=1)
+    models: dict[str, ConfigValues] = Field(default_factory=lambda: {_UNNAMED: {}}, min_length=1)
+    defaults: ConfigValues = Field(default_factory=dict)
+    budget: EvalBudget = EvalBudget()
+    out: ConfigPath
+
+
+@dataclass(frozen=True, slots=True)
+class SuitePart:
+    """One evaluation of one model."""
+
+    evaluation: str
+    model: str
+    config: EvalConfig
+
+
+@dataclass(slots=True)
+class SuiteRow:
+    """The result of one part.
+
+    Attributes:
+        figures: Its ``summary.json``; empty where it did not run.
+        error: Why it has none.
+    """
+
+    evaluation: str
+    model: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return names, error and figures as JSON values."""
+        return {"evaluation": self.evaluation, "model": self.model, "error": self.error, **self.figures}
+
+    def below(self, success: float) -> bool:
+        """Whether success, sampled or greedy, is below a threshold; a part without figures is."""
+        rates = [self.figures[name]["success"]["mean"] for name in ("sampled", "greedy") if name in self.figures]
+        return not rates or any(rate is None or rate < success - 1e-6 for rate in rates)
+
+
+def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
+    """Return the evaluations of a suite, checked before the first one begins.
+
+    Raises:
+        ConfigError: Settings of a part are wrong; the message names it.
+        RegistryError: An environment or an agent does not exist.
+    """
+    parts: list[SuitePart] = []
+    for evaluation, settings in suite.evaluations.items():
+        for model, served in suite.models.items():
+            where = f"evaluations.{evaluation} with models.{model}"
+            merged = _merged(_merged(suite.defaults, served), settings)
+            if "out" in merged:
+                raise ConfigError(f"{where}: out is set; results are in {suite.out / _folder(evaluation, model)}")
+            try:
+                config = load_config(EvalConfig, defaults=merged | {"out": str(suite.out / _folder(evaluation, model))})
+                check_own(config.rollout)
+                if suite.budget.money is not None and config.prices is None:
+                    raise ConfigError("prices are missing, and budget.money of the suite needs them (0 where free)")
+                if config.hosted is not None:
+                    config.hosted.key()
+                elif not config.directory.is_dir():
+                    raise ConfigError(f"model is {config.model}, which is no directory")
+            except TurnwiseError as error:
+                raise type(error)(f"{where}: {error}") from error
+            parts.append(SuitePart(evaluation, model, config))
+    return parts
+
+
+def _folder(evaluation: str, model: str) -> str:
+    return "--".join("".join(c if c.isalnum() or c in "._-" else "-" for c in name) for name in (evaluation, model))
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)}
+    return {**base, **over, **{key: _merged(base[key], over[key]) for key in both}}
+
+
+def run_suite(
+    suite: SuiteConfig, evaluate: Callable[[EvalConfig], Any], *, console: Console | None = None
+) -> list[SuiteRow]:
+    """Make the evaluations of a suite one after the other; write ``suite.json`` and print a table.
+
+    Parts that are complete are not made again, unfinished ones are continued. One that fails does not keep the others
+    from being made. Once the budget is spent, what is left is named and not made.
+
+    Args:
+        suite: The suite.
+        evaluate: Makes one evaluation, and writes its ``summary.json``.
+        console: Output; by default the terminal.
+
+    Raises:
+        ConfigError: A part is unusable; nothing was made.
+        RegistryError: An environment or an agent does not exist; nothing was made.
+        KeyboardInterrupt: It was interrupted; what was made is in the table.
+    """
+    console = console or Console()
+    parts = suite_parts(suite)
+    private_directory(suite.out)
+    rows: list[SuiteRow] = []
+    try:
+        for part in parts:
+            rows.append(_made(part, suite.budget, rows, evaluate, console))
+    finally:
+        found = [each.to_json() for each in rows]
+        write_private(suite.out / SUITE_FILE, orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+        console.print(suite_table(rows))
+        console.print(Text(f"written to {suite.out}", style="dim"), soft_wrap=True)
+    return rows
+
+
+def _made(
+    part: SuitePart, budget: EvalBudget, before: list[SuiteRow], evaluate: Callable[[EvalConfig], Any], console: Console
+) -> SuiteRow:
+    row, config = SuiteRow(part.evaluation, part.model), part.config
+    assert config.out is not None
+    summary = config.out / "summary.json"
+    left = budget.less([each.figures for each in before])
+    if is_complete(summary):
+        row.figures = orjson.loads(summary.read_bytes())
+        return row
+    if left.spent is not None:
+        row.error = f"not made: budget.{left.spent} of the suite is spent"
+        return row
+    console.print(Text(f"{part.evaluation}: {part.model}", style="bold"))
+    try:
+        evaluate(config.model_copy(update={"budget": left.within(config.budget)}))
+    except TurnwiseError as error:
+        row.error = str(error)
+        console.print(Text(row.error, style="red"), soft_wrap=True)
+    if summary.is_file():
+        row.figures = orjson.loads(summary.read_bytes())
+    return row
+
+
+def suite_table(rows: list[SuiteRow]) -> Table:
+    """Return a table with a line for each part."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("evaluation", "model", "", "success", "reward", "turns", "tokens", "failed", "unfinished", "cost"):
+        table.add_column(name, justify="left" if name in ("evaluation", "model", "") else "right")
+    for row in rows:
+        names = [Text(row.evaluation), Text(row.model)]
+        if not any(name in row.figures for name in ("sampled", "greedy")):
+            table.add_row(*names, Text(row.error or "no results", style="red"))
+        spent = row.figures.get("spent", {})
+        cost = "-" if spent.get("cost") is None else f"{spent['cost']:.2f}"
+        for mode in ("sampled", "greedy"):
+            if (one := row.figures.get(mode)) is not None:
+                left = row.figures.get("unfinished", 0)
+                cells = [_estimate(one["success"]), _estimate(one["reward"]), f"{one['turns']:.2f}"]
+                cells += [f"{one['sampled_tokens']:.0f}", str(one["failed"]), str(left), cost]
+                table.add_row(*names, mode, *cells)
+    return table
+
+
+def _estimate(record: Mapping[str, Any]) -> str:
+    if record["mean"] is None:
+        return "-"
+    error = record["stderr"]
+    return f"{record['mean']:.3f}" if error is None else f"{record['mean']:.3f} ± {error:.3f}"
+
+
+def load_suite(path: Path | None, overrides: list[str], defaults: Mapping[str, Any] | None = None) -> SuiteConfig:
+    """Return the suite of a file, or of ``defaults`` alone. Raises ConfigError."""
+    return load_config(SuiteConfig, path, overrides, defaults)
