@@ -26,7 +26,7 @@ from turnwise.tools import function_tool
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.types import Message, ToolCall
 
-IN_PROCESS = ("calculator", "guess_number", "lookup", "nim", "trail")
+IN_PROCESS = ("calculator", "guess_number", "lookup", "trail")
 BARS = {"ms_in_process": 0.2, "ms_local": 20, "s_local_32": 0.5}
 AT_ONCE = 32
 
@@ -37,7 +37,7 @@ class Workspace(ToolEnv):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
         await self.open_sandbox(SandboxSpec(workspace=self.folder))
         return "Work.", {}
 
@@ -86,9 +86,9 @@ async def in_process(repeats: int) -> dict[str, float]:
     return found
 
 
-async def with_sandboxes(folder: Path, repeats: int, backend: str) -> dict[str, float]:
+async def with_sandboxes(folder: Path, repeats: int) -> dict[str, float]:
     """Return the figures of forks of a ToolEnv with a sandbox."""
-    manager = SandboxManager(SandboxConfig(backend=backend))  # type: ignore[arg-type]
+    manager = SandboxManager(SandboxConfig())
     env = Workspace(folder)
     env.sandboxes = manager
     try:
@@ -114,7 +114,7 @@ def main() -> None:
         folder.mkdir()
         repository(folder)
         plain = asyncio.run(in_process(arguments.repeats))
-        local = asyncio.run(with_sandboxes(folder, arguments.repeats, "local"))
+        local = asyncio.run(with_sandboxes(folder, arguments.repeats))
     report(
         {
             "ms_in_process": round(max(plain.values()), 3),

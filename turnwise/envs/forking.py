@@ -144,8 +144,8 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
     except Exception as error:
         raise EnvError(
             f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(value)}, which cannot be "
-            f"copied ({type(error).__name__}: {error}): name it in `fork_shares` if episodes may share it, write fork() "
-            'in the class, set forks = "replay", or forks = None to say that it cannot'
+            f"copied ({type(error).__name__}: {error}): name it in `fork_shares` if episodes may share it, write "
+            'fork() in the class, set forks = "replay", or forks = None to say that it cannot'
         ) from error
 
 
