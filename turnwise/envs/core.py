@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
+from turnwise.envs.forking import Memo, Script, answered, copied, refusal, replayed
 from turnwise.envs.results import Observation as Observation
 from turnwise.envs.results import ResetResult as ResetResult
 from turnwise.envs.results import Score as Score
@@ -55,6 +56,12 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
     return by_name
 
 
+class _OwnManager(SandboxManager):
+    """A sandbox manager that environments without a runner make; closed by the last of those that share it."""
+
+    users: int = 1
+
+
 class Sandboxed:
     """Base of objects that open sandboxes for the length of an episode.
 
@@ -69,7 +76,7 @@ class Sandboxed:
     sandbox: Sandbox | None = None
     guest_mounts: tuple[Mount, ...] = ()
 
-    _own_manager: SandboxManager | None = None
+    _own_manager: _OwnManager | None = None
     _in_use: tuple[tuple[SandboxManager, Sandbox], ...] = ()
 
     async def open_sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
@@ -83,7 +90,7 @@ class Sandboxed:
         """
         manager = self.sandboxes or self._own_manager
         if manager is None:
-            manager = self._own_manager = SandboxManager()
+            manager = self._own_manager = _OwnManager()
         if self.sandbox is None and self.guest_mounts:
             spec = spec or SandboxSpec()
             spec = replace(
@@ -124,7 +131,9 @@ class Sandboxed:
         results = await asyncio.gather(*closing, return_exceptions=True)
         if last and self._own_manager is not None:
             manager, self._own_manager = self._own_manager, None
-            await manager.close()
+            manager.users -= 1
+            if not manager.users:
+                await manager.close()
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -160,6 +169,9 @@ class Env(Sandboxed):
         lost_thread: Whether an abandoned tool or method still runs in its thread: the environment must not be reused.
         pending_score: A scoring in progress; kept here, since its waiter may be cancelled, and ``score`` runs once.
         conversation: The episode's messages that passed through :func:`invoke`, for reward functions.
+        forks: How :meth:`fork` works: ``copy`` by a deep copy of the attributes, ``replay`` by taking the episode's
+            actions again in a new environment; None: it does not.
+        fork_shares: Names of attributes that forks share: what no episode changes (a corpus, a table), or may not copy.
     """
 
     tools: Sequence[Any] = ()
@@ -173,11 +185,24 @@ class Env(Sandboxed):
     lost_thread: bool = False
     pending_score: asyncio.Future[ScoreParts] | None = None
     conversation: Sequence[Message] = ()
+    forks: ClassVar[Literal["copy", "replay"] | None] = "copy"
+    fork_shares: ClassVar[Collection[str]] = ()
+    uncopied: ClassVar[frozenset[str]] = frozenset({"pending_score", "conversation", "_in_use", "_script"})
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
+
+    _maker: Callable[[], Env] | None = None
+    # Set by invoke: whether an episode runs, and, where forks are replays, what was done in it.
+    _running: bool = False
+    _script: Script | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.tool_methods = tool_methods(cls)
+
+    @property
+    def supports_fork(self) -> bool:
+        """Whether :meth:`fork` works for this environment, as far as its class says."""
+        return self.forks is not None
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> MaybeAwaitable[ResetResult]:
         """Start an episode.
@@ -227,6 +252,30 @@ class Env(Sandboxed):
         solved. Called without ``reset``, on a separate environment.
         """
         return ()
+
+    async def fork(self) -> Env:
+        """Return an independent environment in the same state of its episode; call it as ``invoke(env, "fork")``.
+
+        By default its attributes are copied deeply, but for ``fork_shares``, the task, tools and what the runner set;
+        references to the environment and to its sandboxes become those of the fork. A class that overrides it calls
+        ``super().fork()`` and mends the result, or makes another one.
+
+        Raises:
+            EnvError: An attribute cannot be copied, a sandbox or a tool's instance cannot be forked, or the replay
+                was answered otherwise.
+        """
+        if self.forks == "replay":
+            return await replayed(self, invoke)
+        made: Self = await copied(self, self.fork_shares, self.carry)
+        return made
+
+    async def carry(self, made: Any, memo: Memo) -> None:
+        """Give a fork what is no attribute to be copied. For base classes.
+
+        Args:
+            made: The fork, with its attributes.
+            memo: Copies by the id of the original, for :func:`copy.deepcopy`.
+        """
 
     def close(self) -> MaybeAwaitable[None]:
         """Release resources. Must be idempotent."""
@@ -297,28 +346,50 @@ async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = 
     if method == "score":
         return await _score_once(env, args, kwargs)
     if method == "reset":
-        drop_scoring(env)
-        await env.close_sandboxes()
-        messages, info = check_reset(await _call(env, method, args, kwargs), env)
-        env.conversation = list(messages)
-        return messages, info
+        return await _reset(env, args, kwargs)
+    if method == "fork":
+        if (why := refusal(env)) is not None:
+            raise EnvError(f"{type(env).__qualname__} cannot fork: {why}")
+        return await _call(env, method, args, kwargs)
     if method not in ("step", "call"):
         return await _call(env, method, args, kwargs)
     said = env.conversation = env.conversation if isinstance(env.conversation, list) else []
+    given = (*args, *kwargs.values())
     if method == "step":
-        said += [action for action in (*args, *kwargs.values()) if isinstance(action, Mapping)]
+        said += [action for action in given if isinstance(action, Mapping)]
         result = check_step(await _call(env, method, args, kwargs), env)
         said += as_messages(result.observation)
+        env._running = env._running and not (result.terminated or result.truncated)
+        _record(env, method, given, result)
         return result
     response = await _call(env, method, args, kwargs)
-    for call in (each for each in (*args, *kwargs.values()) if isinstance(each, ToolCall)):
+    for call in (each for each in given if isinstance(each, ToolCall)):
         answer = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
         said += [{"role": "assistant", "content": "", "tool_calls": [call]}, cast("Message", answer)]
+    _record(env, method, given, response)
     return response
+
+
+async def _reset(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+    drop_scoring(env)
+    env._running = False
+    await env.close_sandboxes()
+    messages, info = check_reset(await _call(env, "reset", args, kwargs), env)
+    env.conversation, env._running = list(messages), True
+    if env.forks == "replay":
+        bound = inspect.signature(Env.reset).bind(env, *args, **kwargs).arguments
+        env._script = Script(bound.get("task"), bound.get("seed"), list(messages))
+    return messages, info
+
+
+def _record(env: Env, method: str, given: tuple[Any, ...], result: Any) -> None:
+    if env._script is not None:
+        env._script.steps.append((method, given[0], answered(result)))
 
 
 async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given_up = drop_scoring(env)
+    env._running, env._script = False, None
     try:
         try:
             if given_up is not None:
@@ -335,6 +406,7 @@ async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
     """Score, or await a scoring that a time limit interrupted in a step."""
+    env._running = False
     if env.pending_score is None:
         env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
     scoring = env.pending_score

@@ -193,7 +193,10 @@ def make(name: str, /, **config: Any) -> Env:
         raise RegistryError(
             f"environment {name!r} does not take {merged}: {error}{hints}; its configuration is {signature}"
         ) from error
-    return cls(**merged)
+    made = cls(**merged)
+    if made.forks == "replay":
+        made._maker = functools.partial(make, name, **config)
+    return made
 
 
 def env_class(name: str) -> type[Env]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
+from turnwise.envs.forking import Memo
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
@@ -39,6 +40,8 @@ class ToolEnv(Env):
     max_invalid_calls: int = 3
     tool_timeout: float | None = None
     invalid_in_a_row: int = 0
+
+    uncopied = Env.uncopied | {"_runner", "_stale"}
 
     _task: Task | None = None
     _tools_kwargs: Mapping[str, dict[str, dict[str, Any]]] = MappingProxyType({})
@@ -150,6 +153,15 @@ class ToolEnv(Env):
     async def extra_rewards(self) -> dict[str, float]:
         """Return the rewards of BaseTool instances, as ``tool/<name>``."""
         return {} if self._runner is None else await self._runner.rewards()
+
+    async def carry(self, made: Any, memo: Memo) -> None:
+        """Give a fork the tools of the episode, with instances of its own.
+
+        Raises:
+            EnvError: An instance of a tool cannot be forked.
+        """
+        if self._runner is not None:
+            made._runner = await self._runner.fork(made, made.toolset(), memo)
 
     async def close(self) -> None:
         """Release the BaseTools of the episode."""

@@ -17,6 +17,7 @@ import orjson
 
 from turnwise.append_file import AppendFile
 from turnwise.envs.core import AsyncSolution, Env, Score, ScoreParts, Solution, StepResult, as_messages, invoke
+from turnwise.envs.forking import Memo, copied
 from turnwise.envs.results import check_score
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, ConfigError, EnvError, ToolSchemaError, shown
@@ -140,6 +141,24 @@ class Wrapper(Env):
         """Forward to the wrapped environment."""
         found: Sequence[str] = await invoke(self.env, "check_task", task)
         return found
+
+    @property
+    def supports_fork(self) -> bool:
+        """Whether the wrapped environment can fork."""
+        return self.env.supports_fork
+
+    async def fork(self) -> Env:
+        """Return the wrapper, with a copy of its own attributes, around a fork of the wrapped environment."""
+        inner = await invoke(self.env, "fork")
+        try:
+            made: Env = await copied(self, self.fork_shares, self.carry, {id(self.env): inner})
+        except BaseException:
+            await invoke(inner, "close")
+            raise
+        return made
+
+    async def carry(self, made: Any, memo: Memo) -> None:
+        """Do nothing: tools are the wrapped environment's."""
 
     async def close(self) -> None:
         """Close the wrapped environment."""

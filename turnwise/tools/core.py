@@ -383,6 +383,26 @@ class BaseTool:
         """
         return instance_id or uuid.uuid4().hex, ToolResponse()
 
+    async def fork(self, instance_id: str, agent_data: AgentData) -> str:  # noqa: ARG002
+        """Create an instance in the state of another one, for a fork of its episode, and return its id.
+
+        A tool without state (that overrides neither ``create`` nor ``release``) needs none of its own.
+
+        Args:
+            instance_id: The instance.
+            agent_data: The AgentData of the fork, with its sandbox.
+
+        Raises:
+            EnvError: It cannot.
+        """
+        cls = type(self)
+        if cls.create is BaseTool.create and cls.release is BaseTool.release:
+            return uuid.uuid4().hex
+        raise EnvError(
+            f"tool {self.name!r} cannot fork: {cls.__qualname__} has instances of its own (create or release): write "
+            "fork(instance_id, agent_data) in it, which returns the id of a new instance in the same state"
+        )
+
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:

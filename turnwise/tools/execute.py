@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import functools
 import inspect
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -235,6 +237,32 @@ class ToolRunner:
         if not (self._opened or self._closed):
             await self._instances.create()
             self._opened = True
+
+    async def fork(self, owner: object, tools: Mapping[str, Tool], memo: dict[int, Any]) -> ToolRunner:
+        """Return the runner of a forked episode, with instances of its own.
+
+        Args:
+            owner: Its environment.
+            tools: Its tools by name: the same ones, but for methods of the environment.
+            memo: Copies by the id of the original; the episode's AgentData is added.
+
+        Raises:
+            EnvError: An instance cannot be forked.
+        """
+        made = ToolRunner(
+            tools,
+            owner=owner,
+            executor=self._executor,
+            timeout=self._timeout,
+            tools_kwargs=self._kwargs,
+            count_tokens=self._count_tokens,
+            secrets=self._declared,
+            data=replace(copy.deepcopy(self.data, memo), request_id=uuid.uuid4().hex),
+        )
+        if self._opened:
+            await made._instances.fork(self._instances)
+            made._opened = True
+        return made
 
     async def run(self, call: ToolCall) -> Outcome:
         """Execute one call; ToolError becomes a response, any other TurnwiseError of a tool is raised.

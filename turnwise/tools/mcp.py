@@ -430,6 +430,21 @@ class MCPTool(BaseTool):
             raise ToolError(response.text or "the tool failed without a message")
         return response, None, {}
 
+    async def fork(self, instance_id: str, agent_data: AgentData) -> str:  # noqa: ARG002 - they share a connection
+        """Join the shared connection, with ``scope: run``.
+
+        Raises:
+            EnvError: The episode has a connection of its own, whose state only the server could copy.
+        """
+        if self._server.config.scope == "episode":
+            raise EnvError(
+                f"tool {self.name!r} cannot fork: MCP server {self._server.name!r} has a connection for each episode "
+                "(scope: episode), and MCP has no request that copies its state: leave it out, or use scope: run for a "
+                "server that keeps none"
+            )
+        made, _ = await self.create(agent_data=agent_data)
+        return made
+
     async def release(self, instance_id: str, **_: Any) -> None:
         """Release the episode's connection."""
         await self._server.leave(self._episodes.pop(instance_id))

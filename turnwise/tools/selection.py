@@ -88,6 +88,19 @@ class Instances:
             if response.reward is not None:
                 self._created_rewards[name] = response.reward
 
+    async def fork(self, parent: Instances) -> None:
+        """Become forks of another episode's instances; on EnvError those made before are released."""
+        self._created_rewards = dict(parent._created_rewards)
+        for name, instance in parent._ids.items():
+            async with undo_on_error_async(self.release):
+                made = await self._foreign(name, "fork", instance)
+                if not isinstance(made, str) or made == instance:
+                    raise EnvError(
+                        f"{type(self._tools[name]).__qualname__}.fork returned {made!r}: it must return the id of "
+                        "a new instance"
+                    )
+            self._ids[name] = made
+
     async def rewards(self) -> dict[str, float]:
         """Return the non-zero ``calc_reward`` values as ``tool/<name>``; EnvError if one raises or is not finite."""
         values = dict(self._created_rewards)
@@ -115,11 +128,13 @@ class Instances:
         tool = self._tools[name]
         methods: dict[str, Callable[..., Any]] = {
             "create": tool.create,
+            "fork": tool.fork,
             "calc_reward": tool.calc_reward,
             "release": tool.release,
         }
         try:
-            found: Any = methods[method](instance, **self.kwargs(name, f"{method}_kwargs"))
+            given = {"agent_data": self._data} if method == "fork" else self.kwargs(name, f"{method}_kwargs")
+            found: Any = methods[method](instance, **given)
             return await found if inspect.isawaitable(found) else found
         except TurnwiseError as error:
             self._secrets().scrub(error)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal
 
-from turnwise.envs.checker import contract, policies, prompts, repeats
+from turnwise.envs.checker import contract, forks, policies, prompts, repeats
 from turnwise.envs.checker import contract as failures
 from turnwise.envs.checker import repeats as cost
 from turnwise.envs.checker.context import (
@@ -88,6 +88,7 @@ CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
     "determinism": (repeats.determinism, ("group", "calls", "final messages", "json")),
     "reuse": (repeats.reuse, ("determinism",)),
     "isolation": (repeats.isolation, ("determinism", "reuse")),
+    "fork": (forks.fork, ("determinism", "reuse")),
     "close": (failures.close, ("reset",)),
     "close after errors": (failures.close_after_errors, ("tools", "close")),
     "leaks": (failures.leaks, ("close", "close after errors")),
@@ -119,9 +120,10 @@ async def check_env(
 
     Checks: signatures; that a reward can be earned; tool schemas; the shape of reset; equal starts in a group; any
     final message; calls of every kind, together and single; equal episodes from equal seeds, also in a reused
-    environment and beside another one; close, also after errors, without leaked threads or files; tools in the
-    rendered prompt; lengths against the context; answers leaked in the prompt; trivial policies at the floor and
-    the reference solution at the maximum; every task (``check_task``); the cost of a step.
+    environment and beside another one; forks that answer like their original and share nothing with it; close, also
+    after errors, without leaked threads or files; tools in the rendered prompt; lengths against the context; answers
+    leaked in the prompt; trivial policies at the floor and the reference solution at the maximum; every task
+    (``check_task``); the cost of a step.
 
     Args:
         env: A registered name or reference, a spec, a class or function that makes one, or an environment (with fewer

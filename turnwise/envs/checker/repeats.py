@@ -57,9 +57,9 @@ async def determinism(exam: CheckContext) -> None:
     """Check that equal messages get equal answers in episodes with equal seeds."""
     if exam.single:
         return
-    plays = [await _alone(exam), await _alone(exam)]
+    plays = [await alone(exam), await alone(exam)]
     why = "two episodes with the same seed and the same messages are not equal"
-    _compare(exam, "determinism", plays[0], plays[1], why, "draw what is random from the seed of reset only")
+    compare(exam, "determinism", plays[0], plays[1], why, "draw what is random from the seed of reset only")
 
 
 async def reuse(exam: CheckContext) -> None:
@@ -67,51 +67,56 @@ async def reuse(exam: CheckContext) -> None:
     plays = []
     for _ in range(2):
         played = await exam.begin(exam.first, *exam.episodes[0])
-        plays.append(await _seeded_play(exam, played))
+        plays.append(await seeded_play(exam, played))
     why = "after a second reset with the same seed the episode is not equal"
-    _compare(exam, "reuse", plays[0], plays[1], why, "set all state in reset()")
+    compare(exam, "reuse", plays[0], plays[1], why, "set all state in reset()")
 
 
 async def isolation(exam: CheckContext) -> None:
     """Check that concurrent episodes do not affect each other."""
     if exam.single:
         return
-    alone = await _alone(exam)
+    expected = await alone(exam)
     async with exam.episode(*exam.episodes[0]) as one, exam.episode(*exam.episodes[-1]) as other:
         plays: list[list[Any]] = [[], []]
-        actions = [_actions(one), _actions(other)]
+        actions = [actions_of(one), actions_of(other)]
         for number in range(max(map(len, actions))):
             for played, seen, mine in zip((other, one), (plays[1], plays[0]), (actions[1], actions[0]), strict=True):
                 if number < len(mine) and not played.over:
-                    seen.append(_seen(await exam.step(played, mine[number])))
+                    seen.append(seen_of(await exam.step(played, mine[number])))
     why = "while another episode runs, the same messages are answered differently"
-    _compare(exam, "isolation", alone, plays[0], why, "keep state on self; class and module variables are shared")
+    compare(exam, "isolation", expected, plays[0], why, "keep state on self; class and module variables are shared")
 
 
-async def _alone(exam: CheckContext) -> list[Any]:
+async def alone(exam: CheckContext) -> list[Any]:
+    """Play the first episode in an environment of its own; return what it answers."""
     async with exam.episode(*exam.episodes[0]) as played:
-        return await _seeded_play(exam, played)
+        return await seeded_play(exam, played)
 
 
-async def _seeded_play(exam: CheckContext, played: Played) -> list[Any]:
+async def seeded_play(exam: CheckContext, played: Played) -> list[Any]:
+    """Play an episode by calls that depend on nothing; return what it answers."""
     seen: list[Any] = []
-    for action in _actions(played):
-        seen.append(_seen(await exam.step(played, action)))
+    for action in actions_of(played):
+        seen.append(seen_of(await exam.step(played, action)))
         if played.over:
             break
     return seen
 
 
-def _actions(played: Played) -> list[Message]:
+def actions_of(played: Played) -> list[Message]:
+    """Return the messages of :func:`seeded_play`: a call of each tool, and a last one without."""
     calls = some_calls(played.env)
     return [*({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[2:]), _LAST]  # type: ignore[list-item]
 
 
-def _seen(result: StepResult) -> list[Any]:
+def seen_of(result: StepResult) -> list[Any]:
+    """Return what of a step is compared."""
     return [list(result.observation), *result[1:4], result.info.get("rewards")]
 
 
-def _compare(exam: CheckContext, check: str, first: list[Any], second: list[Any], why: str, remedy: str) -> None:
+def compare(exam: CheckContext, check: str, first: list[Any], second: list[Any], why: str, remedy: str) -> None:
+    """Add a finding where two plays were not answered equally."""
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             exam.find(check, f"{why}: step {number + 1} differs: {brief(one)} and {brief(other)}", remedy)

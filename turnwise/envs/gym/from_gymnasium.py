@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import gymnasium
 
 from turnwise.envs.core import Env, ResetResult, StepResult
+from turnwise.envs.forking import Memo
 from turnwise.envs.gym.text import (
     WORLDS,
     Render,
@@ -190,6 +191,8 @@ class GymnasiumToolEnv(ToolEnv):
     episode is truncated.
     """
 
+    uncopied = ToolEnv.uncopied | {"tools"}
+
     def __init__(
         self,
         env_id: str | Any,
@@ -231,6 +234,11 @@ class GymnasiumToolEnv(ToolEnv):
     def close(self) -> None:  # type: ignore[override]
         """Close the world, then the tools."""
         self.world.env.close()
+
+    async def carry(self, made: Any, memo: Memo) -> None:
+        """Give a fork tools that act on its own world."""
+        made.tools = made._tools()
+        await super().carry(made, memo)
 
     async def _reminded(self) -> StepResult:
         await self._open()

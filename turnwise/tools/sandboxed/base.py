@@ -46,6 +46,21 @@ class SandboxTool(BaseTool, Generic[P]):
         self.places[instance_id] = self.place(sandbox_of(agent_data, self.name))
         return instance_id, ToolResponse()
 
+    async def fork(self, instance_id: str, agent_data: AgentData) -> str:
+        """Bind the sandbox of a fork, with the state of an episode. Raises EnvError or SandboxError."""
+        made = uuid.uuid4().hex
+        self.places[made] = await self.carried(self.places[instance_id], sandbox_of(agent_data, self.name))
+        return made
+
+    async def carried(self, place: P, sandbox: Sandbox) -> P:
+        """Return the state of an episode in the sandbox of its fork, which has the same files and no process.
+
+        Raises:
+            EnvError: It cannot be carried.
+            SandboxError: The sandbox failed.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} defines no carried()")
+
     async def leave(self, place: P) -> None:
         """Stop everything that runs in a place."""
 

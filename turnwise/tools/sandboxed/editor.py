@@ -188,6 +188,10 @@ class EditorTool(SandboxTool[Desk]):
         super().__init__(config, tool_schema or as_schema_of("editor", _DESCRIPTION, properties, ("command", "path")))
         self.max_output = self.settings.max_output + 2_000
 
+    async def carried(self, place: Desk, sandbox: Sandbox) -> Desk:
+        """Return a desk with the same history."""
+        return Desk(sandbox, {path: list(history) for path, history in place.before.items()})
+
     def place(self, sandbox: Sandbox) -> Desk:
         """Return a desk with an empty history."""
         return Desk(sandbox)

@@ -375,6 +375,10 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
         """Return the sandbox: there is no other state."""
         return sandbox
 
+    async def carried(self, place: Sandbox, sandbox: Sandbox) -> Sandbox:  # noqa: ARG002
+        """Return the fork's sandbox."""
+        return sandbox
+
     async def execute(
         self,
         instance_id: str,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from turnwise.errors import SandboxFileError, ToolError, undo_on_error_async
+from turnwise.errors import EnvError, SandboxFileError, ToolError, undo_on_error_async
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.base import Dialogue, Reply, SandboxTool, TimedConfig, as_schema_of, tool_config
@@ -61,6 +61,19 @@ class PythonTool(SandboxTool[Place]):
 
     def place(self, sandbox: Sandbox) -> Place:
         """Return a place without an interpreter."""
+        return Place(sandbox)
+
+    async def carried(self, place: Place, sandbox: Sandbox) -> Place:
+        """Return a place without an interpreter.
+
+        Raises:
+            EnvError: The interpreter of the episode runs: what it holds cannot be copied to another process.
+        """
+        if place.interpreter is not None:
+            raise EnvError(
+                "tool 'python' cannot fork: its interpreter runs, and a program that runs cannot be copied: fork "
+                'before its first call, or give the environment forks = "replay"'
+            )
         return Place(sandbox)
 
     async def leave(self, place: Place) -> None:

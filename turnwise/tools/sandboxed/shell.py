@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from turnwise.errors import SandboxFileNotFound, ToolError, undo_on_error_async
+from turnwise.errors import EnvError, SandboxFileNotFound, ToolError, undo_on_error_async
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.base import Dialogue, Reply, SandboxTool, TimedConfig, as_schema_of, tool_config
@@ -35,6 +35,9 @@ front=$top; while [ -n "$front" ]; do next=; for pair in $all; do
 
 # Bash's messages about a missing terminal when a process that it ran was killed.
 _NOISE: Final = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: .*\n", re.MULTILINE)
+
+_STATE: Final = "declare -p; declare -f; alias -p; shopt -p; set +o; umask -p"
+"""What a shell says of itself in lines that another one can read. Of its read-only variables it says too much."""
 
 _STATELESS: Final = (
     "Run a command with bash. Each call starts in the same folder: a change of directory and the variables of earlier "
@@ -72,6 +75,15 @@ class ShellTool(SandboxTool["ShellSession"]):
     def place(self, sandbox: Sandbox) -> ShellSession:
         """Return a session, whose shell is started by its first command."""
         return ShellSession(sandbox, self.settings.env, 4 * self.settings.max_output)
+
+    async def carried(self, place: ShellSession, sandbox: Sandbox) -> ShellSession:
+        """Return a session in the same folder, with the same variables, functions and options.
+
+        Raises:
+            EnvError: Jobs of the session run in the background: a program that runs cannot be copied.
+            SandboxError: The sandbox failed.
+        """
+        return await place.carried(sandbox)
 
     async def leave(self, place: ShellSession) -> None:
         """Close the session."""
@@ -160,6 +172,28 @@ class ShellSession:
         await self.close()
         await self._open()
         return Ran(output, exit_code, self._cwd or "", timed_out=timed_out, restarted=True)
+
+    async def carried(self, sandbox: Sandbox) -> ShellSession:
+        """Return a session in another sandbox in the state of this one; see :meth:`ShellTool.carried`."""
+        made = ShellSession(sandbox, self._env, self._limit)
+        made._cwd = self._cwd
+        if self._shell is None:
+            return made
+        if self._jobs:
+            raise EnvError(
+                f"tool 'shell' cannot fork: jobs run in the background ({', '.join(self._jobs)}), and a program that "
+                "runs cannot be copied: fork before they start or after they end"
+            )
+        # A file, since what a dialogue keeps of an output is bounded.
+        path = f"/tmp/.turnwise-shell-{secrets.token_hex(8)}"
+        async with undo_on_error_async(self.close):
+            await self._ask(self._shell, f"{{ {_STATE}; }} >{path} 2>/dev/null\n", _START_S)
+        await sandbox.write_file(path, await self.sandbox.read_file(path))
+        await self.sandbox.exec(["rm", "-f", path], timeout=_START_S)
+        async with undo_on_error_async(made.close):
+            reply = await made._ask(await made._open(), f". {path} 2>/dev/null; rm -f {path}\n", _START_S)
+        made._noted(reply.note or "")
+        return made
 
     async def close(self) -> None:
         """Kill the shell; idempotent."""

@@ -48,15 +48,22 @@ class Store:
     """A shop's tables; read-only outside of :meth:`changing`."""
 
     def __init__(self, world: World) -> None:
-        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._connection.row_factory = sqlite3.Row
-        self._connection.executescript(f"PRAGMA foreign_keys = ON; {_TABLES}")
+        self._connection = _connected()
+        self._connection.executescript(_TABLES)
         self._connection.execute("BEGIN")
         for table, rows in _rows(world).items():
             marks = ", ".join("?" * len(rows[0]))
             self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
         self._connection.execute("COMMIT")
         self._connection.execute("PRAGMA query_only = ON")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """Return a store with the same rows in a database of its own."""
+        made = memo[id(self)] = Store.__new__(Store)
+        made._connection = _connected()
+        self._connection.backup(made._connection)
+        made._connection.execute("PRAGMA query_only = ON")
+        return made
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Return the rows of a query."""
@@ -101,6 +108,13 @@ class Store:
         except UnicodeEncodeError as error:
             # Half a surrogate pair, which JSON can write and SQLite cannot hold.
             raise ToolError(f"{shown(error.object)} is not text that can be stored") from error
+
+
+def _connected() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
 
 
 def _plain(value: Any) -> Any:

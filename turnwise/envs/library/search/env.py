@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -36,6 +37,7 @@ class SearchEnv(ToolEnv):
     blocking: ClassVar[bool] = True
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.search:tasks"
+    fork_shares: ClassVar[Collection[str]] = ("index",)
 
     index: Index
     accepted: list[str]

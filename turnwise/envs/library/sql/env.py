@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Final, cast
 
-from turnwise.envs.core import ResetResult, Solution
+from turnwise.envs.core import Env, ResetResult, Solution
 from turnwise.envs.library.sql.database import MOST_STEPS, Database, Result
 from turnwise.envs.library.sql.gold import Question, is_right, question_of, submitted
 from turnwise.envs.library.sql.tasks import drawn
@@ -36,6 +37,7 @@ class SqlEnv(ToolEnv):
     blocking: ClassVar[bool] = True
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.sql:tasks"
+    fork_shares: ClassVar[Collection[str]] = ("question", "database", "_open_database")
 
     question: Question
     database: Database
@@ -93,6 +95,12 @@ class SqlEnv(ToolEnv):
         yield tool_call("list_tables")
         yield tool_call("query", sql=self.question.gold)
         yield f"```sql\n{self.question.gold}\n```"
+
+    async def fork(self) -> Env:
+        """Return a fork with a connection of its own: a connection answers one query at a time."""
+        made = cast("SqlEnv", await super().fork())
+        made._open_database = made.database = made.question.open(steps=made.max_steps)
+        return made
 
     async def close(self) -> None:
         """Close the database."""

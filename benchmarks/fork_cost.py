@@ -1,0 +1,132 @@
+"""What a fork of a running episode costs: in the process, and with a sandbox whose workspace has 2,000 files.
+
+``ms_in_process`` is the worst median of ``invoke(env, "fork")`` over ToolEnvs of the library that keep their state in
+attributes, each with an episode of four turns behind it. ``ms_local`` is the median of a fork of a ToolEnv with a local
+sandbox, ``s_local_32`` the wall seconds of 32 forks of one parent at the same time. Bars: 0.2 ms, 20 ms, 0.5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sandbox import repository
+
+from harness.measure import machine, parse, parser, report
+from turnwise.envs import Env, ToolEnv, invoke, make
+from turnwise.sandboxes import SandboxConfig, SandboxManager, SandboxSpec
+from turnwise.tasks import Task
+from turnwise.tasks.reader import load_tasks
+from turnwise.tools import function_tool
+from turnwise.tools.sample_arguments import example_arguments
+from turnwise.types import Message, ToolCall
+
+IN_PROCESS = ("calculator", "guess_number", "lookup", "trail")
+BARS = {"ms_in_process": 0.2, "ms_local": 20, "s_local_32": 0.5}
+AT_ONCE = 32
+
+
+class Workspace(ToolEnv):
+    """A sandbox with a repository in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
+        await self.open_sandbox(SandboxSpec(workspace=self.folder))
+        return "Work.", {}
+
+    @function_tool
+    async def change(self, module: int) -> str:
+        """Change a file."""
+        assert self.sandbox is not None
+        await self.sandbox.write_file(f"package0/module{module}.py", b"changed")
+        return "changed"
+
+
+async def played(name: str) -> Env:
+    """Return an environment whose episode has had four turns."""
+    env = make(name)
+    task = None if env.default_tasks is None else load_tasks(env.default_tasks, limit=1)[0]
+    await invoke(env, "reset", task, seed=0)
+    for turn in range(4):
+        calls = [
+            ToolCall(f"{turn}_{tool.name}", tool.name, example_arguments(tool.schema) or {})
+            for tool in env.toolset().values()
+        ]
+        if env._running:
+            action: Message = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+            await invoke(env, "step", action)
+    return env
+
+
+async def forked(env: Env, count: int) -> list[float]:
+    """Fork an environment one time after the other; return the seconds of each."""
+    taken = []
+    for _ in range(count):
+        began = time.perf_counter()
+        fork = await invoke(env, "fork")
+        taken.append(time.perf_counter() - began)
+        await invoke(fork, "close")
+    return taken
+
+
+async def in_process(repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of a fork by environment."""
+    found = {}
+    for name in IN_PROCESS:
+        env = await played(name)
+        found[name] = 1e3 * statistics.median(await forked(env, 40 * repeats))
+        await invoke(env, "close")
+    return found
+
+
+async def with_sandboxes(folder: Path, repeats: int) -> dict[str, float]:
+    """Return the figures of forks of a ToolEnv with a sandbox."""
+    manager = SandboxManager(SandboxConfig())
+    env = Workspace(folder)
+    env.sandboxes = manager
+    try:
+        await invoke(env, "reset", None, seed=0)
+        await env.sandbox.write_file("package0/module0.py", b"changed")  # type: ignore[union-attr]
+        one = await forked(env, 4 * repeats)
+        together = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            forks = await asyncio.gather(*(invoke(env, "fork") for _ in range(AT_ONCE)))
+            together.append(time.perf_counter() - began)
+            await asyncio.gather(*(invoke(each, "close") for each in forks))
+        await invoke(env, "close")
+    finally:
+        await manager.close()
+    return {"ms": 1e3 * statistics.median(one), "s_32": statistics.median(together)}
+
+
+def main() -> None:
+    arguments = parse(parser(__doc__ or "", repeats=5, quick_repeats=2))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "repository"
+        folder.mkdir()
+        repository(folder)
+        plain = asyncio.run(in_process(arguments.repeats))
+        local = asyncio.run(with_sandboxes(folder, arguments.repeats))
+    report(
+        {
+            "ms_in_process": round(max(plain.values()), 3),
+            "ms_local": round(local["ms"], 1),
+            "s_local_32": round(local["s_32"], 3),
+            "bars": BARS,
+            "in_process": {name: round(each, 3) for name, each in plain.items()},
+            "config": {"at_once": AT_ONCE, "files": 2000, "backend": "local"},
+            "machine": machine("turnwise"),
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

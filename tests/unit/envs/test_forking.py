@@ -1,0 +1,367 @@
+"""Forks of environments: equal answers, nothing in common, and refusals by name."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.envs import Env, StepResult, ToolEnv, wrap
+from turnwise.envs.checker import check_env
+from turnwise.envs.checker.context import some_calls
+from turnwise.envs.checker.forks import shared
+from turnwise.envs.core import invoke
+from turnwise.envs.registration import env_names, make, register
+from turnwise.errors import EnvError
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import load_tasks
+from turnwise.tools import BaseTool, function_tool
+from turnwise.tools.core import AgentData
+from turnwise.tools.sandboxed.editor import EditorTool
+from turnwise.tools.sandboxed.python import PythonTool
+from turnwise.tools.sandboxed.shell import ShellTool
+from turnwise.tools.schema import ToolSchema
+from turnwise.types import Message, ToolCall
+
+# What needs arguments: each is a way to make an environment, tried below.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gymnasium": {"env_id": "FrozenLake-v1"},
+    "gymnasium_tools": {"env_id": "FrozenLake-v1"},
+    "single_turn": {"scorer": "turnwise.envs.library.task_env:only_tools"},
+    "tool": {"scorer": "turnwise.envs.library.task_env:only_tools"},
+}
+SANDBOXED = ("code", "swe", "terminal")
+TASK = Task(id="t", prompt="Say something.", data={})
+LAST: Message = {"role": "assistant", "content": "1"}
+
+
+def called(name: str, **arguments: Any) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", name, arguments)]}
+
+
+def actions(env: Env) -> list[Message]:
+    calls = some_calls(env)
+    return [*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls), LAST]  # type: ignore[list-item]
+
+
+def seen(result: StepResult) -> list[Any]:
+    return [list(result.observation), *result[1:4], result.info.get("rewards")]
+
+
+async def play(env: Env, chosen: Sequence[Message]) -> list[Any]:
+    found = []
+    for action in chosen:
+        if not env._running:
+            break
+        found.append(seen(await invoke(env, "step", action)))
+    return found
+
+
+def first_task(env: Env) -> Task | None:
+    return TASK if env.default_tasks is None else load_tasks(env.default_tasks, limit=1)[0]
+
+
+async def fork_at_random(name: str, seed: int) -> None:
+    """Fork at a random turn: other actions change nothing in the original, the same ones are answered equally."""
+    draw = random.Random(seed)
+    envs = [make(name, **CONFIGS.get(name, {})) for _ in range(2)]
+    try:
+        task = first_task(envs[0])
+        for env in envs:
+            env.max_invalid_calls = 0  # type: ignore[attr-defined]
+            await invoke(env, "reset", task, seed=seed)
+        chosen = [draw.choice(actions(envs[0])[:-1]) for _ in range(4)] + [LAST]
+        turn = draw.randrange(4)
+        played = await play(envs[0], chosen[:turn])
+        played_alone = await play(envs[1], chosen)
+        if not envs[0].running:
+            return
+        envs += [await invoke(envs[0], "fork"), await invoke(envs[0], "fork")]
+        same, other = envs[2:]
+        assert not list(shared(envs[0], same))
+        await play(other, [draw.choice(actions(other)) for _ in range(3)])
+        assert played + await play(same, chosen[turn:]) == played_alone
+        assert played + await play(envs[0], chosen[turn:]) == played_alone
+    finally:
+        for env in envs:
+            await invoke(env, "close")
+
+
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=3, deadline=None)
+@pytest.mark.parametrize("name", [each for each in sorted(env_names()) if each not in SANDBOXED])
+async def test_every_shipped_environment_forks(name: str, seed: int) -> None:
+    await fork_at_random(name, seed)
+
+
+@pytest.mark.parametrize("name", SANDBOXED)
+async def test_environments_with_sandboxes_fork(name: str) -> None:
+    await fork_at_random(name, 3)
+
+
+class Counter(ToolEnv):
+    """Counts, draws and writes down."""
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.random, self.notes, self.total = random.Random(seed), [[0]], 0
+        return "Count.", {}
+
+    @function_tool
+    def add(self, n: int) -> str:
+        """Add."""
+        self.total += n
+        self.notes[0].append(n)
+        return f"{self.total} {self.random.random()} {self.notes}"
+
+    def score(self, final: Message | None) -> float:
+        return float(self.total)
+
+
+async def started(env: Env, **given: Any) -> Env:
+    await invoke(env, "reset", None, seed=0, **given)
+    return env
+
+
+async def test_forks_go_on_independently() -> None:
+    env = await started(Counter())
+    await invoke(env, "step", called("add", n=1))
+    fork = await invoke(env, "fork")
+    for one in (env, fork):
+        assert len(one.conversation) == 3
+    twice = [seen(await invoke(one, "step", called("add", n=2))) for one in (env, fork)]
+    assert twice[0] == twice[1]
+    await invoke(fork, "step", called("add", n=5))
+    assert (env.total, fork.total) == (3, 8)  # type: ignore[attr-defined]
+    assert (await invoke(env, "step", LAST)).reward == 3
+    with pytest.raises(EnvError, match="no episode runs: fork it between"):
+        await invoke(env, "fork")
+    assert (await invoke(fork, "step", LAST)).reward == 8
+
+
+async def test_wrappers_fork_with_what_they_wrap(tmp_path: Any) -> None:
+    env = await started(
+        wrap(wrap(Counter(), "turn_limit", max_turns=2), "record_transcript", path=tmp_path / "t.jsonl")
+    )
+    await invoke(env, "step", called("add", n=1))
+    fork = await invoke(env, "fork")
+    for one, n in ((env, 1), (fork, 4)):
+        result = await invoke(one, "step", called("add", n=n))
+        assert result.truncated
+        await invoke(one, "close")
+    assert [one.unwrapped.total for one in (env, fork)] == [2, 5]
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
+
+
+class Pad(BaseTool):
+    """Keeps lines by instance."""
+
+    def __init__(self, forkable: bool = True) -> None:
+        super().__init__(
+            None, ToolSchema("pad", "Write.", {"type": "object", "properties": {"text": {"type": "string"}}})
+        )
+        self.lines: dict[str, list[str]] = {}
+        self.forkable = forkable
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        made, response = await super().create(instance_id)
+        self.lines[made] = []
+        return made, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.lines[instance_id].append(parameters["text"])
+        return "/".join(self.lines[instance_id]), None, {}
+
+    async def fork(self, instance_id: str, agent_data: AgentData) -> str:
+        if not self.forkable:
+            return await super().fork(instance_id, agent_data)
+        made, _ = await self.create()
+        self.lines[made] = list(self.lines[instance_id])
+        return made
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.lines[instance_id]
+
+
+class Padded(Counter):
+    def __init__(self, tool: Any) -> None:
+        self.tools = (tool,)
+
+
+async def test_instances_of_tools_fork_and_are_released_once() -> None:
+    pad = Pad()
+    env = await started(Padded(pad))
+    await invoke(env, "step", called("pad", text="a"))
+    fork = await invoke(env, "fork")
+    found = [await invoke(one, "step", called("pad", text=text)) for one, text in ((env, "b"), (fork, "c"))]
+    assert [each.observation[0]["content"] for each in found] == ["a/b", "a/c"]
+    assert len(pad.lines) == 2
+    for one in (env, fork):
+        await invoke(one, "close")
+    assert not pad.lines
+
+
+async def test_a_tool_with_instances_that_cannot_fork_is_named() -> None:
+    env = await started(Padded(Pad(forkable=False)))
+    await invoke(env, "step", called("pad", text="a"))
+    with pytest.raises(
+        EnvError, match=r"tool 'pad' cannot fork: Pad has instances of its own.*write fork\(instance_id, agent_data\)"
+    ):
+        await invoke(env, "fork")
+    await invoke(env, "close")
+
+
+class Closed(Counter):
+    def __init__(self) -> None:
+        self.tools = [function_tool(self.made())]
+
+    def made(self) -> Any:
+        def double() -> str:
+            """Double."""
+            self.total *= 2
+            return str(self.total)
+
+        return double
+
+
+class Connected(Counter):
+    def __init__(self) -> None:
+        self.rows = sqlite3.connect(":memory:")
+
+
+class Never(Counter):
+    forks = None
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        (Closed(), "Closed cannot fork: tools holds .* a closure over the environment.*make it a method"),
+        (Connected(), "Connected cannot fork: its attribute 'rows' holds .*Connection.*`fork_shares`"),
+        (Never(), "its class says that it cannot"),
+    ],
+)
+async def test_what_cannot_fork_is_named(env: Env, why: str) -> None:
+    await started(env)
+    with pytest.raises(EnvError, match=why):
+        await invoke(env, "fork")
+
+
+async def test_what_has_not_begun_cannot_fork() -> None:
+    with pytest.raises(EnvError, match="no episode runs"):
+        await invoke(Counter(), "fork")
+
+
+@register("test/replayed")
+class Replayed(Counter):
+    forks = "replay"
+    drift = 0
+
+    def __init__(self) -> None:
+        self.rows = sqlite3.connect(":memory:")
+
+    @function_tool
+    def drifting(self) -> int:
+        """Return what no seed determines."""
+        Replayed.drift += 1
+        return Replayed.drift
+
+
+async def test_replay_leads_another_environment_to_the_same_state() -> None:
+    env = await started(make("test/replayed"))
+    await invoke(env, "step", called("add", n=1))
+    await invoke(env, "call", ToolCall("c", "add", {"n": 2}))
+    fork = await invoke(env, "fork")
+    again = await invoke(fork, "fork")
+    found = [seen(await invoke(one, "step", called("add", n=3))) for one in (env, fork, again)]
+    assert found[0] == found[1] == found[2]
+    assert len({id(one.rows) for one in (env, fork, again)}) == 3
+
+
+async def test_a_replay_that_is_answered_otherwise_is_refused() -> None:
+    env = await started(make("test/replayed"))
+    await invoke(env, "step", called("add", n=1))
+    await invoke(env, "step", called("drifting"))
+    with pytest.raises(EnvError, match=r"step 2 \(drifting\) answered .*draw all randomness from the seed"):
+        await invoke(env, "fork")
+    with pytest.raises(EnvError, match="it must be made by"):
+        await invoke(await started(Replayed()), "fork")
+
+
+class Leaky(Counter):
+    """Shares its notes with forks."""
+
+    fork_shares = ()
+
+    async def fork(self) -> Env:
+        made = await super().fork()
+        made.notes = self.notes  # type: ignore[attr-defined]
+        return made
+
+
+async def test_the_checker_finds_what_forks_share() -> None:
+    report = await check_env(Leaky)
+    messages = [each.message for each in report.errors]
+    assert "a fork and its original share Leaky.notes, which can change" in messages
+    assert any("whose fork went on otherwise" in each for each in messages)
+    assert "fork" in (await check_env(Counter)).checks
+    assert not (await check_env(Counter)).errors
+
+
+class Bench(ToolEnv):
+    """A sandbox with the tools that work in it."""
+
+    def __init__(self) -> None:
+        self.tools = (ShellTool(), PythonTool(), EditorTool())
+
+    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        await self.open_sandbox()
+        return "Work.", {}
+
+
+async def told(env: Env, name: str, **arguments: Any) -> str:
+    result = await invoke(env, "step", called(name, **arguments))
+    return str(result.observation[0]["content"])
+
+
+async def test_a_shell_session_goes_on_in_a_fork() -> None:
+    env = await started(Bench())
+    try:
+        await told(env, "shell", command="mkdir -p a && cd a && export X=1 && y='2 3' && f() { echo f $y; } && set -f")
+        await told(env, "editor", command="create", path="b.txt", file_text="one\n")
+        fork = await invoke(env, "fork")
+        try:
+            await told(fork, "shell", command="y=9; echo two > b.txt; cd /")
+            assert await told(env, "shell", command='echo "$X" *; f; basename "$PWD"') == "1 *\nf 2 3\na"
+            assert await told(fork, "shell", command='echo "$X" *; f; echo "$PWD"') == "1 *\nf 9\n/"
+            for one in (env, fork):
+                await told(one, "editor", command="undo_edit", path="b.txt")
+                assert "b.txt" not in await told(one, "shell", command="cd; ls")
+        finally:
+            await invoke(fork, "close")
+        await told(env, "shell", command="sleep 60 &")
+        with pytest.raises(EnvError, match=r"tool 'shell' cannot fork: jobs run in the background \(\d+\)"):
+            await invoke(env, "fork")
+        await told(env, "shell", command="kill %1; wait")
+        await told(env, "python", code="x = 1")
+        with pytest.raises(EnvError, match="tool 'python' cannot fork: its interpreter runs"):
+            await invoke(env, "fork")
+    finally:
+        await invoke(env, "close")
+
+
+async def test_the_last_of_forks_closes_the_sandbox_manager() -> None:
+    env = await started(Bench())
+    fork = await invoke(env, "fork")
+    again = await invoke(fork, "fork")
+    manager = env._own_manager
+    assert manager is not None
+    for one in (env, fork):
+        await invoke(one, "close")
+    assert await told(again, "shell", command="echo here") == "here"
+    await invoke(again, "close")
+    assert not manager.users

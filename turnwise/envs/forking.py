@@ -1,0 +1,209 @@
+"""Copies of running environments: the two ways in which ``Env.fork`` makes an independent one in the same state.
+
+``copy``: attributes are copied deeply, sandboxes and instances of tools are forked. ``replay``: a new environment is
+reset with the same task and seed and takes the recorded actions again; accepted only with equal answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from turnwise.errors import EnvError, SandboxError, shown
+from turnwise.sandboxes.core import Sandbox
+from turnwise.sandboxes.manager import SandboxManager
+from turnwise.tasks.core import Task
+from turnwise.tools.core import BaseTool, FunctionTool
+from turnwise.tools.response import ToolResponse
+from turnwise.types import Message
+
+if TYPE_CHECKING:
+    from turnwise.envs.core import Env
+
+SHARED: Final = frozenset(
+    {"executor", "count_tokens", "sandboxes", "guest_mounts", "secrets", "loaded_tools", "_own_manager", "_maker"}
+)
+"""Attributes of the base classes that a fork has in common with its original: none of them changes in an episode."""
+
+Memo = dict[int, Any]
+"""Copies by the id of their original, as :func:`copy.deepcopy` takes them."""
+
+
+@dataclass(slots=True)
+class Script:
+    """What an environment was given in this episode, and what it answered; kept where it forks by replay.
+
+    Attributes:
+        task: The task of the reset.
+        seed: Its seed.
+        first: The messages that reset returned.
+        steps: Method (``step`` or ``call``), argument, and what was answered.
+    """
+
+    task: Task | None
+    seed: int | None
+    first: list[Message]
+    steps: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+
+def refusal(env: Env) -> str | None:
+    """Return why an environment cannot fork now, or None."""
+    if env.forks is None:
+        return "its class says that it cannot (forks = None)"
+    if not env._running:
+        return "no episode runs: fork it between reset() and the end of the episode"
+    if env.lost_thread:
+        return "a call that timed out still runs in its thread and may change it"
+    if env.pending_score is not None:
+        return "it is being scored"
+    return None
+
+
+async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], Any], known: Memo | None = None) -> Any:
+    """Return a deep copy of an environment.
+
+    Args:
+        env: The environment.
+        kept: Names of attributes that the copy shares.
+        carry: Called with the copy and the memo; what cannot be copied as an attribute is made there.
+        known: Copies that are made already.
+
+    Raises:
+        EnvError: An attribute cannot be copied, or a sandbox cannot be forked.
+    """
+    made = object.__new__(type(env))
+    sandboxes: list[tuple[SandboxManager, Sandbox]] = []
+    memo: Memo = {id(env): made} | (known or {})
+    try:
+        for manager, sandbox in env._in_use:
+            forked = await _forked(env, manager, sandbox)
+            sandboxes.append((manager, forked))
+            memo[id(sandbox)] = forked
+        made._in_use = tuple(sandboxes)
+        _share_tools(env, memo)
+        kept = SHARED | frozenset(kept)
+        for name, value in vars(env).items():
+            if name in env.uncopied:
+                continue
+            vars(made)[name] = value if name in kept else _copy(env, name, value, memo)
+        made.conversation = list(env.conversation)
+        await carry(made, memo)
+    except BaseException:
+        for manager, sandbox in sandboxes:
+            await manager.release(sandbox)
+        raise
+    if env._own_manager is not None:
+        env._own_manager.users += 1
+    return made
+
+
+async def _forked(env: Any, manager: SandboxManager, sandbox: Sandbox) -> Sandbox:
+    try:
+        return await manager.fork(sandbox)
+    except SandboxError as error:
+        raise EnvError(f"{type(env).__qualname__} cannot fork: its sandbox cannot: {error}") from error
+
+
+def _share_tools(env: Any, memo: Memo) -> None:
+    """Let copies refer to the same tools: but for a bound method, they hold nothing of an episode."""
+    for tool in () if "tools" in env.uncopied else env.tools:
+        _no_closure(env, "tools", tool.fn if isinstance(tool, FunctionTool) else tool)
+        bound = inspect.ismethod(tool) or (isinstance(tool, FunctionTool) and inspect.ismethod(tool.fn))
+        if not bound and isinstance(tool, (FunctionTool, BaseTool)):
+            memo[id(tool)] = tool
+
+
+def _no_closure(env: Any, name: str, function: Any) -> None:
+    """Refuse a function that refers to its environment: copies have the same one, which would act on the original."""
+    cells = getattr(function, "__closure__", None) or ()
+    if any(cell.cell_contents is env for cell in cells):
+        raise EnvError(
+            f"{type(env).__qualname__} cannot fork: {name} holds {shown(function)}, a closure over the environment, "
+            "which in a fork would act on the original: make it a method"
+        )
+
+
+def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    _no_closure(env, f"its attribute {name!r}", value)
+    if isinstance(value, Task):
+        # The tasks of a dataset serve many episodes, also at the same time.
+        return value
+    if type(value) is random.Random:
+        # A hundred times as fast as the copy of its 625 numbers.
+        made = memo[id(value)] = random.Random()
+        made.setstate(value.getstate())
+        return made
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise EnvError(
+            f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(value)}, which cannot be "
+            f"copied ({type(error).__name__}: {error}): name it in `fork_shares` if episodes may share it, write "
+            'fork() in the class, set forks = "replay", or forks = None to say that it cannot'
+        ) from error
+
+
+async def replayed(env: Env, invoke: Callable[..., Any]) -> Env:
+    """Return a new environment that was led to the state of ``env`` by the same actions.
+
+    Args:
+        env: The environment.
+        invoke: ``turnwise.envs.core.invoke``.
+
+    Raises:
+        EnvError: It cannot be made again, or answers differently.
+    """
+    script, maker = env._script, env._maker
+    if script is None or maker is None:
+        raise EnvError(
+            f"{type(env).__qualname__} cannot fork: it forks by replay, so it must be made by turnwise.make (or a run) "
+            "and played by the runner, turnwise.envs.invoke or Gymnasium's step"
+        )
+    made = maker()
+    try:
+        _equip(env, made)
+        messages, _ = await invoke(made, "reset", script.task, seed=script.seed, executor=env.executor)
+        _same(env, "reset", messages, script.first)
+        for number, (method, argument, answer) in enumerate(script.steps, 1):
+            found = await invoke(made, method, argument, executor=env.executor)
+            _same(env, f"{method} {number} ({_said(argument)})", answered(found), answer)
+    except BaseException:
+        await invoke(made, "close")
+        raise
+    return made
+
+
+def answered(result: Any) -> Any:
+    """Return what a step or a single call answered, for comparison with what another one does."""
+    if isinstance(result, ToolResponse):
+        return [result.content(), result.reward]
+    observation = result.observation
+    observation = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+    return [observation, result.reward, result.terminated, result.truncated]
+
+
+def _equip(env: Env, made: Env) -> None:
+    loaded: Iterable[Any] = getattr(env, "loaded_tools", ())
+    if loaded:
+        made.add_tools(tuple(loaded))
+    made.sandboxes, made.guest_mounts = env.sandboxes, env.guest_mounts
+    made.count_tokens = env.count_tokens
+
+
+def _said(argument: Any) -> str:
+    calls = [argument] if not isinstance(argument, dict) else argument.get("tool_calls") or ()
+    return ", ".join(call.name for call in calls) or "a message without calls"
+
+
+def _same(env: Env, where: str, found: Any, recorded: Any) -> None:
+    if found != recorded:
+        raise EnvError(
+            f"{type(env).__qualname__} cannot fork by replay: {where} answered {shown(found)} where the episode had "
+            f"{shown(recorded)}: draw all randomness from the seed of reset, or write fork()"
+        )
