@@ -25,7 +25,6 @@ from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, Lenient, invalid
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
-from turnwise.media_files import MediaFiles
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy

@@ -17,7 +17,6 @@ import orjson
 from turnwise.agents.roles import role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
-from turnwise.media_files import MediaFiles
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
 from turnwise.trajectory_file import TrajectoryFile, placed_trajectories
