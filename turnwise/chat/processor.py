@@ -102,7 +102,9 @@ class _Idefics3(_Family):
         return f"{tiles}\n{whole}{places}{fake}" if rows or columns else f"{whole}{places}{fake}"
 
     def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        return {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+        found = {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+        # vLLM asks for the number of tiles.
+        return {**found, "num_patches": np.asarray(len(found["pixel_values"]), dtype=np.int64)}
 
 
 class _InternVL(_Family):

@@ -49,7 +49,7 @@ def test_placement_and_model_inputs_are_those_of_transformers(family: str) -> No
     processor = load_processor(directory)
     assert processor is not None
     features = [processor.features("image", data) for data in images]
-    for name in features[0]:
+    for name in features[0].keys() - {"num_patches"}:
         stack = np.stack if name == "image_grid_thw" else np.concatenate
         together = stack([each[name] for each in features])
         np.testing.assert_array_equal(together, expected[name].reshape(together.shape))
