@@ -242,6 +242,15 @@ def error_message(raw: bytes) -> str:
     return str(message) if message else raw[:500].decode("utf-8", "replace") or "no message"
 
 
+def error_field(raw: bytes) -> str | None:
+    """Return the path of the field that an error response names, if it names one."""
+    try:
+        found = orjson.loads(raw)["error"]["param"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def decode_json(raw: bytes) -> dict[str, Any]:
     """Parse a request body. Raises BadRequest if it is not a JSON object."""
     try:
@@ -292,7 +301,7 @@ class GenerateRequest:
         stream_interval: Least number of tokens of an event between the first and the last.
         continued: See the module.
         scored: Whether log-probabilities of the prompt are returned.
-        features: ``features`` as given (``media_wire.py``); None without images.
+        features: ``features`` as given (``model/media_wire.py``); None without images.
     """
 
     request_id: str | None
@@ -323,7 +332,7 @@ def encode_request(
         stream: Least number of tokens of an event; 0 for one response.
         continued: See the module.
         model: Name of the model on servers of several.
-        features: Images (``media_wire.encode_features``).
+        features: Images (``model/media_wire.py``).
     """
     events = {"stream_interval": stream} if stream > 1 else {}
     sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0, **events}
