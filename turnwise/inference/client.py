@@ -16,11 +16,11 @@ from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, St
 from turnwise.inference import wire
 from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed, Connections, Response
-from turnwise.inference.media_wire import encode_features
 from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.model.media import MediaProcessor
+from turnwise.model.media_wire import encode_features
 from turnwise.types import (
     Completion,
     FinishReason,

@@ -292,7 +292,7 @@ class GenerateRequest:
         stream_interval: Least number of tokens of an event between the first and the last.
         continued: See the module.
         scored: Whether log-probabilities of the prompt are returned.
-        features: ``features`` as given (``media_wire.py``); None without images.
+        features: ``features`` as given (``model/media_wire.py``); None without images.
     """
 
     request_id: str | None
@@ -323,7 +323,7 @@ def encode_request(
         stream: Least number of tokens of an event; 0 for one response.
         continued: See the module.
         model: Name of the model on servers of several.
-        features: Images (``media_wire.encode_features``).
+        features: Images (``model/media_wire.py``).
     """
     events = {"stream_interval": stream} if stream > 1 else {}
     sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0, **events}

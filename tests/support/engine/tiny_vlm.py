@@ -23,7 +23,7 @@ from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.batching.prompt_images import read_images
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
-from turnwise.inference.media_wire import encode_features
+from turnwise.model.media_wire import encode_features
 from turnwise.trainer.offline.small_vision import make_vision_model
 from turnwise.types import Media, SamplingParams, TokenPrompt
 

@@ -17,8 +17,8 @@ from turnwise.errors import FormatError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.media_wire import encode_features
 from turnwise.inference.wire import BadRequest
+from turnwise.model.media_wire import encode_features
 from turnwise.types import TokenPrompt
 
 

@@ -71,7 +71,7 @@ def test_requests_cross_unchanged(ids, params, stream):
         ),
         (body(token_ids=[-1, 2]), "token_ids", r"token_ids\[0\] is -1"),
         (body(token_ids=[1] * 50), "token_ids", "has 50 ids, but the context length is 50.* shorten"),
-        (body(features={"a": 1}), "features", "takes token ids only"),
+        (body(content_parts=[{"type": "text"}]), "content_parts", "takes token ids and features only"),
         (body(sampling_params=None), "sampling_params", "must be an object, not None"),
         (body(s_temperature=-0.5), "sampling_params.temperature", "at least 0, not -0.5"),
         (body(s_temperature="hot"), "sampling_params.temperature", "not 'hot'"),

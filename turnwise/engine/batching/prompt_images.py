@@ -15,8 +15,8 @@ from turnwise.engine.batching.batch_state import Generation, PromptImage
 from turnwise.engine.batching.scheduler import ModelInput
 from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import FormatError
-from turnwise.inference.media_wire import decode_features
 from turnwise.inference.wire import BadRequest
+from turnwise.model.media_wire import FeaturesError, decode_features
 from turnwise.types import TokenIds
 
 _KEYS = 1 << 16
@@ -31,8 +31,12 @@ def read_images(given: Any, token_ids: TokenIds, vision: VisionTower | None) -> 
         return ()
     if vision is None:
         raise BadRequest("features", "features is given, but this model takes text only: remove the images")
+    try:
+        decoded = decode_features(given, len(token_ids))
+    except FeaturesError as error:
+        raise BadRequest(error.field, str(error)) from error
     images = []
-    for number, image in enumerate(decode_features(given, len(token_ids))):
+    for number, image in enumerate(decoded):
         stretch = token_ids[image.offset : image.offset + image.length]
         places = image.offset + np.flatnonzero(stretch == vision.placeholder)
         try:

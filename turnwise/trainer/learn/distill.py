@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.chat.model_dir import read_model_dir
-from turnwise.errors import ConfigError, InferenceError, RenderError
+from turnwise.errors import ConfigError, InferenceError, RenderError, RequestRefused
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import FrozenPolicies
 from turnwise.model.core import FrozenPolicy
@@ -75,6 +75,11 @@ class Teacher:
                 task.cancel()
 
     async def _one(self, sample: TrainSample) -> Scores:
+        if sample.media:
+            raise RequestRefused(
+                f"a row of trajectory {sample.trajectory_id} holds {sample.media[0].kind}, but a teacher scores text "
+                "only: remove algorithm.distill, or the images"
+            )
         # A server samples at least one token after those that it scores.
         most = min(len(sample.input_ids), self.policy.info.context_length - 1)
         found = np.full(len(sample.input_ids), np.nan, np.float32)

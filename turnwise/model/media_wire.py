@@ -19,8 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.errors import FormatError, RequestRefused
-from turnwise.inference.wire import BadRequest, short
+from turnwise.errors import FormatError, RequestRefused, shown
 from turnwise.model.media import MediaProcessor
 from turnwise.types import Media
 
@@ -31,6 +30,14 @@ _DTYPES: Final = frozenset({"float32", "int64"})
 _DEEPEST: Final = 8
 
 Features = Mapping[str, npt.NDArray[np.generic]]
+
+
+class FeaturesError(FormatError):
+    """``features`` of a request is malformed; ``field`` is the path of the offending field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +88,24 @@ def encode_features(media: Sequence[Media], processor: MediaProcessor | None) ->
 
 
 def decode_features(given: Any, tokens: int) -> list[WireImage]:
-    """Return the images of ``features`` in a request of ``tokens`` ids, in order. Raises BadRequest."""
+    """Return the images of ``features`` in a request of ``tokens`` ids, in order. Raises FeaturesError."""
     if not isinstance(given, dict):
-        raise BadRequest("features", f"features must be an object, not {short(given)}")
+        raise FeaturesError("features", f"features must be an object, not {shown(given)}")
     parts = [given.get(name) for name in ("mm_hashes", "mm_placeholders", "kwargs_data")]
     if not all(isinstance(part, dict) and list(part) == ["image"] for part in parts):
-        raise BadRequest(
+        raise FeaturesError(
             "features", "features must have mm_hashes, mm_placeholders and kwargs_data, each with lists of 'image' only"
         )
     hashes, places, items = (part["image"] for part in parts if isinstance(part, dict))
     if not all(isinstance(each, list) and len(each) == len(hashes) for each in (hashes, places, items)):
-        raise BadRequest("features", "the lists of mm_hashes, mm_placeholders and kwargs_data differ in length")
+        raise FeaturesError("features", "the lists of mm_hashes, mm_placeholders and kwargs_data differ in length")
     images = []
     for number, (digest, place, item) in enumerate(zip(hashes, places, items, strict=True)):
         images.append(_image(number, digest, place, item, tokens))
     images.sort(key=lambda image: image.offset)
     for before, after in itertools.pairwise(images):
         if before.offset + before.length > after.offset:
-            raise BadRequest(
+            raise FeaturesError(
                 "features.mm_placeholders",
                 f"the images at {before.offset} and {after.offset} overlap: their placeholders must be apart",
             )
@@ -107,20 +114,20 @@ def decode_features(given: Any, tokens: int) -> list[WireImage]:
 
 def _image(number: int, digest: Any, place: Any, item: Any, tokens: int) -> WireImage:
     if not isinstance(digest, str) or not digest:
-        raise BadRequest("features.mm_hashes", f"image {number} has the hash {short(digest)}, which is no text")
+        raise FeaturesError("features.mm_hashes", f"image {number} has the hash {shown(digest)}, which is no text")
     offset, length = (place.get(name) for name in ("offset", "length")) if isinstance(place, dict) else (None, None)
     if type(offset) is not int or type(length) is not int or not 0 <= offset < offset + length <= tokens:
-        raise BadRequest(
+        raise FeaturesError(
             "features.mm_placeholders",
-            f"image {number} has the placeholders {short(place)}, which are not within the {tokens} ids of the prompt",
+            f"image {number} has the placeholders {shown(place)}, which are not within the {tokens} ids of the prompt",
         )
     field = "features.kwargs_data"
     if not isinstance(item, str):
-        raise BadRequest(field, f"image {number} has no data: this server keeps none between requests")
+        raise FeaturesError(field, f"image {number} has no data: this server keeps none between requests")
     try:
         return WireImage(digest, offset, length, decode_item(item))
     except FormatError as error:
-        raise BadRequest(field, f"image {number}: {error}") from error
+        raise FeaturesError(field, f"image {number}: {error}") from error
 
 
 def encode_item(features: Features) -> str:
@@ -152,11 +159,11 @@ def decode_item(text: str) -> dict[str, npt.NDArray[np.generic]]:
         for name, entry in value.items():
             dtype, shape, data = entry["data"]
             if dtype not in _DTYPES:
-                raise FormatError(f"{name} has dtype {short(dtype)}; it must be one of {', '.join(sorted(_DTYPES))}")
+                raise FormatError(f"{name} has dtype {shown(dtype)}; it must be one of {', '.join(sorted(_DTYPES))}")
             if not isinstance(data, memoryview) or not all(type(size) is int and size >= 0 for size in shape):
-                raise FormatError(f"{name} has no bytes, or the shape {short(shape)}")
+                raise FormatError(f"{name} has no bytes, or the shape {shown(shape)}")
             if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
-                raise FormatError(f"{name} has {len(data)} bytes, which is not the size of {dtype} {short(shape)}")
+                raise FormatError(f"{name} has {len(data)} bytes, which is not the size of {dtype} {shown(shape)}")
             # A copy: bytes within a message need not be aligned.
             found[str(name)] = np.frombuffer(data.tobytes(), dtype=dtype).reshape(shape)
         return found

@@ -1,0 +1,41 @@
+"""docs/vision.md: the code runs as it stands there, and families and limits are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from support.doc_pages import blocks, section
+from turnwise.chat import processor
+from turnwise.engine.batching import prompt_images
+from turnwise.engine.vision import FAMILIES
+from turnwise.trainer.config.policy import PolicyConfig
+
+MODELS = section("vision.md", "Models that see")
+
+
+def test_the_image_is_placed_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks(MODELS, "python")
+    exec(compile(block, "docs/vision.md", "exec"), {"__name__": "docs_vision"})
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    assert f"It prints `{printed}`" in MODELS
+
+
+def test_families_are_those_that_are_placed_and_loaded() -> None:
+    rows = re.findall(r"^\| [^|]* \| ([^|]*) \|", MODELS, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]\w*)`", row)} - {"model_type"}
+    assert named == set(processor.FAMILIES) == set(FAMILIES)
+
+
+def test_limits_are_those_of_the_code() -> None:
+    assert f"up to {processor.MAX_BYTES >> 20} MiB and {processor.MAX_PIXELS >> 20} megapixels" in MODELS
+    assert f"{processor.CACHE_BYTES >> 20} MiB of them per process" in MODELS
+    kept = prompt_images._EMBEDDED_BYTES >> 20
+    assert f"({kept} MiB, dropped" in section("vision.md", "Serving images")
+
+
+def test_the_configuration_is_one() -> None:
+    (block,) = blocks(section("vision.md", "Training on images"), "yaml")
+    assert PolicyConfig.model_validate(yaml.safe_load(block)["policies"]["main"]).model.freeze_vision
