@@ -1,9 +1,9 @@
 """What one more turn with an image costs, early and late in a conversation, and what the images take on disk.
 
 One conversation of 20 turns, each with a new picture of 448 x 448 pixels (256 placeholders) beside a line of text. The
-model's processor is that of Qwen2.5-VL, the model has no say: it answers from a list. Measured is a ``Session`` from the
-call of ``chat`` until the prompt, ids and images, is handed to the client. Each image is decoded and scaled once, in its
-own turn; the script fails if a processor is asked for more. A second pass hands every earlier message back as a server's
+processor is that of Qwen2.5-VL; the model has no say, it answers from a list. Measured is a ``Session`` from the call
+of ``chat`` until the prompt, ids and images, is handed to the client. Each image is decoded and scaled once, in its own
+turn; the script fails if the processor is asked for more. A second pass hands every earlier message back as a server's
 client would, parsed from JSON, images as base64.
 
 The bytes are all that a run keeps of the conversation: ledger, trajectory and the folder of images.
