@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from turnwise.evaluation import EvalConfig, EvalResult, evaluate
     from turnwise.evaluation.runner import run_eval
     from turnwise.evaluation.tables import RunTables, read_run
+    from turnwise.images import image_part
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.model.core import LLMClient, Renderer
     from turnwise.plugins import load_extensions
@@ -80,6 +81,7 @@ _HOMES = {
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
     "evaluation.runner": ("run_eval",),
     "evaluation.tables": ("RunTables", "read_run"),
+    "images": ("image_part",),
     "inference.scripted": ("ScriptedClient",),
     "model.core": ("LLMClient", "Renderer"),
     "plugins": ("load_extensions",),
@@ -176,6 +178,7 @@ __all__ = [
     "evaluate",
     "from_gymnasium",
     "function_tool",
+    "image_part",
     "iter_tasks",
     "load_config",
     "load_extensions",

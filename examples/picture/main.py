@@ -1,8 +1,8 @@
-"""A model that sees: from nothing, it learns to look at a picture that a tool returns and to name what it shows, on a CPU.
+"""A model that sees: from nothing, it learns to look at a picture that a tool returns and to name what it shows.
 
 The steps are those of every job on a small model (``../small_model/job.py``): demonstrations of a teacher that is
 mostly wrong (``teacher.py``), a small vision-language model made in place, a warm start on them (``sft.yaml``), and
-reinforcement learning (``train.yaml``), evaluated on boards that training never shows.
+reinforcement learning (``train.yaml``), evaluated on boards that training never shows. A CPU is enough.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MOST_FILES_OF_A_FOLDER: Final = 14
 MOST_FILES: Final = 470
 MOST_FILES_OUTSIDE_THE_LIBRARY: Final = 400
 MOST_LINES: Final = 108_000
-LONGEST_CHAIN: Final = 20
+LONGEST_CHAIN: Final = 21
 
 LIBRARY: Final = f"{PACKAGE}/envs/library/"
 """The environments that ship: each may be as small as it is."""
