@@ -331,9 +331,10 @@ def _split(content: bytes) -> Columns:
     columns: Columns = {}
     begins = _LENGTHS.size
     for (name, dtype), length in zip(DTYPES.items(), lengths, strict=True):
-        size = length * np.dtype(dtype).itemsize
+        width = np.dtype(dtype).itemsize
+        size = length * width
         data = np.frombuffer(content, np.uint8, size, begins)
-        columns[name] = data if size == length else np.ascontiguousarray(data.reshape(4, length).T).view(dtype)[:, 0]
+        columns[name] = np.ascontiguousarray(data.reshape(width, length).T).view(dtype).reshape(length)
         begins += size
     return columns
 
