@@ -87,8 +87,12 @@ def trajectories(kind: str, count: int) -> Iterator[Trajectory]:
         group = f"0-val-task-{number // MEMBERS}-e0~sampled"
         name = f"{group}/{number % MEMBERS}.0"
         measured = {f"t{turn}": {"tool_seconds": float(words.draw.random())} for turn in range(shape["turns"])}
+        begun = 1.7e9 + number
+        times = {
+            f"t{turn}": (begun + turn, round(begun + turn + words.draw.random(), 4)) for turn in range(shape["turns"])
+        }
         yield Trajectory(
-            name, name, group, f"task-{number // MEMBERS}", segments=segments, turn_metrics=measured,
+            name, name, group, f"task-{number // MEMBERS}", segments=segments, turn_metrics=measured, turn_times=times,
             rewards=[(f"t{shape['turns'] - 1}", "exact", float(number % 2))], metrics={"seconds": 1.5},
         )  # fmt: skip
 

@@ -182,6 +182,8 @@ class Trajectory:
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
         turn_metrics: Metrics by turn id: calls, and what tools measured.
+        turn_times: When the request of a turn was sent, and when its completion was there, in seconds since 1970, by
+            turn id; without turns that an earlier process of a gateway recorded.
         turn_notes: Texts by turn id ("" for the episode) that tools and scores noted: what a tool reported among its
             metrics that is no number, why a solution counts for nothing.
         states: The environment's state label after each turn, by turn id; the empty key holds the initial state.
@@ -207,6 +209,7 @@ class Trajectory:
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    turn_times: dict[str, tuple[float, float]] = field(default_factory=dict)
     turn_notes: dict[str, dict[str, str]] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     partition: str = "train"
@@ -290,6 +293,8 @@ class Trajectory:
         try:
             segments = [read_segment(item, media) for item in record.pop("segments")]
             record["stop_reason"] = StopReason(record["stop_reason"])
+            times = record.get("turn_times", {})
+            record["turn_times"] = {turn: (begin, end) for turn, (begin, end) in times.items()}
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
             return cls(segments=segments, **record)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

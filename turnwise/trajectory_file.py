@@ -20,6 +20,7 @@ record and may lag behind, or be missing: readers complete it from the records.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -336,9 +337,10 @@ def _split(content: bytes) -> Columns:
     columns: Columns = {}
     begins = _LENGTHS.size
     for (name, dtype), length in zip(DTYPES.items(), lengths, strict=True):
-        size = length * np.dtype(dtype).itemsize
+        width = np.dtype(dtype).itemsize
+        size = length * width
         data = np.frombuffer(content, np.uint8, size, begins)
-        columns[name] = data if size == length else np.ascontiguousarray(data.reshape(4, length).T).view(dtype)[:, 0]
+        columns[name] = np.ascontiguousarray(data.reshape(width, length).T).view(dtype).reshape(length)
         begins += size
     return columns
 
@@ -430,13 +432,12 @@ class TrajectoryFile:
         self.path = path
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._records = _Records(self._file, path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._file)
             index = _Index(self._records)
             index.lines += [_line(place, each) for place, each in self._records.trajectories(index.end)]
             self.entries = TrajectoryEntries(path, index.lines)
-        except BaseException:
-            os.close(self._file)
-            raise
+            undo.pop_all()
 
     def read(self, entry: TrajectoryEntry) -> Trajectory:
         """Return one trajectory, without reading the others. Raises FormatError."""

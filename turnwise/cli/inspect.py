@@ -174,15 +174,18 @@ def replay(
         raise typer.Exit(1)
 
 
+EvaluatedEnv = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ENV",
+        help="Registered environment, pkg.mod:Class or file.py:Class; several (a,b); or a suite.yaml.",
+        show_default=False,
+    ),
+]
+
+
 def evaluate(
-    env: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="ENV",
-            help="Registered environment, pkg.mod:Class or file.py:Class; several (a,b); or a suite.yaml.",
-            show_default=False,
-        ),
-    ] = None,
+    env: EvaluatedEnv = None,
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,

@@ -2,7 +2,7 @@
 
 from turnwise.evaluation.comparison import Comparison, compare
 from turnwise.evaluation.config import EvalConfig, EvalPlan
-from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, pass_all_k, pass_at_k
+from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.evaluation.metrics import EvalResult, Summary, result_table, summarize
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.config import RendererConfig
@@ -19,6 +19,7 @@ __all__ = [
     "clustered_mean",
     "compare",
     "evaluate",
+    "maj_at_k",
     "pass_all_k",
     "pass_at_k",
     "result_table",

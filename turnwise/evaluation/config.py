@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
@@ -92,6 +93,8 @@ class EvalPlan(BaseModel):
         success_reward: Minimum reward of a success.
         role: Multi-agent episodes: score the mean over this role's sessions. By default the sum over all sessions of
             the evaluated policy.
+        answer: Regular expression of an answer in the last message (its first group, or the whole match; the last one
+            counts), for maj@k. None: no maj@k.
         pass_k: Values of k for pass@k; a k above ``samples`` is an error.
     """
 
@@ -104,7 +107,17 @@ class EvalPlan(BaseModel):
     greedy: bool = True
     success_reward: float = 1.0
     role: str | None = None
+    answer: str | None = None
     pass_k: list[PositiveInt] = []
+
+    @field_validator("answer")
+    @classmethod
+    def _is_expression(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression; this one is none: {error}") from error
+        return value
 
     @model_validator(mode="after")
     def _evaluates_something(self) -> Self:

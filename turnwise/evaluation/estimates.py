@@ -1,10 +1,13 @@
-"""Estimators over tasks with several episodes each: clustered means, pass@k, pass^k, best@k."""
+"""Estimators over tasks with several episodes each: clustered means, pass@k, pass^k, best@k, maj@k."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 
@@ -82,3 +85,37 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
         raise ValueError(f"best@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
     ways = math.comb(count, k)
     return math.fsum(math.comb(place, k - 1) / ways * reward for place, reward in enumerate(sorted(rewards)))
+
+
+_SUBSETS = 10_000
+
+
+def maj_at_k(answers: Sequence[str | None], successes: Sequence[bool], k: int) -> float:
+    """Return the chance that the most frequent of k answers is right: the mean over subsets of k of n episodes.
+
+    Wang et al. 2022, "Self-Consistency Improves Chain of Thought Reasoning", section 2. An answer is right as often as
+    its episodes succeeded; where several are equally frequent, each counts by its share. An episode without an answer
+    (None) does not vote, and k without any answer are wrong. All subsets are taken up to 10,000, else so many random
+    ones, seeded. Raises ValueError unless 1 <= k <= n.
+    """
+    count = len(answers)
+    if not 1 <= k <= count:
+        raise ValueError(f"maj@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
+    right: defaultdict[str, list[bool]] = defaultdict(list)
+    for answer, success in zip(answers, successes, strict=True):
+        if answer is not None:
+            right[answer].append(success)
+    rate = {answer: sum(each) / len(each) for answer, each in right.items()}
+    subsets: Iterable[Sequence[int]] = combinations(range(count), k)
+    total = math.comb(count, k)
+    if total > _SUBSETS:
+        draw, total = random.Random(0), _SUBSETS
+        subsets = (draw.sample(range(count), k) for _ in range(total))
+    votes = (Counter(answer for place in places if (answer := answers[place]) is not None) for places in subsets)
+    return math.fsum(_most_frequent(each, rate) for each in votes) / total
+
+
+def _most_frequent(votes: Counter[str], rate: Mapping[str, float]) -> float:
+    most = max(votes.values(), default=0)
+    tied = [answer for answer, number in votes.items() if number == most]
+    return sum(rate[answer] for answer in tied) / len(tied) if tied else 0.0

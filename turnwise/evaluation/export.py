@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections import defaultdict
@@ -17,10 +19,10 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
-from turnwise.trajectory import Trajectory, messages_of
+from turnwise.trajectory import Trajectory, Turn, messages_of
 from turnwise.trajectory_file import read_trajectories
 
-Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
+Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf", "otel"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")
 
 
@@ -78,8 +80,9 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     agent, policy, branch (its place among the trajectory's), reward, rewards by name, stop_reason, error, tools and
     messages, both in OpenAI's form. ``sft`` has messages and tools alone, of trajectories without an error: what
     ``turnwise sft`` and other trainers read. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
-    partition, that ``datasets.load_dataset`` reads. ``csv`` is the table of episodes, ``parquet`` a folder with the
-    four tables of :class:`turnwise.evaluation.tables.RunTables`.
+    partition, that ``datasets.load_dataset`` reads. ``otel`` has a trace of each trajectory a line (:func:`traces`).
+    ``csv`` is the table of episodes, ``parquet`` a folder with the four tables of
+    :class:`turnwise.evaluation.tables.RunTables`.
 
     Args:
         source: A run directory, or a file of trajectories.
@@ -107,6 +110,7 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(read_trajectories(file))), part),
         "sft": lambda: _write_lines(_sft_rows(choice.of(read_trajectories(file))), part),
+        "otel": lambda: _write_lines(traces(choice.of(read_trajectories(file))), part),
         "hf": lambda: _write_dataset(conversations(choice.of(read_trajectories(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
         "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
@@ -142,6 +146,99 @@ def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]
                 "stop_reason": str(trajectory.stop_reason), "error": trajectory.error,
                 "tools": [dict(tool) for tool in path[0].tools or ()], "messages": messages,
             }  # fmt: skip
+
+
+def traces(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
+    """Yield a request of the OpenTelemetry protocol (OTLP/JSON) for each trajectory whose turns have times.
+
+    Its trace is the episode's: a span ``invoke_agent`` for the session, below it one ``chat`` a turn and one
+    ``execute_tool`` a call, which lasts from the turn's completion to the next request. Attributes are those of the
+    semantic conventions for generative AI (1.37), and ``turnwise.*``: ids, rewards, stop reason, weight version. Texts
+    are left out.
+    """
+    for trajectory in trajectories:
+        turns = [turn for turn in trajectory.turns() if turn.turn_id in trajectory.turn_times]
+        if not turns:
+            continue
+        trace = _hex(16, trajectory.episode_id, trajectory.attempt)
+        root = _hex(8, trajectory.id, trajectory.attempt)
+        times = [trajectory.turn_times[turn.turn_id] for turn in turns]
+        spans = [
+            _span(
+                (trace, root, ""), f"invoke_agent {trajectory.agent}", (times[0][0], max(end for _, end in times)),
+                {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": trajectory.agent,
+                 "gen_ai.conversation.id": trajectory.id, "turnwise.task": trajectory.task_id,
+                 "turnwise.group": trajectory.group_id, "turnwise.partition": trajectory.partition,
+                 "turnwise.reward": trajectory.reward, "turnwise.stop_reason": str(trajectory.stop_reason)},
+                trajectory.error,
+            )
+        ]  # fmt: skip
+        for number, turn in enumerate(turns):
+            until = times[number + 1][0] if number + 1 < len(turns) else times[number][1]
+            spans += _turn_spans(trajectory, turn, times[number], until, (trace, root))
+        scope = {"scope": {"name": "turnwise"}, "spans": spans}
+        resource = {"attributes": _attributes({"service.name": "turnwise"})}
+        yield {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
+
+
+def _turn_spans(
+    trajectory: Trajectory, turn: Turn, times: tuple[float, float], until: float, above: tuple[str, str]
+) -> Iterator[dict[str, Any]]:
+    trace, root = above
+    sampled = turn.sampled
+    values: dict[str, Any] = {
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "turnwise",
+        "gen_ai.request.model": trajectory.policy,
+        "gen_ai.conversation.id": trajectory.id, "gen_ai.output.type": "text",
+        "gen_ai.usage.input_tokens": sum(len(trajectory.segments[index].token_ids) for index in turn.path),
+        "gen_ai.usage.output_tokens": len(sampled.token_ids),
+        "gen_ai.response.finish_reasons": [sampled.finish_reason],
+        "turnwise.turn": turn.turn_id,
+        "turnwise.reward": math.fsum(value for each, _, value in trajectory.rewards if each == turn.turn_id),
+    }  # fmt: skip
+    if sampled.weight_versions:
+        values["turnwise.weight_version"] = sampled.weight_versions[-1][0]
+    yield _span((trace, _hex(8, trajectory.id, turn.turn_id), root), f"chat {trajectory.policy}", times, values)
+    calls = [call for message in sampled.messages for call in message.get("tool_calls") or ()]
+    for number, call in enumerate(calls):
+        name = call.get("function", call).get("name")
+        about = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.call.id": call["id"]}
+        place = _hex(8, trajectory.id, turn.turn_id, number)
+        yield _span((trace, place, root), f"execute_tool {name}", (times[1], max(until, times[1])), about)
+
+
+def _span(
+    ids: tuple[str, str, str],
+    name: str,
+    times: tuple[float, float],
+    values: Mapping[str, Any],
+    error: str | None = None,
+) -> dict[str, Any]:
+    trace, own, parent = ids
+    begin, end = (str(round(each * 1e9)) for each in times)
+    found: dict[str, Any] = {
+        "traceId": trace, "spanId": own, "parentSpanId": parent, "name": name, "kind": 3 if name[:4] == "chat" else 1,
+        "startTimeUnixNano": begin, "endTimeUnixNano": end, "attributes": _attributes(values),
+    }  # fmt: skip
+    if error is not None:
+        found["status"] = {"code": 2, "message": error}
+    return found
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _any_value(value)} for key, value in values.items() if value is not None]
+
+
+def _any_value(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [_any_value(each) for each in value if each is not None]}}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
+
+
+def _hex(size: int, *parts: object) -> str:
+    return hashlib.blake2b("/".join(map(str, parts)).encode("utf-8", "replace"), digest_size=size).hexdigest()
 
 
 def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
-from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, pass_all_k, pass_at_k
+from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -43,6 +44,7 @@ class EpisodeRow:
         error: The infrastructure failure that ended it, if any.
         source: Its task's source, if named.
         roles: (Reward, turns) of each session by role, where the episode has several.
+        answer: What its last message answers, where the plan says how an answer is found.
     """
 
     task_id: str
@@ -60,6 +62,7 @@ class EpisodeRow:
     error: str | None = None
     source: str | None = None
     roles: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    answer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -93,6 +96,7 @@ class Summary:
             episodes for.
         pass_all: pass^k by k, the chance that all of k episodes succeed.
         best_at: best@k by k, the expected largest reward of k episodes.
+        maj_at: maj@k by k, the chance that the most frequent of k answers is right.
         turns: Mean model calls per episode.
         tool_calls: Executed calls.
         tool_errors: Error responses by kind.
@@ -121,6 +125,7 @@ class Summary:
     by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
     pass_all: Mapping[int, Estimate] = field(default_factory=dict)
     best_at: Mapping[int, Estimate] = field(default_factory=dict)
+    maj_at: Mapping[int, Estimate] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the metrics (not the rows) as JSON values."""
@@ -131,6 +136,7 @@ class Summary:
                 name: {str(k): estimate.to_json() for k, estimate in getattr(self, name).items()}
                 for name in ("pass_at", "pass_all", "best_at")
             },
+            **({"maj_at": {str(k): each.to_json() for k, each in self.maj_at.items()}} if self.maj_at else {}),
             "turns": self.turns,
             "tool_calls": self.tool_calls,
             "tool_errors": dict(self.tool_errors),
@@ -145,7 +151,11 @@ class Summary:
 
 
 def episode_rows(
-    trajectories: Iterable[Trajectory], *, success_reward: float = 1.0, role: str | None = None
+    trajectories: Iterable[Trajectory],
+    *,
+    success_reward: float = 1.0,
+    role: str | None = None,
+    answer: str | None = None,
 ) -> list[EpisodeRow]:
     """Return one row per episode, which may have several trajectories, in order of appearance.
 
@@ -153,14 +163,15 @@ def episode_rows(
         trajectories: Trajectories of all sessions.
         success_reward: Minimum reward of a success (up to rounding).
         role: Role whose reward counts; by default all sessions of the evaluated policy.
+        answer: Regular expression of an answer in the last message of the main session.
     """
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
-    return [_row(members, success_reward, role) for members in episodes.values()]
+    return [_row(members, success_reward, role, answer) for members in episodes.values()]
 
 
-def _row(members: Sequence[Trajectory], success_reward: float, role: str | None) -> EpisodeRow:
+def _row(members: Sequence[Trajectory], success_reward: float, role: str | None, answer: str | None) -> EpisodeRow:
     main = next((member for member in members if member.agent == "main"), members[0])
     rewards: defaultdict[str, float] = defaultdict(float)
     metrics: defaultdict[str, float] = defaultdict(float)
@@ -194,7 +205,19 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None)
         stop_reason=main.stop_reason,
         error=next((member.error for member in members if member.error is not None), None),
         roles=dict(roles) if len(roles) > 1 else {},
+        answer=None if answer is None else _answer(main, answer),
     )
+
+
+def _answer(trajectory: Trajectory, expression: str) -> str | None:
+    """Return the last match in the last message that the model wrote, or None."""
+    said = next((each for each in reversed(trajectory.segments) if each.sampled and each.messages), None)
+    content = None if said is None else said.messages[-1].get("content")
+    found = None if not isinstance(content, str) else list(re.finditer(expression, content))
+    if not found:
+        return None
+    last = found[-1]
+    return (last[1] if last.re.groups and last[1] is not None else last[0]).strip()
 
 
 def _reward(members: Sequence[Trajectory], role: str | None) -> float:
@@ -210,6 +233,7 @@ def summarize(
     success_reward: float = 1.0,
     pass_k: Sequence[int] = (),
     role: str | None = None,
+    answer: str | None = None,
 ) -> Summary:
     """Return the metrics of finished groups.
 
@@ -218,12 +242,13 @@ def summarize(
         success_reward: Minimum reward of a success.
         pass_k: Values of k for pass@k, pass^k and best@k; those above the episodes of some task are left out.
         role: As in :func:`episode_rows`.
+        answer: As in :func:`episode_rows`; with it, maj@k is estimated for the values of ``pass_k``.
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
     for group in groups:
         failed[group.source] += group.failed
-        for row in episode_rows(group.trajectories, success_reward=success_reward, role=role):
+        for row in episode_rows(group.trajectories, success_reward=success_reward, role=role, answer=answer):
             if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
                 rows.append(replace(row, source=group.source))
             else:
@@ -275,6 +300,7 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
         pass_at={k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in several},
         pass_all={k: clustered_mean([pass_all_k(n, c, k)] for n, c in counts) for k in several},
         best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards) for k in several},
+        maj_at=_maj_at(by_task.values(), several),
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
         tool_errors=dict(errors.most_common()),
@@ -285,6 +311,14 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
         tasks=len(by_task),
         rows=tuple(rows),
     )
+
+
+def _maj_at(tasks: Iterable[Sequence[EpisodeRow]], several: Sequence[int]) -> dict[int, Estimate]:
+    tasks = list(tasks)
+    if all(row.answer is None for rows in tasks for row in rows):
+        return {}
+    voters = [([row.answer for row in rows], [row.success for row in rows]) for rows in tasks]
+    return {k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters) for k in several}
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +393,7 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _table_row(table, "tasks", [str(s.tasks) for s in summaries])
     _table_row(table, "episodes", [str(s.success.episodes) for s in summaries])
     table.add_row(Text("success", style="bold"), *[Text(_shown(s.success), style="bold") for s in summaries])
-    for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at")):
+    for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
         found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
         for k in sorted({k for each in found for k in each}):
             _table_row(table, f"{mark}{k}", [_shown(each[k]) if k in each else "-" for each in found])

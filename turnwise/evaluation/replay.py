@@ -264,7 +264,9 @@ def _first_difference(before: Trajectory, after: Trajectory) -> _Difference | No
 def _of_context(
     segment: Segment, other: Segment | None, turn: int, calls: Mapping[str, str], after: Trajectory
 ) -> _Difference | None:
-    heard = list(other.messages) if other is not None and not other.sampled else []
+    if other is None or other.sampled:
+        return turn, "request", "a request that goes on", _ended(after), None
+    heard = list(other.messages)
     for place, message in enumerate(segment.messages):
         answer = heard[place] if place < len(heard) else None
         if answer == message:
@@ -272,11 +274,11 @@ def _of_context(
         tool = calls.get(str(message.get("tool_call_id"))) if message.get("role") == "tool" else None
         kind: Kind = "observation" if message.get("role") != "tool" else "tool answer"
         # Of long texts the part is shown in which they differ.
-        first, second = _apart(_text(message), _ended(after) if answer is None else _text(answer))
+        first, second = _apart(_text(message), "" if answer is None else _text(answer))
         return turn, kind, first, second, tool
     if len(heard) > len(segment.messages):
         return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
-    if other is not None and not np.array_equal(segment.token_ids, other.token_ids):
+    if not np.array_equal(segment.token_ids, other.token_ids):
         return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
     return None
 

@@ -108,7 +108,7 @@ def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence
             raise ConfigError(
                 f"role is {plan.role!r}, but no episode has that role; roles are {', '.join(sorted(roles))}"
             )
-    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role)
+    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role, answer=plan.answer)
 
 
 _LINE_EVERY_S = 30.0

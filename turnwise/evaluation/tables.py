@@ -135,9 +135,11 @@ class RunTables:
                 rewards[turn_id] += value
             for number, turn in enumerate(trajectory.turns()):
                 measured = trajectory.turn_metrics.get(turn.turn_id, {})
+                begin, end = trajectory.turn_times.get(turn.turn_id, (np.nan, np.nan))
                 yield {
                     **_ids(trajectory), "agent": trajectory.agent, "policy": trajectory.policy,
                     **_turn(trajectory, turn), "number": number, "reward": rewards.get(turn.turn_id, 0.0),
+                    "seconds": end - begin,
                     **{f"metric/{name}": value for name, value in measured.items()},
                 }  # fmt: skip
 
@@ -165,7 +167,7 @@ _EPISODES = (
 )  # fmt: skip
 _TURNS = (
     *_IDS, "agent", "policy", "turn_id", "number", "prompt_tokens", "sampled_tokens", "finish_reason",
-    "weight_version", "logprob", "tool_calls", "reward", "fork", "text",
+    "weight_version", "logprob", "tool_calls", "reward", "seconds", "fork", "text",
 )  # fmt: skip
 _CALLS = (*_IDS, "turn_id", "call_id", "tool", "arguments", "answer")
 _TOKENS = (*_IDS, "segment", "turn_id", "place", "token_id", "sampled", "trained", "logprob", "weight_version")

@@ -223,6 +223,7 @@ class GatewaySession:
             echo=self.session.echo,
             recorded=self.session.recorded_as,
             turn_metrics=self.turn_metrics,
+            turn_times=dict(self.session.turn_times),
             metrics={**self.session.metrics(), **self.sampling_metrics, **self._sampled_at()},
         )
 

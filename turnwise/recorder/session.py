@@ -6,8 +6,9 @@ messages; where that cannot be proven equal to the template, the request forks a
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -72,6 +73,7 @@ class PendingRequest:
     params: SamplingParams
     fork: str | None
     renderer: Renderer
+    began: float = field(default_factory=time.time)
 
     def opened(self) -> PromptPlacement:
         """Return the placement."""
@@ -135,6 +137,7 @@ class Session:
         self.reasoning = reasoning
         self.echo = echo
         self._client = client
+        self.turn_times: dict[str, tuple[float, float]] = {}
         self.renderer = renderer.at(began or datetime.now())
         self._seed = seed
         self._one_temperature = one_temperature
@@ -574,6 +577,7 @@ class Session:
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = snapshot(given)
+        self.turn_times[given["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
         self._history.register_reply(snapshot(given), meant)
         self._failure = None
         return given

@@ -162,6 +162,7 @@ def session_trajectories(
                 rewards=_events(rewards, name),
                 metrics=counted,
                 turn_metrics=turn_metrics(session, name, episode),
+                turn_times=dict(session.turn_times),
                 turn_notes=({} if result else whole) | _of_agent(notes, name),
                 states=_of_agent(episode.states if episode is not None else {}, name),
             )

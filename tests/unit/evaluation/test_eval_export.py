@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,37 @@ def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="are damaged, and intact trajectories follow: restore the file"):
         export_run(run, tmp_path / "out", "jsonl")
     assert set(tmp_path.iterdir()) == before
+
+
+def test_traces_are_spans_of_sessions_turns_and_calls(tmp_path: Path) -> None:
+    times = {"t1": (100.0, 101.5), "t3": (102.0, 103.0), "t4": (103.5, 104.0)}
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
+    for each in (recorded("a0", 0.5, turn_times=times), recorded("b0", 0.0, error="EnvError: x"), recorded("c0", 1.0)):
+        writer.write(replace(each, turn_times=times) if each.error else each)
+    writer.close()
+    # What has no times has no trace.
+    assert export_run(tmp_path / "trajectories.twz", tmp_path / "out.jsonl", "otel") == 2
+    first, failed = rows(tmp_path / "out.jsonl")
+    [resource] = first["resourceSpans"]
+    assert resource["resource"]["attributes"] == [{"key": "service.name", "value": {"stringValue": "turnwise"}}]
+    [scope] = resource["scopeSpans"]
+    spans = scope["spans"]
+    assert [each["name"] for each in spans] == [
+        "invoke_agent main", "chat main", "execute_tool team_of", "chat main", "chat main",
+    ]  # fmt: skip
+    assert [(int(each["startTimeUnixNano"]) / 1e9, int(each["endTimeUnixNano"]) / 1e9) for each in spans] == [
+        (100.0, 104.0), (100.0, 101.5), (101.5, 102.0), (102.0, 103.0), (103.5, 104.0),
+    ]  # fmt: skip
+    assert {each["traceId"] for each in spans} == {spans[0]["traceId"]}
+    assert (len(spans[0]["traceId"]), len(spans[0]["spanId"])) == (32, 16)
+    assert [each["parentSpanId"] for each in spans] == ["", *[spans[0]["spanId"]] * 4]
+    assert len({each["spanId"] for each in spans}) == 5
+    said = {each["key"]: each["value"] for each in spans[3]["attributes"]}
+    assert said["gen_ai.usage.input_tokens"] == {"intValue": "4"}
+    assert said["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
+    whole = {each["key"]: each["value"] for each in spans[0]["attributes"]}
+    assert whole["turnwise.reward"] == {"doubleValue": 0.5}
+    assert failed["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["status"] == {"code": 2, "message": "EnvError: x"}
 
 
 def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from turnwise.evaluation.estimates import best_at_k, clustered_mean, pass_all_k, pass_at_k
+from turnwise.evaluation.estimates import best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.evaluation.metrics import EvalResult, episode_rows, summarize
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
@@ -70,9 +72,54 @@ def test_best_at_k_is_the_mean_of_the_largest_of_all_subsets(rewards: list[float
     assert best_at_k(rewards, k) == pytest.approx(np.mean(largest), abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("answers", "k", "expected"),
+    [
+        # One of three is drawn; both "a" are right.
+        ("aab", 1, 2 / 3),
+        # Pairs aa, ab, ab: right, and twice a tie that counts half.
+        ("aab", 2, 2 / 3),
+        ("aab", 3, 1.0),
+        # Pairs a-, a-, --: no answer does not vote, and two without one are wrong.
+        ("a--", 2, 2 / 3),
+        ("---", 2, 0.0),
+    ],
+)
+def test_maj_at_k_is_the_share_of_subsets_whose_majority_is_right(answers: str, k: int, expected: float) -> None:
+    given = [None if each == "-" else each for each in answers]
+    assert maj_at_k(given, [each == "a" for each in answers], k) == pytest.approx(expected)
+
+
+def test_maj_at_k_agrees_with_the_hypergeometric_distribution() -> None:
+    for n, right, k in ((12, 7, 5), (40, 22, 11)):
+        answers = ["a"] * right + ["b"] * (n - right)
+        exact = stats.hypergeom(n, right, k).sf(k // 2)
+        # Of 40 over 11 subsets 10,000 are drawn: a standard error of .005.
+        found = maj_at_k(answers, [each == "a" for each in answers], k)
+        assert found == pytest.approx(exact, abs=1e-12 if n == 12 else 0.02)
+
+
+def test_an_answer_is_the_last_match_of_the_last_message() -> None:
+    def said(member: int, text: str) -> Trajectory:
+        made = trajectory("t", member, float("4" in text))
+        sampled = replace(made.segments[1], messages=({"role": "assistant", "content": text},))
+        return replace(made, segments=[made.segments[0], sampled])
+
+    members = [said(0, "Is it <3>? No, <4>."), said(1, "< 4>"), said(2, "<5>"), said(3, "I do not know.")]
+    group = TrajectoryGroup("t", "t", members)
+    rows = episode_rows(members, answer="<(.*?)>")
+    assert [row.answer for row in rows] == ["4", "4", "5", None]
+    found = summarize([group], pass_k=(1, 4), answer="<(.*?)>")
+    assert {k: each.mean for k, each in found.maj_at.items()} == {1: pytest.approx(0.5), 4: 1.0}
+    assert set(found.to_json()["maj_at"]) == {"1", "4"}
+    assert "maj_at" not in summarize([group], pass_k=(1,)).to_json()
+
+
 @pytest.mark.parametrize(("n", "k"), [(2, 3), (2, 0), (0, 1)])
 def test_more_episodes_than_there_are_have_no_estimate(n: int, k: int) -> None:
-    for estimate in (lambda: pass_all_k(n, 0, k), lambda: best_at_k([0.0] * n, k)):
+    for estimate in (
+        lambda: pass_all_k(n, 0, k), lambda: best_at_k([0.0] * n, k), lambda: maj_at_k([None] * n, [False] * n, k),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{k} needs at least .* episodes per task; there are {n}"):
             estimate()
 
