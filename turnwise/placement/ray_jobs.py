@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,9 @@ from turnwise.errors import ConfigError, MissingExtraError, PlacementError
 
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _POLL = 1.0
+_NO_AGENT = "No available agent"
+_AGENT_S = 60.0
+"""How long a cluster that has just started may take until one of its nodes takes jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,13 @@ class RayJob:
             raise MissingExtraError("ray", "ray", "turnwise submit") from error
         try:
             client = JobSubmissionClient(spec.address)
-            job_id = client.submit_job(
-                entrypoint=shlex.join(spec.command),
-                submission_id=spec.name,
-                runtime_env={**spec.runtime_env, "working_dir": str(spec.folder)},
-            )
+            job_id = _submitted(client, spec)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--address {spec.address} took no job: {error}; give the URL of the cluster's dashboard, as ray start "
                 "--head prints it (http://HOST:8265)"
             ) from error
-        return cls(client, str(job_id))
+        return cls(client, job_id)
 
     async def follow(self, write: Callable[[str], object]) -> None:
         """Pass on the job's output until it ends.
@@ -90,3 +90,21 @@ class RayJob:
         if str(status) != "SUCCEEDED":
             info = await asyncio.to_thread(self._client.get_job_info, self.id)
             raise PlacementError(f"job {self.id} {str(status).lower()}: {info.message}")
+
+
+def _submitted(client: Any, spec: JobSpec) -> str:
+    """Return the id of a submitted job, waiting for the first agent of a cluster that has just started."""
+    until = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            return str(
+                client.submit_job(
+                    entrypoint=shlex.join(spec.command),
+                    submission_id=spec.name,
+                    runtime_env={**spec.runtime_env, "working_dir": str(spec.folder)},
+                )
+            )
+        except RuntimeError as error:
+            if _NO_AGENT not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(_POLL)

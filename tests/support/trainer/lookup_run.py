@@ -231,7 +231,15 @@ def wait_until(
 
 def gone(processes: list[psutil.Process]) -> bool:
     """Return whether none of the processes runs (one that nobody waited for has ended too)."""
-    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+    return not any(map(_lives, processes))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        # It ended between the two questions.
+        return False
 
 
 def scramble() -> None:
