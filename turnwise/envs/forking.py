@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from turnwise.errors import EnvError, SandboxError, shown
 from turnwise.sandboxes.core import Sandbox
@@ -20,9 +20,6 @@ from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message
-
-if TYPE_CHECKING:
-    from turnwise.envs.core import Env
 
 SHARED: Final = frozenset(
     {"executor", "count_tokens", "sandboxes", "guest_mounts", "secrets", "loaded_tools", "_own_manager", "_maker"}
@@ -50,7 +47,7 @@ class Script:
     steps: list[tuple[str, Any, Any]] = field(default_factory=list)
 
 
-def refusal(env: Env) -> str | None:
+def refusal(env: Any) -> str | None:
     """Return why an environment cannot fork now, or None."""
     if env.forks is None:
         return "its class says that it cannot (forks = None)"
@@ -92,7 +89,7 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
             vars(made)[name] = value if name in kept else _copy(env, name, value, memo)
         made.conversation = list(env.conversation)
         await carry(made, memo)
-    except BaseException:
+    except BaseException:  # also a cancellation: what was forked is closed
         for manager, sandbox in sandboxes:
             await manager.release(sandbox)
         raise
@@ -141,7 +138,7 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
         return made
     try:
         return copy.deepcopy(value, memo)
-    except Exception as error:
+    except Exception as error:  # an environment's objects: what copying one raises is named
         raise EnvError(
             f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(value)}, which cannot be "
             f"copied ({type(error).__name__}: {error}): name it in `fork_shares` if episodes may share it, write "
@@ -149,7 +146,7 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
         ) from error
 
 
-async def replayed(env: Env, invoke: Callable[..., Any]) -> Env:
+async def replayed(env: Any, invoke: Callable[..., Any]) -> Any:
     """Return a new environment that was led to the state of ``env`` by the same actions.
 
     Args:
@@ -173,7 +170,7 @@ async def replayed(env: Env, invoke: Callable[..., Any]) -> Env:
         for number, (method, argument, answer) in enumerate(script.steps, 1):
             found = await invoke(made, method, argument, executor=env.executor)
             _same(env, f"{method} {number} ({_said(argument)})", answered(found), answer)
-    except BaseException:
+    except BaseException:  # also a cancellation: what was made is closed
         await invoke(made, "close")
         raise
     return made
@@ -188,7 +185,7 @@ def answered(result: Any) -> Any:
     return [observation, result.reward, result.terminated, result.truncated]
 
 
-def _equip(env: Env, made: Env) -> None:
+def _equip(env: Any, made: Any) -> None:
     loaded: Iterable[Any] = getattr(env, "loaded_tools", ())
     if loaded:
         made.add_tools(tuple(loaded))
@@ -201,7 +198,7 @@ def _said(argument: Any) -> str:
     return ", ".join(call.name for call in calls) or "a message without calls"
 
 
-def _same(env: Env, where: str, found: Any, recorded: Any) -> None:
+def _same(env: Any, where: str, found: Any, recorded: Any) -> None:
     if found != recorded:
         raise EnvError(
             f"{type(env).__qualname__} cannot fork by replay: {where} answered {shown(found)} where the episode had "

@@ -151,14 +151,11 @@ class Wrapper(Env):
         """Return the wrapper, with a copy of its own attributes, around a fork of the wrapped environment."""
         inner = await invoke(self.env, "fork")
         try:
-            made: Env = await copied(self, self.fork_shares, self.carry, {id(self.env): inner})
-        except BaseException:
+            made: Env = await copied(self, self.fork_shares, _carry_nothing, {id(self.env): inner})
+        except BaseException:  # also a cancellation: what was forked is closed
             await invoke(inner, "close")
             raise
         return made
-
-    async def carry(self, made: Any, memo: Memo) -> None:
-        """Do nothing: tools are the wrapped environment's."""
 
     async def close(self) -> None:
         """Close the wrapped environment."""
@@ -178,6 +175,10 @@ class Wrapper(Env):
     def add_tools(self, tools: Sequence[Tool]) -> None:
         """Add tools to the wrapped environment."""
         self.env.add_tools(tools)
+
+
+async def _carry_nothing(made: Any, memo: Memo) -> None:
+    """Carry nothing to the fork of a wrapper: tools are the wrapped environment's."""
 
 
 class _ToolFace(ToolEnv):
