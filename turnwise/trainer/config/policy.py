@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,9 +12,11 @@ from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.plugins import load_object
-from turnwise.rollout.config import RolloutConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.types import StopReason
+
+if TYPE_CHECKING:
+    from turnwise.rollout.config import RolloutConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
