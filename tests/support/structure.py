@@ -32,7 +32,7 @@ MOST_FILES_OF_A_FOLDER: Final = 14
 MOST_FILES: Final = 500
 MOST_FILES_OUTSIDE_THE_LIBRARY: Final = 428
 MOST_LINES: Final = 118_000
-LONGEST_CHAIN: Final = 21
+LONGEST_CHAIN: Final = 25
 
 LIBRARY: Final = f"{PACKAGE}/envs/library/"
 """The environments that ship: each may be as small as it is."""
