@@ -87,7 +87,11 @@ def train(
 
     frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
     trained = [checked.of_policy(name) for name in checked.policies]
-    here = [each.inference for each in (*trained, *frozen)] if checked.placement == "local" else []
+    here = (
+        [*(each.inference for each in trained), *(each.inference for each in frozen)]
+        if checked.placement == "local"
+        else []
+    )
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 

@@ -265,7 +265,8 @@ class Env(Sandboxed):
                 was answered otherwise.
         """
         if self.forks == "replay":
-            return await replayed(self, invoke)
+            again: Env = await replayed(self, invoke)
+            return again
         made: Self = await copied(self, self.fork_shares, self.carry)
         return made
 

@@ -24,7 +24,7 @@ from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.engines import model_settings
-from turnwise.model.core import FrozenPolicy, LLMClient, ModelInfo, Renderer
+from turnwise.model.core import ServedPolicy, LLMClient, ModelInfo, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
@@ -178,11 +178,11 @@ async def replay(
         return report
     client = RecordedClient(each for members in chosen for each in members)
     info = ModelInfo("recorded", context_length)
-    policies = {name: FrozenPolicy(client, each, info) for name, each in (frozen or {}).items()}
+    policies = {name: ServedPolicy(client, each, info) for name, each in (frozen or {}).items()}
     room = asyncio.Semaphore(config.concurrency)
     with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
         runner = EpisodeRunner(
-            config, client, renderer, context_length=context_length, executor=executor, frozen=policies
+            config, client, renderer, context_length=context_length, executor=executor, policies=policies
         )
 
         async def one(members: list[Trajectory]) -> Divergence | None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.progress import Task as ProgressTask
 from rich.text import Text
 
-from turnwise.agents.roles import TRAINED, role_of
+from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
@@ -271,7 +271,7 @@ class Spending:
 
     def add(self, trajectory: Trajectory) -> None:
         """Count a trajectory; end the evaluation once the budget is spent."""
-        if trajectory.policy == TRAINED:
+        if not trajectory.frozen:
             self.prompt_tokens += prompt_tokens(trajectory)
             self.sampled_tokens += trajectory.sampled_tokens
         used = {"tokens": self.sampled_tokens, "money": self.figures.get("cost", 0.0)}

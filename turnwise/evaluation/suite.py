@@ -25,6 +25,10 @@ SUITE_FILE = "suite.json"
 _UNNAMED = "model"
 
 
+def _one_model() -> dict[str, dict[str, Any]]:
+    return {_UNNAMED: {}}
+
+
 class SuiteConfig(BaseModel):
     """Configuration of a suite; each evaluation is made with each model.
 
@@ -39,7 +43,7 @@ class SuiteConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     evaluations: dict[str, ConfigValues] = Field(min_length=1)
-    models: dict[str, ConfigValues] = Field(default_factory=lambda: {_UNNAMED: {}}, min_length=1)
+    models: dict[str, ConfigValues] = Field(default_factory=_one_model, min_length=1)
     defaults: ConfigValues = Field(default_factory=dict)
     budget: EvalBudget = EvalBudget()
     out: ConfigPath
