@@ -24,7 +24,7 @@ from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.engines import model_settings
-from turnwise.model.core import ServedPolicy, LLMClient, ModelInfo, Renderer
+from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
