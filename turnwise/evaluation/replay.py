@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from turnwise.agents.roles import MAIN
 from turnwise.errors import ConfigError, FormatError, SessionError
 from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
@@ -144,7 +145,8 @@ async def replay(
     config: RolloutConfig,
     renderer: Renderer,
     *,
-    frozen: Mapping[str, Renderer] | None = None,
+    policy: str = MAIN,
+    others: Mapping[str, Renderer] | None = None,
     context_length: int = _UNLIMITED,
 ) -> ReplayReport:
     """Play recorded episodes again, and return the first difference of each.
@@ -157,7 +159,8 @@ async def replay(
         tasks: Its tasks by id.
         config: Its environment, agent and limits.
         renderer: Its chat format.
-        frozen: Renderers of its frozen policies, by name.
+        policy: The policy that ``renderer`` is of.
+        others: Renderers of its further policies, trained and frozen, by name.
         context_length: Of the recorded model, where ``config`` has no smaller one.
 
     Raises:
@@ -178,11 +181,11 @@ async def replay(
         return report
     client = RecordedClient(each for members in chosen for each in members)
     info = ModelInfo("recorded", context_length)
-    policies = {name: ServedPolicy(client, each, info) for name, each in (frozen or {}).items()}
+    policies = {name: ServedPolicy(client, each, info) for name, each in (others or {}).items()}
     room = asyncio.Semaphore(config.concurrency)
     with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
         runner = EpisodeRunner(
-            config, client, renderer, context_length=context_length, executor=executor, policies=policies
+            config, client, renderer, context_length=context_length, executor=executor, policy=policy, policies=policies
         )
 
         async def one(members: list[Trajectory]) -> Divergence | None:
@@ -354,10 +357,13 @@ def replay_run(source: Path, *, number: int | None = None, task: str | None = No
         raise ConfigError(f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed")
     rollout = load_section(RolloutConfig, said, "rollout", file)
     settings = load_section(RendererConfig, said, "renderer", file)
-    policies = said.get("policies") or {"main": {"model": {"path": said.get("model")}}}
-    model = Path(policies["main"]["model"]["path"])
-    renderer = settings.load(model)
-    frozen = load_renderers(rollout.frozen, model, settings)
+    trained = said.get("policies") or {MAIN: {"model": {"path": said.get("model")}}}
+    policy, model = next((name, Path(each["model"]["path"])) for name, each in trained.items())
+    others = load_renderers(rollout.frozen, model, settings)
+    for name, each in trained.items():
+        own = load_section(RendererConfig, each, "renderer", file) if each.get("renderer") else settings
+        others[name] = own.load(Path(each["model"]["path"]))
+    renderer = others.pop(policy)
     with TrajectoryFile(path) as trajectories:
         wanted = [entry for entry in trajectories.entries if task in (None, entry.task_id)]
         episodes = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
@@ -376,7 +382,9 @@ def replay_run(source: Path, *, number: int | None = None, task: str | None = No
             tasks |= {one.id: one for one in loaded.tasks}
         longest = model_settings(model).get("max_position_embeddings") or _UNLIMITED
         context = (said.get("inference") or {}).get("max_context") or longest
-        return await replay(recorded, tasks, rollout, renderer, frozen=frozen, context_length=int(context))
+        return await replay(
+            recorded, tasks, rollout, renderer, policy=policy, others=others, context_length=int(context)
+        )
 
     return asyncio.run(run())
 
