@@ -102,7 +102,9 @@ class _Idefics3(_Family):
         return f"{tiles}\n{whole}{places}{fake}" if rows or columns else f"{whole}{places}{fake}"
 
     def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        return {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+        found = {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+        # vLLM asks for the number of tiles.
+        return {**found, "num_patches": np.asarray(len(found["pixel_values"]), dtype=np.int64)}
 
 
 class _InternVL(_Family):
@@ -263,10 +265,12 @@ def _unknown(data: bytes) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _load(path: Path) -> ImageProcessor | None:
+def _load(path: Path, written: tuple[int, ...]) -> ImageProcessor | None:
+    """Load a processor; ``written`` are the times of its files, so that another model in the same place is another."""
+    del written
     config = _read(path / "config.json")
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or not any((path / name).is_file() for name in ("preprocessor_config.json", _PROCESSOR)):
+    if family is None or not any((path / name).is_file() for name in (_PREPROCESSOR, _PROCESSOR)):
         return None
     try:
         import PIL  # noqa: F401
@@ -291,16 +295,19 @@ def load_processor(model_dir: str | Path) -> MediaProcessor | None:
         RenderError: Its processor cannot be loaded.
         MissingExtraError: It takes images, and Pillow or transformers is not installed.
     """
-    return _load(Path(model_dir).resolve())
+    path = Path(model_dir).resolve()
+    files = [path / name for name in ("config.json", "tokenizer.json", _PROCESSOR, _PREPROCESSOR)]
+    return _load(path, tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files))
 
 
 _PROCESSOR: Final = "processor_config.json"
+_PREPROCESSOR: Final = "preprocessor_config.json"
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise RenderError(f"{file} cannot be read: {error}") from error

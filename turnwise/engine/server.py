@@ -25,7 +25,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
-from turnwise.engine.batching.prompt_images import read_images
+from turnwise.engine.batching.prompt_images import KeptFeatures, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
@@ -93,6 +93,7 @@ class App:
         self._name = name
         self._stop_strings = stop_strings
         self._guides = guides
+        self._kept = KeptFeatures()
         self._started = int(time.time())
         self._received = 0
         self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
@@ -180,7 +181,7 @@ class App:
         request = decode_request(
             raw, vocabulary=engine.model.vocabulary, max_context=engine.max_context, stop_strings=self._stop_strings
         )
-        return request, read_images(request.features, request.token_ids, engine.model.vision)
+        return request, read_images(request.features, request.token_ids, engine.model.vision, self._kept)
 
     async def _hold(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
@@ -240,7 +241,7 @@ class App:
             "owned_by": "turnwise",
             "max_model_len": self._engine.max_context,
             "guides": self._guides is not None,
-            "media": [] if self._engine.model.vision is None else ["image"],
+            "keeps_media": self._engine.model.vision is not None,
         }
         return {"object": "list", "data": [card]}
 

@@ -20,11 +20,12 @@ from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.model.media import MediaProcessor
-from turnwise.model.media_wire import encode_features
+from turnwise.model.media_wire import MediaEncoder
 from turnwise.types import (
     Completion,
     FinishReason,
     Logprobs,
+    Media,
     SamplingParams,
     TokenDelta,
     TokenIds,
@@ -43,7 +44,7 @@ class _Progress:
 
     params: SamplingParams
     prompt: TokenIds
-    features: dict[str, Any] | None = None
+    media: tuple[Media, ...] = ()
     token_ids: list[TokenIds] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -52,14 +53,12 @@ class _Progress:
     part_spans: tuple[VersionSpan, ...] | None = None
     empty_aborts: int = 0
 
-    def body(self, *, stream: int, model: str | None) -> bytes:
+    def body(self, *, stream: int, model: str | None, features: dict[str, Any] | None = None) -> bytes:
         params = self.params
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
         token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
-        return encode_request(
-            token_ids, params, stream=stream, continued=self.sampled, model=model, features=self.features
-        )
+        return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model, features=features)
 
     def add(self, token_ids: TokenIds, logprobs: Logprobs, spans: tuple[VersionSpan, ...] | None) -> None:
         self.token_ids.append(token_ids)
@@ -98,6 +97,15 @@ class _Progress:
             finish_reason=finish_reason,
             weight_versions=tuple(self.spans),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A request's body, with the hashes of its images; ``partial``: some are named and not sent."""
+
+    data: bytes
+    hashes: frozenset[str] = frozenset()
+    partial: bool = False
 
 
 class HTTPClient(LLMClient):
@@ -142,7 +150,9 @@ class HTTPClient(LLMClient):
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._routing = routing or RoutingConfig()
-        self._processor = processor
+        self._media = MediaEncoder(processor)
+        # Hashes of the images that each server keeps; None for a server that keeps none.
+        self._kept: dict[str, set[str] | None] = {}
         self.router = Router(len(urls), self._routing)
         self._connections = Connections(self._headers)
         self._health = HealthChecks(self.router, self._healthy, self._abandon)
@@ -169,7 +179,7 @@ class HTTPClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion; see :meth:`LLMClient.generate`."""
-        progress = await self._start(prompt, params)
+        progress = _start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         interval = self._report_interval(params)
         async with self._deadline(progress, request):
@@ -178,8 +188,7 @@ class HTTPClient(LLMClient):
                     if delta.finish_reason is not None:
                         return progress.completion(delta.finish_reason)
             while True:
-                body = progress.body(stream=0, model=self._model)
-                raw, number, url = await self._post(body, request, guided=params.guide is not None)
+                raw, number, url = await self._post(progress, request, guided=params.guide is not None)
                 choice = wire.decode_response(_parse(raw, url), url)
                 progress.add(choice.token_ids, choice.logprobs, choice.spans)
                 ended = self._end_part(progress, choice.finish_reason, number, url)
@@ -193,7 +202,7 @@ class HTTPClient(LLMClient):
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
-        progress = await self._start(prompt, params)
+        progress = _start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         begun = asyncio.get_running_loop().time()
         async with aclosing(self._deltas(progress, request, interval=1, shown=True)) as deltas:
@@ -241,14 +250,6 @@ class HTTPClient(LLMClient):
                 return
             _check_free(progress, url)
             await _wait_after_abort(progress, url, progress.sampled - before)
-
-    async def _start(self, prompt: TokenPrompt, params: SamplingParams) -> _Progress:
-        _check_params(params)
-        features = None
-        if prompt.media:
-            # Images that no renderer of this process has placed are decoded here.
-            features = await asyncio.to_thread(encode_features, prompt.media, self._processor)
-        return _Progress(params, prompt.token_ids, features)
 
     def _report_interval(self, params: SamplingParams) -> int:
         """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
@@ -337,16 +338,52 @@ class HTTPClient(LLMClient):
         finally:
             self.router.release(assignment)
 
-    async def _post(self, data: bytes, request: RoutedRequest, *, guided: bool = False) -> tuple[bytes, int, str]:
+    async def _body(self, sent: _Progress | bytes, url: str, stream: int = 0, *, whole: bool = False) -> _Body:
+        """Return the body for a server; images that it keeps are named and, unless ``whole``, not sent again."""
+        if isinstance(sent, bytes):
+            return _Body(sent)
+        if not sent.media:
+            return _Body(sent.body(stream=stream, model=self._model))
+        if url not in self._kept:
+            cards = _parse(await self._get(url, "/v1/models"), url).get("data") or [{}]
+            self._kept[url] = set() if cards[0].get("keeps_media") else None
+        known = frozenset() if whole else frozenset(self._kept.get(url) or ())
+        # Images that no renderer of this process has placed are decoded here.
+        features = await asyncio.to_thread(self._media.encode, sent.media, known) or {}
+        hashes = frozenset(digest for each in features["mm_hashes"].values() for digest in each)
+        data = sent.body(stream=stream, model=self._model, features=features)
+        return _Body(data, hashes, partial=bool(hashes & known))
+
+    def _lacks_media(self, url: str, body: _Body, status: int, raw: bytes) -> bool:
+        """Return whether a server lacks images that a body only named; all are then sent to it again."""
+        if not (body.partial and status == 400 and wire.error_field(raw) == "features.mm_hashes"):
+            return False
+        self._kept[url] = set()
+        return True
+
+    def _keeps(self, url: str, body: _Body) -> None:
+        """Note the images that a server has accepted."""
+        kept = self._kept.get(url)
+        if kept is not None:
+            kept |= body.hashes
+
+    async def _post(
+        self, sent: _Progress | bytes, request: RoutedRequest, *, guided: bool = False
+    ) -> tuple[bytes, int, str]:
         """Send a request with retries; return the body, and the server's number and URL."""
         failures = 0
+        whole = False
         while True:
             try:
                 async with self._server(request) as (number, url):
                     headers = _session_header(request.session_id)
-                    status, raw = await self._connections.ask("POST", url + wire.GENERATE, data, headers)
+                    body = await self._body(sent, url, whole=whole)
+                    status, raw = await self._connections.ask("POST", url + wire.GENERATE, body.data, headers)
+                    if whole := self._lacks_media(url, body, status, raw):
+                        continue
                     if status != 200:
                         raise _refusal(status, raw, url, guided=guided)
+                    self._keeps(url, body)
                     return raw, number, url
             except ConnectionFailed as error:
                 failures += 1
@@ -356,13 +393,20 @@ class HTTPClient(LLMClient):
     async def _open_stream(
         self, url: str, progress: _Progress, session_id: str, interval: int
     ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
-        data = progress.body(stream=interval, model=self._model)
-        async with self._connections.open("POST", url + wire.GENERATE, data, _session_header(session_id)) as answer:
-            if answer.status != 200:
-                guided = progress.params.guide is not None
-                raise _refusal(answer.status, await answer.read(), url, guided=guided)
-            yield _events(answer, url)
-            await answer.settle()
+        whole = False
+        while True:
+            body = await self._body(progress, url, interval, whole=whole)
+            headers = _session_header(session_id)
+            async with self._connections.open("POST", url + wire.GENERATE, body.data, headers) as answer:
+                if answer.status == 200:
+                    self._keeps(url, body)
+                    yield _events(answer, url)
+                    await answer.settle()
+                    return
+                raw = await answer.read()
+            whole = self._lacks_media(url, body, answer.status, raw)
+            if not whole:
+                raise _refusal(answer.status, raw, url, guided=progress.params.guide is not None)
 
     @asynccontextmanager
     async def _deadline(
@@ -417,11 +461,12 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _check_params(params: SamplingParams) -> None:
+def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
+    return _Progress(params, prompt.token_ids, prompt.media)
 
 
 def _check_free(progress: _Progress, url: str) -> None:

@@ -242,6 +242,15 @@ def error_message(raw: bytes) -> str:
     return str(message) if message else raw[:500].decode("utf-8", "replace") or "no message"
 
 
+def error_field(raw: bytes) -> str | None:
+    """Return the path of the field that an error response names, if it names one."""
+    try:
+        found = orjson.loads(raw)["error"]["param"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def decode_json(raw: bytes) -> dict[str, Any]:
     """Parse a request body. Raises BadRequest if it is not a JSON object."""
     try:

@@ -3,16 +3,20 @@
 It has three lists with one entry per image: ``mm_hashes``, ``mm_placeholders`` (``offset`` and ``length``) and
 ``kwargs_data``. An entry of ``kwargs_data`` is MessagePack in Base64: a map from the name of a model input to
 ``{"data": [dtype, shape, bytes], "field": [how, {...}]}``, where ``how`` says how vLLM joins the inputs of several
-images: ``flat`` along the first axis, or ``batched`` along a new one. The bytes are an extension of type 3.
+images: ``flat`` along the first axis, or ``batched`` along a new one. The bytes are an extension of type 3. An entry is
+null where the server keeps the inputs of an image with this hash from an earlier request.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,10 +28,12 @@ from turnwise.model.media import MediaProcessor
 from turnwise.types import Media
 
 _RAW: Final = 3
-_BATCHED: Final = frozenset({"image_grid_thw"})
+_BATCHED: Final = frozenset({"image_grid_thw", "num_patches"})
 """Inputs with one entry per image; the others have rows of patches or tiles."""
 _DTYPES: Final = frozenset({"float32", "int64"})
 _DEEPEST: Final = 8
+_DIGESTS: Final = 1 << 16
+"""Most images whose hashes an encoder remembers."""
 
 Features = Mapping[str, npt.NDArray[np.generic]]
 
@@ -45,7 +51,7 @@ class WireImage:
     """An image of a request.
 
     Attributes:
-        digest: Hash of its content, as the client computed it.
+        digest: Hash of its inputs, as the client computed it (:func:`features_digest`).
         offset: Position of its first placeholder.
         length: Number of ids from the first to the last placeholder.
         features: Model inputs by name.
@@ -57,38 +63,90 @@ class WireImage:
     features: Features
 
 
-def encode_features(media: Sequence[Media], processor: MediaProcessor | None) -> dict[str, Any] | None:
-    """Return ``features`` of a request; None without media.
+def features_digest(features: Features) -> str:
+    """Return the SHA-256 of model inputs in hexadecimal: names, types, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, array in sorted(features.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+class MediaEncoder:
+    """Writes images for the wire, and keeps what it wrote for further turns. Threads may share it."""
+
+    def __init__(self, processor: MediaProcessor | None, *, room: int = 256 << 20) -> None:
+        """Create an encoder that keeps up to ``room`` bytes of text."""
+        self._processor = processor
+        self._room = room
+        self._used = 0
+        self._lock = threading.Lock()
+        self._digests: OrderedDict[str, str] = OrderedDict()
+        self._items: OrderedDict[str, str] = OrderedDict()
+
+    def encode(self, media: Sequence[Media], known: Container[str] = ()) -> dict[str, Any] | None:
+        """Return ``features`` of a request; None without media.
+
+        Args:
+            media: Media of the prompt.
+            known: Hashes of images whose inputs the server keeps: they are left out.
+
+        Raises:
+            RequestRefused: The client has no processor of the model.
+            RenderError: An item cannot be processed.
+        """
+        if not media:
+            return None
+        processor = self._processor
+        if processor is None:
+            raise RequestRefused(
+                f"the prompt holds {len(media)} media, but the model of this client takes text only: remove them, or "
+                "name a model directory with a processor of images"
+            )
+        hashes: dict[str, list[str]] = {}
+        places: dict[str, list[dict[str, int]]] = {}
+        items: dict[str, list[str | None]] = {}
+        for each in sorted(media, key=lambda item: item.position):
+            digest, item = self._item(each, processor, known)
+            hashes.setdefault(each.kind, []).append(digest)
+            places.setdefault(each.kind, []).append({"offset": each.position, "length": each.length})
+            items.setdefault(each.kind, []).append(item)
+        return {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": items}
+
+    def _item(self, media: Media, processor: MediaProcessor, known: Container[str]) -> tuple[str, str | None]:
+        """Return the hash of an item's inputs, and the inputs as text if they are not known."""
+        with self._lock:
+            digest = self._digests.get(media.digest)
+            if digest is not None and digest in known:
+                return digest, None
+            text = None if digest is None else self._items.get(digest)
+            if digest is None or text is None:
+                features = processor.features(media.kind, media.data)
+                digest, text = features_digest(features), encode_item(features)
+                self._digests[media.digest] = digest
+                self._items[digest] = text
+                self._used += len(text)
+            self._items.move_to_end(digest)
+            while self._used > self._room and len(self._items) > 1:
+                self._used -= len(self._items.popitem(last=False)[1])
+            while len(self._digests) > _DIGESTS:
+                self._digests.popitem(last=False)
+        return digest, None if digest in known else text
+
+
+def decode_features(
+    given: Any, tokens: int, kept: Callable[[str], Features | None] = lambda _: None
+) -> list[WireImage]:
+    """Return the images of ``features`` in a request, in order.
+
+    Args:
+        given: The field.
+        tokens: Number of ids of the prompt.
+        kept: Returns the inputs of an image by its hash, where they were kept.
 
     Raises:
-        RequestRefused: The client has no processor of the model.
-        RenderError: An item cannot be processed.
+        FeaturesError: It is malformed; its field is ``features.mm_hashes`` where an image without data is not kept.
     """
-    if not media:
-        return None
-    if processor is None:
-        raise RequestRefused(
-            f"the prompt holds {len(media)} media, but the model of this client takes text only: remove them, or name "
-            "a model directory with a processor of images"
-        )
-    ordered = sorted(media, key=lambda item: item.position)
-    kinds = list(dict.fromkeys(item.kind for item in ordered))
-    of_kind = {kind: [item for item in ordered if item.kind == kind] for kind in kinds}
-    return {
-        "mm_hashes": {kind: [item.digest for item in items] for kind, items in of_kind.items()},
-        "mm_placeholders": {
-            kind: [{"offset": item.position, "length": item.length} for item in items]
-            for kind, items in of_kind.items()
-        },
-        "kwargs_data": {
-            kind: [encode_item(processor.features(kind, item.data)) for item in items]
-            for kind, items in of_kind.items()
-        },
-    }
-
-
-def decode_features(given: Any, tokens: int) -> list[WireImage]:
-    """Return the images of ``features`` in a request of ``tokens`` ids, in order. Raises FeaturesError."""
     if not isinstance(given, dict):
         raise FeaturesError("features", f"features must be an object, not {shown(given)}")
     parts = [given.get(name) for name in ("mm_hashes", "mm_placeholders", "kwargs_data")]
@@ -101,7 +159,7 @@ def decode_features(given: Any, tokens: int) -> list[WireImage]:
         raise FeaturesError("features", "the lists of mm_hashes, mm_placeholders and kwargs_data differ in length")
     images = []
     for number, (digest, place, item) in enumerate(zip(hashes, places, items, strict=True)):
-        images.append(_image(number, digest, place, item, tokens))
+        images.append(_image(number, digest, place, item, tokens, kept))
     images.sort(key=lambda image: image.offset)
     for before, after in itertools.pairwise(images):
         if before.offset + before.length > after.offset:
@@ -112,7 +170,9 @@ def decode_features(given: Any, tokens: int) -> list[WireImage]:
     return images
 
 
-def _image(number: int, digest: Any, place: Any, item: Any, tokens: int) -> WireImage:
+def _image(
+    number: int, digest: Any, place: Any, item: Any, tokens: int, kept: Callable[[str], Features | None]
+) -> WireImage:
     if not isinstance(digest, str) or not digest:
         raise FeaturesError("features.mm_hashes", f"image {number} has the hash {shown(digest)}, which is no text")
     offset, length = (place.get(name) for name in ("offset", "length")) if isinstance(place, dict) else (None, None)
@@ -122,8 +182,12 @@ def _image(number: int, digest: Any, place: Any, item: Any, tokens: int) -> Wire
             f"image {number} has the placeholders {shown(place)}, which are not within the {tokens} ids of the prompt",
         )
     field = "features.kwargs_data"
+    if item is None:
+        if (features := kept(digest)) is None:
+            raise FeaturesError("features.mm_hashes", f"image {number} is not kept here: send its kwargs_data")
+        return WireImage(digest, offset, length, features)
     if not isinstance(item, str):
-        raise FeaturesError(field, f"image {number} has no data: this server keeps none between requests")
+        raise FeaturesError(field, f"image {number} has the data {shown(item)}, which is no text")
     try:
         return WireImage(digest, offset, length, decode_item(item))
     except FormatError as error:
@@ -136,7 +200,7 @@ def encode_item(features: Features) -> str:
     _write(
         {
             name: {
-                "data": [str(array.dtype), list(array.shape), np.ascontiguousarray(array)],
+                "data": [str(array.dtype), list(array.shape), array],
                 "field": ["batched", {"keep_on_cpu": True}]
                 if name in _BATCHED
                 else ["flat", {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}],
@@ -221,6 +285,7 @@ def _read(raw: memoryview, at: int, depth: int) -> tuple[Any, int]:
     if code in _EXTENSIONS or 0xD4 <= code <= 0xD8:
         size, at = _size(raw, at, _EXTENSIONS[code]) if code in _EXTENSIONS else (1 << (code - 0xD4), at)
         return _span(raw, at + 1, size)
+    kind: type
     if code <= 0x9F:
         kind, count = (dict, code & 0x0F) if code <= 0x8F else (list, code & 0x0F)
     elif code <= 0xBF:

@@ -23,7 +23,7 @@ from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.batching.prompt_images import read_images
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
-from turnwise.model.media_wire import encode_features
+from turnwise.model.media_wire import MediaEncoder
 from turnwise.trainer.offline.small_vision import make_vision_model
 from turnwise.types import Media, SamplingParams, TokenPrompt
 
@@ -125,7 +125,7 @@ class Reference:
         arguments: dict[str, torch.Tensor] = {}
         if given.media:
             features = [processor.features("image", each.data) for each in given.media]
-            for name in features[0]:
+            for name in features[0].keys() - {"num_patches"}:
                 join = np.stack if name == "image_grid_thw" else np.concatenate
                 arguments[name] = torch.from_numpy(join([each[name] for each in features]))
             if "pixel_attention_mask" in arguments:
@@ -161,7 +161,7 @@ class Runner:
 
     def submit(self, name: str, given: TokenPrompt, params: SamplingParams = PARAMS, **settings: Any) -> None:
         """Queue a request; images go through their form on the wire."""
-        features = encode_features(given.media, load_processor(self.directory))
+        features = MediaEncoder(load_processor(self.directory)).encode(given.media)
         images = read_images(features, given.token_ids, self.model.vision)
         self.engine.submit(Generation(id=name, prompt=given.token_ids, params=params, images=images, **settings))
 

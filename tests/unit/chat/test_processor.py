@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_placement_and_model_inputs_are_those_of_transformers(family: str) -> No
     processor = load_processor(directory)
     assert processor is not None
     features = [processor.features("image", data) for data in images]
-    for name in features[0]:
+    for name in features[0].keys() - {"num_patches"}:
         stack = np.stack if name == "image_grid_thw" else np.concatenate
         together = stack([each[name] for each in features])
         np.testing.assert_array_equal(together, expected[name].reshape(together.shape))
@@ -158,6 +159,19 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 def test_a_model_of_text_has_no_processor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert load_processor(tmp_path) is None
+
+
+def test_another_model_in_the_same_place_has_its_own_processor(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    assert load_processor(directory) is None
+    made = []
+    for family in ("smolvlm", "qwen2_5_vl"):
+        shutil.copytree(vision_model(family), directory)
+        made.append(load_processor(directory))
+        shutil.rmtree(directory)
+    assert [each and each.describe()["family"] for each in made] == ["smolvlm", "qwen2_5_vl"]
+    (tmp_path / "file.gguf").write_bytes(b"")
+    assert load_processor(tmp_path / "file.gguf") is None
 
 
 def test_a_vision_model_without_its_settings_takes_text_only(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ def test_families_are_those_that_are_placed_and_loaded() -> None:
 def test_limits_are_those_of_the_code() -> None:
     assert f"up to {processor.MAX_BYTES >> 20} MiB and {processor.MAX_PIXELS >> 20} megapixels" in MODELS
     assert f"{processor.CACHE_BYTES >> 20} MiB of them per process" in MODELS
-    kept = prompt_images._EMBEDDED_BYTES >> 20
-    assert f"({kept} MiB, dropped" in section("vision.md", "Serving images")
+    serving = section("vision.md", "Serving images")
+    assert f"({prompt_images._EMBEDDED_BYTES >> 20} MiB, dropped" in serving
+    assert f"by their hash ({prompt_images._KEPT_BYTES >> 30} GiB)" in serving
 
 
 def test_the_configuration_is_one() -> None:

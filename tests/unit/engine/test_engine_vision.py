@@ -11,14 +11,14 @@ from transformers import AutoModelForImageTextToText
 
 from support.engine.tiny_vlm import FAMILIES, PARAMS, SETS, Runner, image, prompt, reference, vision_model
 from turnwise.chat.processor import load_processor
-from turnwise.engine.batching.prompt_images import read_images
+from turnwise.engine.batching.prompt_images import KeptFeatures, read_images
 from turnwise.engine.vision import VisionTower
 from turnwise.errors import FormatError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.wire import BadRequest
-from turnwise.model.media_wire import encode_features
+from turnwise.model.media_wire import MediaEncoder
 from turnwise.types import TokenPrompt
 
 
@@ -113,7 +113,7 @@ def test_prompts_with_images_are_scored() -> None:
         (lambda f: f["mm_placeholders"]["image"][0].update(length=500), "not within the"),
         (lambda f: f["mm_hashes"].update(image=[]), "differ in length"),
         (lambda f: f.update(mm_hashes={"video": ["a"]}), "lists of 'image' only"),
-        (lambda f: f["kwargs_data"].update(image=[None]), "keeps none between requests"),
+        (lambda f: f["kwargs_data"].update(image=[None]), "is not kept here: send its kwargs_data"),
         (lambda f: f["kwargs_data"].update(image=["gA=="]), "are not those of qwen2_5_vl"),
         (lambda f: f["kwargs_data"].update(image=["%%%"]), "is not the MessagePack of model inputs"),
     ],
@@ -121,7 +121,7 @@ def test_prompts_with_images_are_scored() -> None:
 def test_features_that_do_not_fit_are_refused_before_a_step(change: Any, message: str) -> None:
     directory = vision_model()
     given = prompt(directory, SETS[1])
-    features = encode_features(given.media, load_processor(directory))
+    features = MediaEncoder(load_processor(directory)).encode(given.media)
     change(features)
     model = AutoModelForImageTextToText.from_pretrained(directory)
     with pytest.raises(BadRequest, match=message):
@@ -155,6 +155,9 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
     blind = HTTPClient([server.url])
     try:
         model = reference(directory)
+        unseen = MediaEncoder(load_processor(directory)).encode(prompt(directory, SETS[2]).media)
+        assert unseen is not None
+        never_sent = unseen["mm_hashes"]["image"]
         for given in (prompt(directory, SETS[3]), TokenPrompt(np.array([50, 51, 52], dtype=np.int32))):
             completion = await client.generate(given, PARAMS, session_id="s")
             want = model.logprobs(given, completion.token_ids)
@@ -162,9 +165,53 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
             deltas = [delta async for delta in client.stream(given, PARAMS, session_id="t")]
             streamed = np.concatenate([delta.token_ids for delta in deltas])
             np.testing.assert_array_equal(streamed, completion.token_ids)
+        # A server that has started again keeps nothing: its images are sent again.
+        client._kept[server.url] = set(never_sent)
+        again = await client.generate(prompt(directory, SETS[2]), PARAMS, session_id="u")
+        assert len(again.token_ids) == PARAMS.max_tokens
         with pytest.raises(RequestRefused, match="the model of this client takes text only"):
             await blind.generate(prompt(directory, SETS[0]), PARAMS, session_id="s")
     finally:
         await client.close()
         await blind.close()
         await server.close()
+
+
+def test_images_are_sent_once_while_the_server_keeps_them() -> None:
+    directory = vision_model()
+    tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
+    encoder, kept = MediaEncoder(load_processor(directory)), KeptFeatures()
+    given = prompt(directory, SETS[3])
+    first = encoder.encode(given.media)
+    assert first is not None
+    whole = read_images(first, given.token_ids, tower, kept)
+    hashes = first["mm_hashes"]["image"]
+    named = encoder.encode(given.media, set(hashes))
+    assert named is not None
+    assert named["kwargs_data"]["image"] == [None] * 3
+    for one, other in zip(read_images(named, given.token_ids, tower, kept), whole, strict=True):
+        assert one.digest == other.digest
+        np.testing.assert_array_equal(one.features["pixel_values"], other.features["pixel_values"])
+    with pytest.raises(BadRequest, match="image 0 is not kept here") as refused:
+        read_images(named, given.token_ids, tower, KeptFeatures())
+    assert refused.value.field == "features.mm_hashes"
+
+
+def test_a_hash_that_is_not_of_the_inputs_is_not_kept() -> None:
+    directory = vision_model()
+    tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
+    kept, given = KeptFeatures(), prompt(directory, SETS[0])
+    features = MediaEncoder(load_processor(directory)).encode(given.media)
+    assert features is not None
+    features["mm_hashes"]["image"] = ["another"]
+    (image_,) = read_images(features, given.token_ids, tower, kept)
+    assert kept.get("another") is None
+    assert image_.digest != "another"
+
+
+def test_what_is_kept_is_bounded() -> None:
+    arrays = [{"pixel_values": np.zeros(100, np.float32)} for _ in range(3)]
+    kept = KeptFeatures(room=900)
+    for number, features in enumerate(arrays):
+        kept.keep(str(number), features)
+    assert [kept.get(str(number)) is not None for number in range(3)] == [False, True, True]

@@ -11,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import FormatError, RequestRefused
-from turnwise.model.media_wire import FeaturesError, decode_features, decode_item, encode_features, encode_item
+from turnwise.model.media_wire import (
+    FeaturesError,
+    MediaEncoder,
+    decode_features,
+    decode_item,
+    encode_item,
+    features_digest,
+)
 from turnwise.types import Media
 
 INPUTS = {
     "pixel_values": np.arange(24, dtype=np.float32).reshape(4, 6) / 7,
     "image_grid_thw": np.array([1, 2, 2], dtype=np.int64),
+    "num_patches": np.asarray(3, dtype=np.int64),
 }
 
 
@@ -26,7 +34,7 @@ class Fixed:
     kinds = frozenset({"image"})
 
     def features(self, kind: str, data: bytes) -> dict[str, np.ndarray]:
-        return {name: array + len(data) for name, array in INPUTS.items()}
+        return {name: np.asarray(array + len(data), dtype=array.dtype) for name, array in INPUTS.items()}
 
 
 def test_model_inputs_come_back_bit_for_bit() -> None:
@@ -49,18 +57,19 @@ def test_the_shorter_forms_of_messagepack_are_read() -> None:
 
 def test_images_are_in_order_of_their_places() -> None:
     media = [Media("image", b"ab", 9, 2), Media("image", b"a", 2, 4)]
-    features = encode_features(media, Fixed())
+    features = MediaEncoder(Fixed()).encode(media)
     assert features is not None
-    assert features["mm_hashes"]["image"] == [media[1].digest, media[0].digest]
+    processed = [Fixed().features("image", each.data) for each in (media[1], media[0])]
+    assert features["mm_hashes"]["image"] == [features_digest(each) for each in processed]
     images = decode_features(features, 20)
     assert [(image.offset, image.length) for image in images] == [(2, 4), (9, 2)]
     np.testing.assert_array_equal(images[0].features["pixel_values"], INPUTS["pixel_values"] + 1)
-    assert encode_features((), None) is None
+    assert MediaEncoder(None).encode(()) is None
 
 
 def test_a_client_without_a_processor_sends_no_images() -> None:
     with pytest.raises(RequestRefused, match="the prompt holds 1 media, but the model of this client takes text only"):
-        encode_features([Media("image", b"", 0, 1)], None)
+        MediaEncoder(None).encode([Media("image", b"", 0, 1)])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,7 @@ def test_malformed_features_are_refused_by_field(features: object, message: str)
 def test_images_that_overlap_are_refused() -> None:
     media = [Media("image", b"a", 2, 4), Media("image", b"b", 5, 4)]
     with pytest.raises(FeaturesError, match="the images at 2 and 5 overlap"):
-        decode_features(encode_features(media, Fixed()), 20)
+        decode_features(MediaEncoder(Fixed()).encode(media), 20)
 
 
 @pytest.mark.parametrize(

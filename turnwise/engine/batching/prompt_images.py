@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,23 +16,59 @@ from turnwise.engine.batching.scheduler import ModelInput
 from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import FormatError
 from turnwise.inference.wire import BadRequest
-from turnwise.model.media_wire import FeaturesError, decode_features
+from turnwise.model.media_wire import FeaturesError, decode_features, features_digest
 from turnwise.types import TokenIds
 
 _KEYS = 1 << 16
 """Most images whose keys are remembered; prompts of an older one share no prefix."""
+_KEPT_BYTES = 1 << 30
+"""Most bytes of model inputs that a server keeps between requests."""
 _EMBEDDED_BYTES = 256 << 20
 """Most bytes of embeddings that are kept, so that a prompt in several steps is encoded once."""
 
 
-def read_images(given: Any, token_ids: TokenIds, vision: VisionTower | None) -> tuple[PromptImage, ...]:
-    """Return the images of a request's ``features``, checked against the model and the ids. Raises BadRequest."""
+class KeptFeatures:
+    """Model inputs of images by their hashes, so that a conversation sends each once. Threads may share it."""
+
+    def __init__(self, room: int = _KEPT_BYTES) -> None:
+        """Create a store of up to ``room`` bytes."""
+        self._room = room
+        self._used = 0
+        self._lock = threading.Lock()
+        self._features: OrderedDict[str, Features] = OrderedDict()
+
+    def get(self, digest: str) -> Features | None:
+        """Return the inputs with this hash; None where they are not kept."""
+        with self._lock:
+            if digest in self._features:
+                self._features.move_to_end(digest)
+            return self._features.get(digest)
+
+    def keep(self, digest: str, features: Features) -> None:
+        """Keep inputs, which must have this hash."""
+        with self._lock:
+            if digest not in self._features:
+                self._features[digest] = features
+                self._used += sum(array.nbytes for array in features.values())
+            while self._used > self._room and len(self._features) > 1:
+                _, oldest = self._features.popitem(last=False)
+                self._used -= sum(array.nbytes for array in oldest.values())
+
+
+def read_images(
+    given: Any, token_ids: TokenIds, vision: VisionTower | None, kept: KeptFeatures | None = None
+) -> tuple[PromptImage, ...]:
+    """Return the images of a request's ``features``, checked against the model and the ids.
+
+    Those that fit are kept in ``kept``. Raises BadRequest.
+    """
+    kept = kept or KeptFeatures(0)
     if given is None:
         return ()
     if vision is None:
         raise BadRequest("features", "features is given, but this model takes text only: remove the images")
     try:
-        decoded = decode_features(given, len(token_ids))
+        decoded = decode_features(given, len(token_ids), kept.get)
     except FeaturesError as error:
         raise BadRequest(error.field, str(error)) from error
     images = []
@@ -49,17 +85,12 @@ def read_images(given: Any, token_ids: TokenIds, vision: VisionTower | None) -> 
                 f"image {number} has {rows} embeddings, but {len(places)} of its {image.length} ids from "
                 f"{image.offset} are placeholders ({vision.placeholder}): place it with the model's own processor",
             )
-        images.append(PromptImage(_digest(image.features), places, image.features))
+        # Of what is computed from, whatever hash a client sent.
+        digest = features_digest(image.features)
+        if digest == image.digest:
+            kept.keep(digest, image.features)
+        images.append(PromptImage(digest, places, image.features))
     return tuple(images)
-
-
-def _digest(features: Features) -> str:
-    """Return the hash of what is computed from, whatever hash a client sent."""
-    found = hashlib.sha256()
-    for name, array in sorted(features.items()):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
 
 
 class PromptImages:
