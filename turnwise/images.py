@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,9 @@ def image_bytes(value: Any, where: str = "the image") -> bytes:
         return data
     if isinstance(value, str):
         return _of_uri(value, where)
-    if callable(getattr(value, "save", None)) and hasattr(value, "mode"):
-        # A Pillow image; of any other object these would be missing.
+    # Who has a Pillow image has imported Pillow; nothing else here needs it.
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
         with io.BytesIO() as file:
             value.save(file, format="PNG")
             return file.getvalue()

@@ -457,6 +457,8 @@ def _blocks(content: Content) -> list[types.ContentBlock]:
 def _block(part: dict[str, Any]) -> types.ContentBlock:
     kind = part.get("type", "text")
     value = part.get(kind)
+    if kind == "image_url":
+        kind, value = "image", part["image_url"]["url"]
     if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
         mime_type, _, data = value.removeprefix("data:").partition(";base64,")
         if kind == "image":

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import sys
 import threading
@@ -20,7 +19,9 @@ from mcp.server import Server
 from mcp.server.stdio import stdio_server
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
-PICTURE = base64.b64encode(b"not really a picture").decode()
+PICTURE = (  # One red dot.
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
 TREE = {
     "type": "object",
     "properties": {

@@ -17,6 +17,7 @@ import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
+from support.pictures import URI
 from turnwise.envs import Env, StepResult, ToolEnv, invoke, make
 from turnwise.envs.library.lookup import LookupEnv, table
 from turnwise.envs.mcp_server import EnvServer, ServedEpisode
@@ -107,11 +108,11 @@ class TestOneClient:
         class Camera(ToolEnv):
             @function_tool(media=["image"])
             def shoot(self) -> ToolResponse:
-                return ToolResponse("click", image=["data:image/png;base64,QUJD"])
+                return ToolResponse("click", image=[URI])
 
         async with Client(EnvServer(Camera, "camera", tasks=[Task("t", "go")]).server()) as client:
             image, text = (await client.call_tool("shoot", {})).content
-            assert (image.mime_type, image.data, text.text) == ("image/png", "QUJD", "click")
+            assert (image.mime_type, image.data, text.text) == ("image/png", URI.partition(",")[2], "click")
 
     async def test_an_environment_that_fails_ends_unscored(self, tmp_path) -> None:
         class Broken(ToolEnv):

@@ -20,7 +20,7 @@ from turnwise.agents.roles import MAIN
 from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches
-from turnwise.trajectory import Segment, TrainSample, Trajectory
+from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
 
@@ -235,8 +235,8 @@ def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> 
 
 
 def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
-    before = [each.token_ids for each in trajectory.path(segment.parent)]
-    token_ids = np.concatenate([*before, segment.token_ids])
+    path = trajectory.path(segment.parent)
+    token_ids = np.concatenate([*(each.token_ids for each in path), segment.token_ids])
     start = len(token_ids) - len(segment.token_ids)
     mask = np.zeros(len(token_ids), np.bool_)
     mask[start + span[1] : start + span[2]] = True
@@ -244,7 +244,8 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
     logprobs[start:] = segment.logprobs
     versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int32)
-    sample = TrainSample(token_ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, segment.index)
+    names = trajectory.id, trajectory.group_id, segment.index
+    sample = TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path))
     return _Turn(trajectory.id, segment.index, sample, temperature)
 
 
