@@ -17,10 +17,12 @@ from turnwise.errors import ConfigError
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches, read_trajectories
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
-from turnwise.trainer.run.train import export_model, run_train
+from turnwise.trainer.run.run import open_run
+from turnwise.trainer.run.train import export_model, run_train, train
 from turnwise.trajectory import Trajectory
 
 MODES: dict[str, dict[str, Any]] = {
@@ -119,18 +121,24 @@ def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), weights(run, 2, "solver"))
 
 
-def test_a_resumed_run_of_two_policies_goes_on_bit_by_bit(lookup_model: Path, tmp_path: Path) -> None:
-    whole, parts = (
-        two_policies(lookup_model, tmp_path / "whole"),
-        two_policies(lookup_model, tmp_path / "parts", steps=1),
-    )
-    run_train(whole, console=silent())
-    run_train(parts, console=silent())
-    run_train(parts.model_copy(update={"steps": 2}), console=silent())
-    for name in ROLES.values():
-        assert equal(weights(tmp_path / "whole" / "run", 2, name), weights(tmp_path / "parts" / "run", 2, name))
-    check_attribution(tmp_path / "parts" / "run")
-    assert audit_files(tmp_path / "parts" / "run").sound
+async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    config, run_dir = two_policies(lookup_model, tmp_path, steps=1), tmp_path / "run"
+    await train(config, console=silent())
+    async with open_run(config.model_copy(update={"steps": 2}), run_dir, silent()) as run:
+        for name, policy in run.policies.items():
+            saved = run_dir / "checkpoints" / "step_000001" / "policies" / name
+            assert equal(dict(policy.learner.export_weights()), weights(run_dir, 1, name))
+            policy.learner.save(tmp_path / name)
+            kept, again = (torch.load(each / "optimizer.pt", weights_only=True) for each in (saved, tmp_path / name))
+            assert kept["steps"] == again["steps"] == 1
+            assert str(kept["optimizer"]) == str(again["optimizer"])
+            assert (await policy.fleet.client.model_info()).weight_version == 1
+        await train_as_configured(run)
+    check_attribution(run_dir)
+    assert {row.step for row in read_batches(run_dir / "batches.jsonl").rows} == {1, 2}
+    assert audit_files(run_dir).sound
 
 
 def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(lookup_model: Path, tmp_path: Path) -> None:
