@@ -81,17 +81,18 @@ def train(
     if dry:
         _dry_run(checked, fresh, _plan_config(cluster, aims) if cluster is not None or aims else None)
         return
+    _run(checked, fresh, resume_step)
+
+
+def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
     with without_collections():
         from turnwise.inference.builtin import forked_servers
         from turnwise.trainer.run.train import run_train
 
-    frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-    trained = [checked.of_policy(name) for name in checked.policies]
-    here = (
-        [*(each.inference for each in trained), *(each.inference for each in frozen)]
-        if checked.placement == "local"
-        else []
-    )
+    here = []
+    if checked.placement == "local":
+        frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
+        here = [*(checked.of_policy(name).inference for name in checked.policies), *(each.inference for each in frozen)]
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 

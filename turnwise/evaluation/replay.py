@@ -168,15 +168,7 @@ async def replay(
         TurnwiseError: Sandboxes that the environment takes are not to be had.
     """
     report = ReplayReport()
-    episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-    for each in trajectories:
-        episodes[each.episode_id, each.attempt].append(each)
-    chosen: list[list[Trajectory]] = []
-    for members in episodes.values():
-        if (why := _unplayable(members, tasks)) is not None:
-            report.left_out[why] += 1
-        else:
-            chosen.append(members)
+    chosen = _playable(trajectories, tasks, report)
     if not chosen:
         return report
     client = RecordedClient(each for members in chosen for each in members)
@@ -200,6 +192,22 @@ async def replay(
     report.episodes = len(chosen)
     report.divergences = [each for each in found if each is not None]
     return report
+
+
+def _playable(
+    trajectories: Iterable[Trajectory], tasks: Mapping[str, Task], report: ReplayReport
+) -> list[list[Trajectory]]:
+    """Return the sessions of each episode that can be played again; the report counts the others."""
+    episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+    for each in trajectories:
+        episodes[each.episode_id, each.attempt].append(each)
+    chosen: list[list[Trajectory]] = []
+    for members in episodes.values():
+        if (why := _unplayable(members, tasks)) is not None:
+            report.left_out[why] += 1
+        else:
+            chosen.append(members)
+    return chosen
 
 
 def _unplayable(members: Sequence[Trajectory], tasks: Mapping[str, Task]) -> str | None:
