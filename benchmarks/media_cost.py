@@ -34,9 +34,9 @@ from turnwise.images import image_part
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trainer.offline.small_vision import make_vision_model
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 from turnwise.types import Completion, SamplingParams, TokenPrompt
 
 TURNS = 20
@@ -114,7 +114,7 @@ async def converse(renderer: TemplateRenderer, files: list[bytes], folder: Path,
     if session.metrics()["forks"]:
         raise SystemExit("the conversation forked: turns were not extended")
     book.close()
-    writer = TrajectoryWriter(folder / "trajectories.jsonl")
+    writer = TrajectoryWriter(folder / TRAJECTORIES)
     writer.write(Trajectory("conversation", "e", "g", "t", segments=session.segments()))
     writer.close()
     passed.disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -40,6 +40,7 @@ CASES = {
     ],
     "gymnasium_tools": [(EnvSpec("gymnasium_tools", {"env_id": "FrozenLake-v1"}), None)],
     "nim": [(EnvSpec("nim"), None), (EnvSpec("nim", {"opponent": "perfect"}), None)],
+    "picture": [(EnvSpec("picture"), None)],
     "retail": [(EnvSpec("retail"), None)],
     "search": [(EnvSpec("search"), None)],
     "sql": [(EnvSpec("sql"), None)],

@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_takes_the_groups_and_the_tasks_that_it_took_before(m
 def test_a_journal_that_lacks_a_line_or_has_a_spoilt_one_contradicts_the_run(mixed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    for file in (mixed / "run").glob("*.jsonl"):
+    for file in (*(mixed / "run").glob("*.jsonl"), mixed / "run" / "trajectories.twz"):
         (run / file.name).symlink_to(file)
     journal = run / "journal.jsonl"
     whole = (mixed / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.trainer.lookup_run import lines, silent, training
 from turnwise.errors import ConfigError
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.audit import audit_run
@@ -24,6 +24,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import export_model, run_train, train
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -81,7 +82,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def check_attribution(run: Path) -> dict[str, Trajectory]:
     """Check that each trajectory was sampled by its role's policy, and trained by that alone."""
-    found = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    found = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
     assert {(each.agent, each.policy) for each in found.values() if each.error is None} == set(ROLES.items())
     rows = read_batches(run / "batches.jsonl").rows
     assert {row.policy for row in rows} == set(ROLES.values())
@@ -146,7 +147,7 @@ def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(look
     run_train(config, console=silent())
     run_train(config.model_copy(update={"steps": 4}), console=silent())
     run = tmp_path / "run"
-    played = [each for each in read_trajectories(run / "trajectories.jsonl") if each.policy == "rivals"]
+    played = [each for each in read_trajectories(run / "trajectories.twz") if each.policy == "rivals"]
     assert all(each.frozen and each.agent == "critic" for each in played)
     assert {row.policy for row in read_batches(run / "batches.jsonl").rows} == {"main"}
     # All episodes of a group meet one version, of the two that the league has at that step.

@@ -164,7 +164,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
         assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
         assert equal(optimizer_file(mine), optimizer_file(theirs))
         assert equal(critic_files(mine), critic_files(theirs))
-        for name in ("epoch", "position", "weight_version", "rng", "kl_coef"):
+        for name in ("epoch", "position", "weight_version", "rng", "kl_coefs"):
             assert state_file(mine)[name] == state_file(theirs)[name]
 
     # What the killed process recorded stays, and none of it is sampled again; ids do not collide; the lost step does

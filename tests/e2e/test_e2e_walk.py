@@ -62,8 +62,8 @@ def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
     files = {str(file.relative_to(walk)) for file in walk.iterdir()}
     assert files == {
-        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.twz", "journal.jsonl",
-        "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
+        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.twz", "trajectories.index",
+        "journal.jsonl", "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
     assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "memory_gb", "ended_by", "spent"}
@@ -168,7 +168,8 @@ def test_the_audit_proves_the_run_and_recomputes_its_logprobs(walk: Path, capsys
     assert report.counts["weight versions recomputed"] == 4
     assert report.counts["turns recomputed"] == 4 * 16
     assert report.counts["turns equal to a call"] == report.counts["model calls in the ledger"]
-    assert report.counts["trajectories trained"] == 3 * GROUPS * MEMBERS
+    dead = sum(int(record["batch/dead_groups"]) for record in steps_of(walk))
+    assert report.counts["trajectories trained"] == (3 * GROUPS - dead) * MEMBERS
     assert report.figures["largest difference of a logprob"] < 1e-4
     assert cli("audit", walk, "--no-recompute") == 0
     assert "no contradictions" in capsys.readouterr().out

@@ -132,18 +132,18 @@ def test_files_are_counted_by_folder_and_in_all() -> None:
 
     assert broken("folders are not too full", tree(15, "a")) == ["turnwise/a/: 15 Python files, at most 14"]
     assert broken("folders are not too full", tree(14, "a")) == []
-    assert broken("files are not too many", tree(400, "a")) == []
-    assert broken("files are not too many", tree(470, "envs/library")) == []
-    assert broken("files are not too many", tree(401, "a")) == [
-        "outside turnwise/envs/library/: 401 files, at most 400"
+    assert broken("files are not too many", tree(428, "a")) == []
+    assert broken("files are not too many", tree(500, "envs/library")) == []
+    assert broken("files are not too many", tree(429, "a")) == [
+        "outside turnwise/envs/library/: 429 files, at most 428"
     ]
-    assert broken("files are not too many", tree(471, "envs/library")) == ["turnwise/: 471 files, at most 470"]
+    assert broken("files are not too many", tree(501, "envs/library")) == ["turnwise/: 501 files, at most 500"]
 
 
 def test_lines_are_counted() -> None:
-    assert broken("lines are not too many", files(a="\n" * 54_000, b="\n" * 54_000)) == []
-    over = files(a="\n" * 54_000, b="\n" * 54_001)
-    assert broken("lines are not too many", over) == ["turnwise/: 108001 lines, at most 108000"]
+    assert broken("lines are not too many", files(a="\n" * 59_000, b="\n" * 59_000)) == []
+    over = files(a="\n" * 59_000, b="\n" * 59_001)
+    assert broken("lines are not too many", over) == ["turnwise/: 118001 lines, at most 118000"]
 
 
 def test_cycles_are_found() -> None:
@@ -239,6 +239,8 @@ def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree)
 # Attributes by name: only of objects that are not ours. What is written here is all of it.
 FOREIGN_ATTRIBUTES = {
     "max_position_embeddings",  # a field that not every transformers config has
+    "deepstack_features",  # a part of what some of transformers' vision towers return
+    "__closure__",  # what functions have, and other callables do not
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     "lm_head",  # which not every model of vLLM has

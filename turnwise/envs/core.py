@@ -275,7 +275,7 @@ class Env(Sandboxed):
 
         Args:
             made: The fork, with its attributes.
-            memo: Copies by the id of the original, for :func:`copy.deepcopy`.
+            memo: Copies by the id of the original, for ``copy.deepcopy``.
         """
 
     def close(self) -> MaybeAwaitable[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ SHARED: Final = frozenset(
 """Attributes of the base classes that a fork has in common with its original: none of them changes in an episode."""
 
 Memo = dict[int, Any]
-"""Copies by the id of their original, as :func:`copy.deepcopy` takes them."""
+"""Copies by the id of their original, as ``copy.deepcopy`` takes them."""
 
 
 @dataclass(slots=True)
@@ -186,9 +186,8 @@ def answered(result: Any) -> Any:
 
 
 def _equip(env: Any, made: Any) -> None:
-    loaded: Iterable[Any] = getattr(env, "loaded_tools", ())
-    if loaded:
-        made.add_tools(tuple(loaded))
+    if loaded := vars(env).get("loaded_tools"):
+        made.add_tools(loaded)
     made.sandboxes, made.guest_mounts = env.sandboxes, env.guest_mounts
     made.count_tokens = env.count_tokens
 

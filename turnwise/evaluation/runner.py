@@ -274,9 +274,9 @@ class Spending:
         if not trajectory.frozen:
             self.prompt_tokens += prompt_tokens(trajectory)
             self.sampled_tokens += trajectory.sampled_tokens
-        used = {"tokens": self.sampled_tokens, "money": self.figures.get("cost", 0.0)}
-        for name, value in used.items():
-            limit = getattr(self._budget, name)
+        tokens, money = self._budget.tokens, self._budget.money
+        used = (("tokens", self.sampled_tokens, tokens), ("money", self.figures.get("cost", 0.0), money))
+        for name, value, limit in used:
             if limit is not None and value >= limit:
                 self.end(name)
 

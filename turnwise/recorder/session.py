@@ -346,6 +346,8 @@ class Session:
         self._echoes.register(record.turn_id, record.said)
         self._echoes.restore(record.rewritten, record.foreign)
         self.counters = record.counters
+        if record.times is not None:
+            self.turn_times[record.turn_id] = record.times
 
     def _placed_again(
         self, record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace]
@@ -564,6 +566,7 @@ class Session:
             rewritten=rewritten,
             foreign=foreign,
             extra=extra or {},
+            times=self.turn_times.get(turn.turn_id or ""),
         )
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:

@@ -65,6 +65,7 @@ class TurnRecord:
         rewritten: Turns found rewritten since the turn before.
         foreign: Call ids of the agent's own, seen since the turn before.
         extra: What kinds of sessions add.
+        times: When its request was sent and its completion was there, in seconds since 1970.
     """
 
     turn_id: str
@@ -81,6 +82,7 @@ class TurnRecord:
     rewritten: Sequence[str] = ()
     foreign: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    times: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON; :meth:`from_json` is the inverse."""
@@ -100,7 +102,7 @@ class TurnRecord:
         if self.tools:
             # As text: a schema may hold numbers of more than 64 bits.
             record["tools"] = [[tool.name, tool.description, json.dumps(tool.parameters)] for tool in self.tools]
-        optional = ("arguments", "rewritten", "foreign", "extra")
+        optional = ("arguments", "rewritten", "foreign", "extra", "times")
         return record | {name: value for name in optional if (value := getattr(self, name))}
 
     @classmethod
@@ -112,6 +114,7 @@ class TurnRecord:
         try:
             new = record.get("new")
             context_fork, turn_fork = record.get("forks", (None, None))
+            times = record.get("times")
             tools = [ToolSchema(name, about, json.loads(given)) for name, about, given in record.get("tools", ())]
             return cls(
                 turn_id=str(record["turn"]),
@@ -128,6 +131,7 @@ class TurnRecord:
                 rewritten=record.get("rewritten", ()),
                 foreign=record.get("foreign", ()),
                 extra=record.get("extra", {}),
+                times=None if times is None else (float(times[0]), float(times[1])),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the record of turn {record.get('turn')!r} is malformed: {error!r}") from error

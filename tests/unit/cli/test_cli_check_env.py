@@ -63,7 +63,7 @@ def test_findings_say_what_where_and_what_to_do(file: str, capsys: pytest.Captur
     assert "note: tokens are estimated" in out
     assert "note: no reference solution" in out
     assert "not run: random policy (after a finding of null policy)" in out
-    assert "Generous: 22 checks, 3 errors, 0 warnings, 1 checks not run" in out
+    assert "Generous: 23 checks, 3 errors, 0 warnings, 1 checks not run" in out
 
 
 def test_json_is_one_object_on_one_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:

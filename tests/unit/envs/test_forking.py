@@ -79,7 +79,7 @@ async def fork_at_random(name: str, seed: int) -> None:
         turn = draw.randrange(4)
         played = await play(envs[0], chosen[:turn])
         played_alone = await play(envs[1], chosen)
-        if not envs[0].running:
+        if not envs[0]._running:
             return
         envs += [await invoke(envs[0], "fork"), await invoke(envs[0], "fork")]
         same, other = envs[2:]

@@ -85,7 +85,8 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert run("replay", str(out)) == 0
     assert "9 episodes replayed, 0 diverge" in capsys.readouterr().out
     config = out / "config.yaml"
-    config.write_text(config.read_text().replace("max_turns: 2", "max_turns: 1"))
+    # Of each task a greedy and two sampled episodes; another environment has other tools and another prompt.
+    config.write_text(config.read_text().replace("name: lookup", "name: retail"))
     assert run("replay", str(out), "--n", "3", "--json") == 1
     found = orjson.loads(capsys.readouterr().out)
     assert found["episodes"] == 3

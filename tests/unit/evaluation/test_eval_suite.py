@@ -132,7 +132,7 @@ def trajectory(number: int, policy: str = "main") -> Trajectory:
         Segment(2, 1, "context", as_ids([3])),
         Segment(3, 2, "sampled", as_ids([4]), turn_id="t1"),
     ]
-    return Trajectory(f"{number}", f"{number}", "g", "t", policy=policy, segments=segments)
+    return Trajectory(f"{number}", f"{number}", "g", "t", policy=policy, frozen=policy != "main", segments=segments)
 
 
 def test_what_is_spent_are_the_prompts_of_all_calls_and_what_was_sampled() -> None:

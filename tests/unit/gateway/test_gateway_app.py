@@ -18,7 +18,7 @@ from support.gateway.server import ADMIN, ADMIN_HEADERS, Served, serving
 from turnwise.errors import InferenceError
 from turnwise.gateway.config import GatewayLimits
 from turnwise.recorder.session import SessionLimits
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Go."}]}
 ROUTES = {"chat/completions": ASK, "messages": ASK, "responses": {"model": "m", "input": "Go."}}
@@ -209,7 +209,7 @@ async def test_a_context_that_is_full_is_told_in_the_words_that_agents_know(rout
 
 
 async def test_a_session_that_ends_is_on_disk_and_known_after_a_restart(tmp_path: Path) -> None:
-    finished = tmp_path / "finished.jsonl"
+    finished = tmp_path / "finished.twz"
     admin = {"authorization": f"Bearer {ADMIN}"}
     async with serving(lambda _: SAID, finished=finished) as served:
         kept, given_up = await served.open(id="kept", group_id="g1"), await served.open(id="given_up")
@@ -220,11 +220,10 @@ async def test_a_session_that_ends_is_on_disk_and_known_after_a_restart(tmp_path
         assert (await post(served, "/sessions/given_up/abort", {}, **admin))[0] == 200
         assert (await post(served, "/sessions/kept/finalize", {}, **admin))[0] == 404
     # What was sampled is on record, however its session ended; the last one ended with the gateway.
-    line, *others = finished.read_bytes().splitlines()
-    left = Trajectory.from_bytes(line)
+    left, *others = read_trajectories(finished)
     assert (left.id, left.group_id, left.stop_reason, len(left.segments)) == ("kept", "g1", "max_turns", 2)
-    assert json.loads(line) == body["trajectory"]
-    ends = [(each.id, each.stop_reason, len(each.segments)) for each in map(Trajectory.from_bytes, others)]
+    assert json.loads(left.to_bytes()) == body["trajectory"]
+    ends = [(each.id, each.stop_reason, len(each.segments)) for each in others]
     assert ends == [("given_up", "cancelled", 2), ("open", "cancelled", 2)]
     async with serving(lambda _: SAID, finished=finished) as served:
         for taken in ("kept", "given_up", "open"):
@@ -233,7 +232,7 @@ async def test_a_session_that_ends_is_on_disk_and_known_after_a_restart(tmp_path
 
 
 async def test_a_disk_that_takes_nothing_more_loses_no_session(tmp_path: Path) -> None:
-    finished = tmp_path / "finished.jsonl"
+    finished = tmp_path / "finished.twz"
     async with serving(lambda _: SAID, finished=finished) as served:
         opened = await served.open(id="one")
         assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 200
@@ -247,7 +246,7 @@ async def test_a_disk_that_takes_nothing_more_loses_no_session(tmp_path: Path) -
         # It goes on, and ends once there is room.
         assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 200
         assert (await post(served, "/sessions/one/finalize", {}, **ADMIN_HEADERS))[0] == 200
-    (left,) = map(Trajectory.from_bytes, finished.read_bytes().splitlines())
+    (left,) = read_trajectories(finished)
     assert left.metrics["turns"] == 2
 
 
@@ -351,7 +350,7 @@ async def test_a_session_that_is_called_completed_ended_as_it_did(
 
 @pytest.mark.parametrize("about", [{"seconds": 0.001}, {}])
 async def test_sessions_whose_time_is_over_are_ended(about: dict[str, Any], tmp_path: Path) -> None:
-    finished = tmp_path / "finished.jsonl"
+    finished = tmp_path / "finished.twz"
     limits = GatewayLimits() if about else GatewayLimits(idle_seconds=0.001)
     async with serving(lambda _: SAID, finished=finished, limits=limits) as served:
         opened = await served.open(**about)
@@ -359,7 +358,7 @@ async def test_sessions_whose_time_is_over_are_ended(about: dict[str, Any], tmp_
             await asyncio.sleep(0.001)
         assert len(served.app.sessions) == 0
         assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 404
-    (left,) = map(Trajectory.from_bytes, finished.read_bytes().splitlines())
+    (left,) = read_trajectories(finished)
     assert left.stop_reason == "timeout"
 
 

@@ -16,8 +16,8 @@ from support.gateway.server import ADMIN_HEADERS, serving
 from support.pictures import png
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.images import data_uri
-from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory, messages_of
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Media, ToolCall, ToolSchema
 
 LOOK = ToolSchema("look", "The picture.")
@@ -128,7 +128,7 @@ async def test_a_gateway_that_was_killed_goes_on_with_the_images_of_its_sessions
         trajectory = await ended(served, opened)
     assert held(trajectory) == [[digest(ONE)], []]
     assert trajectory.metrics["forks"] == 0
-    [read] = read_trajectories(tmp_path / "again" / "trajectories.jsonl")
+    [read] = read_trajectories(tmp_path / "again" / "trajectories.twz")
     assert messages_of(read.segments[0])[0]["content"] == [image]
 
 

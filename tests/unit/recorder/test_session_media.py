@@ -27,8 +27,9 @@ from turnwise.recorder.ledger import LedgerClient, LedgerWriter, read_ledger
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.turn_record import TurnRecord
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.records import TrajectoryWriter, read_trajectories, row_digest
+from turnwise.rollout.records import row_digest
 from turnwise.trajectory import Trajectory, messages_of, to_samples
+from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import Completion, Media, ToolCall, ToolSchema
 
 LIMITS = SessionLimits(context_length=100_000)
@@ -143,9 +144,9 @@ async def test_an_image_is_on_disk_once_and_no_record_holds_its_bytes(tmp_path: 
     assert_sound(tmp_path, trajectory_of(session))
     files = {file.name: file.read_bytes() for file in (tmp_path / "media").iterdir()}
     assert sorted(files.values()) == sorted(pictures)
-    for name in ("ledger.jsonl", "trajectories.jsonl"):
+    for name in ("ledger.jsonl", "trajectories.twz"):
         assert b"iVBOR" not in (tmp_path / name).read_bytes()
-    [read] = read_trajectories(tmp_path / "trajectories.jsonl")
+    [read] = read_trajectories(tmp_path / "trajectories.twz")
     assert read.segments[0].media == trajectory_of(session).segments[0].media
     assert messages_of(read.segments[0])[0]["content"][1] == image_part(pictures[0])
 
@@ -244,7 +245,7 @@ async def test_the_audit_knows_another_image_behind_equal_ids(tmp_path: Path) ->
     trajectory = trajectory_of(session)
     [media] = trajectory.segments[0].media
     trajectory.segments[0] = replace(trajectory.segments[0], media=(replace(media, data=png(16, 16, 7)),))
-    writer = TrajectoryWriter(tmp_path / "trajectories.jsonl")
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     writer.write(trajectory)
     writer.close()
     [said] = audit_files(tmp_path).contradictions

@@ -161,7 +161,9 @@ async def test_only_members_that_ended_well_are_compared():
 async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
     rewarder = GroupRewarder(GroupRewardConfig(function=ref(one_each)), write=None, save_messages=True, executor=None)
     members = [
-        Trajectory(f"g/{n}.0.{agent}", f"g/{n}.0", f"g/{agent}", "t", agent=agent, policy=policy)
+        Trajectory(
+            f"g/{n}.0.{agent}", f"g/{n}.0", f"g/{agent}", "t", agent=agent, policy=policy, frozen=policy == "rival"
+        )
         for n in range(2)
         for agent, policy in (("main", "rival"), ("critic", "main"))
     ]

@@ -209,7 +209,7 @@ async def test_tools_that_ship_are_named_in_a_configuration() -> None:
 PYPLOT = """
 figures = [1, 2]
 class Figure:
-    def savefig(self, path, **given): open(path, "wb").write(b"a picture")
+    def savefig(self, path, **given): open(path, "wb").write(bytes([137]) + b"PNG\\r\\n" + bytes([26]) + b"\\n, a picture")
 def get_fignums(): return list(figures)
 def figure(number): return Figure()
 def close(which): figures.clear()
@@ -223,7 +223,7 @@ async def test_figures_that_are_open_are_answered_as_images(use: Callable[[BaseT
     python = use(PythonTool({"plots": True}))
     found = await python(code="import matplotlib.pyplot as plt; 7")
     assert found.text == "7"
-    assert found.image == ["data:image/png;base64,YSBwaWN0dXJl"] * 2
+    assert found.image == ["data:image/png;base64,iVBORw0KGgosIGEgcGljdHVyZQ=="] * 2
     assert (await python(code="8")).image is None
     without = use(PythonTool())
     assert (await without(code="import matplotlib.pyplot")).image is None

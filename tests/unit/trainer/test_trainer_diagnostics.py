@@ -112,7 +112,7 @@ def test_every_sampled_token_is_trained_or_has_its_reason() -> None:
     samples = [to_samples(each, max_tokens=7).rows for each in members]
     rows = [TrainRow(each) for own in samples[:2] for each in own]
     group = TrajectoryGroup("g", "task", [*members, failed, theirs])
-    found = dropped_tokens([group], members, samples, rows)
+    found = dropped_tokens([group], members, samples, rows, policy="main")
     assert found == {
         "dropped/failed_tokens": 5.0,
         "dropped/left_out_tokens": 1.0,
@@ -130,7 +130,7 @@ def test_tool_errors_of_all_and_by_tool() -> None:
     second = two_turns(metrics={"tool_calls": 1.0, "tool_errors": 1.0, "tool_calls/(unknown)": 1.0})
     second.metrics["tool_failures/(unknown)"] = 1.0
     failed = two_turns(error="E: x", metrics={"tool_calls": 50.0})
-    found = tool_metrics([TrajectoryGroup("g", "task", [first, second, failed])])
+    found = tool_metrics([TrajectoryGroup("g", "task", [first, second, failed])], policy="main")
     assert found == {
         "tools/calls": 2.0,
         "tools/error_rate": 0.5,
@@ -138,7 +138,7 @@ def test_tool_errors_of_all_and_by_tool() -> None:
         "tools/error_rate_by/a_b": 0.0,
         "tools/error_rate_by/up": 0.5,
     }
-    assert tool_metrics([TrajectoryGroup("g", "task", [two_turns()])]) == {}
+    assert tool_metrics([TrajectoryGroup("g", "task", [two_turns()])], policy="main") == {}
 
 
 # Warnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from turnwise.trainer.offline.preferences import Pair, load_preferences, pack_pa
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trajectory import Trajectory, to_samples
+from turnwise.trajectory_file import TrajectoryWriter
 
 MODEL_OPTIONS = {"device": "cpu", "threads": 1}
 
@@ -410,10 +412,11 @@ def test_what_cannot_be_read_is_named(model: Path, recorded: tuple[Path, list[Tr
         TaskError, match=r"8 trajectories \(policies: main\), but none of policy other and partition val"
     ):
         read_recorded(FilterConfig(path=home, policy="other", partition="val"), renderer)
-    failed = tmp_path / "failed.jsonl"
-    failed.write_bytes(replace(every[0], error="ToolError: gone").to_bytes() + b"\n")
+    failed = tmp_path / "failed.twz"
+    with closing(TrajectoryWriter(failed)) as file:
+        file.write(replace(every[0], error="ToolError: gone"))
     with pytest.raises(TaskError, match="none of policy main that ended without an error"):
         read_recorded(FilterConfig(path=failed), renderer)
     failed.write_text("{}\n")
-    with pytest.raises(TaskError, match=r"trajectories.path: .*failed.jsonl:1"):
+    with pytest.raises(TaskError, match=r"trajectories.path: .*failed.twz is no file of trajectories"):
         read_recorded(FilterConfig(path=failed), renderer)

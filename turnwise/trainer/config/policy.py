@@ -16,6 +16,7 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.types import StopReason
 
 if TYPE_CHECKING:
+    from turnwise.gateway.config import LeagueConfig
     from turnwise.rollout.config import RolloutConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -251,11 +252,8 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
             f"policies.{both[0]} and rollout.frozen.{both[0]} have one name: a policy is trained or frozen; rename one"
         )
     for name, frozen in rollout.frozen.items():
-        if frozen.league is not None and frozen.league.of not in policies:
-            raise ValueError(
-                f"rollout.frozen.{name}.league.of is {frozen.league.of!r}, which is not trained: name one of "
-                f"{', '.join(policies)}"
-            )
+        if frozen.league is not None:
+            _check_league(name, frozen.league, policies)
     known = [*policies, *rollout.frozen]
     for role, name in rollout.roles.items():
         if name not in known:
@@ -272,4 +270,11 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
     if idle:
         raise ValueError(
             f"policies.{idle[0]} is trained, but no role of rollout.roles is mapped to it: add one, or remove it"
+        )
+
+
+def _check_league(name: str, league: LeagueConfig, policies: Mapping[str, PolicyConfig]) -> None:
+    if league.of not in policies:
+        raise ValueError(
+            f"rollout.frozen.{name}.league.of is {league.of!r}, which is not trained: name one of {', '.join(policies)}"
         )
