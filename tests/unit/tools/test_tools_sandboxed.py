@@ -209,7 +209,8 @@ async def test_tools_that_ship_are_named_in_a_configuration() -> None:
 PYPLOT = """
 figures = [1, 2]
 class Figure:
-    def savefig(self, path, **given): open(path, "wb").write(bytes([137]) + b"PNG\\r\\n" + bytes([26]) + b"\\n, a picture")
+    def savefig(self, path, **given):
+        open(path, "wb").write(bytes([137]) + b"PNG\\r\\n" + bytes([26]) + b"\\n, a picture")
 def get_fignums(): return list(figures)
 def figure(number): return Figure()
 def close(which): figures.clear()
