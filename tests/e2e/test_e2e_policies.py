@@ -108,7 +108,8 @@ def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_
     [_, last] = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
     for name in ROLES.values():
         assert last[f"policy/{name}/batch/trajectories"] == 8
-        assert last[f"policy/{name}/gap/max"] < 1e-3
+        # In the other modes it learns from what earlier weights sampled.
+        assert mode != "sync" or last[f"policy/{name}/gap/max"] < 1e-3
     assert last["batch/trajectories"] == 16
     both = [last[f"policy/{name}/batch/trained_tokens"] for name in ROLES.values()]
     assert last["batch/trained_tokens"] == sum(both)
