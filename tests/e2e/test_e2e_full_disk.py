@@ -16,7 +16,7 @@ from turnwise.rollout.journal.state import read_journal
 from turnwise.trainer.observe.audit import audit_run
 
 MB = 2**20
-ROOM = 200 * 1024
+ROOM = 100 * 1024
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from turnwise.errors import ConfigError, MissingExtraError, PlacementError
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _POLL = 1.0
 _NO_AGENT = "No available agent"
-_AGENT_S = 60.0
+_AGENT_S = 180.0
 """How long a cluster that has just started may take until one of its nodes takes jobs."""
 
 
