@@ -166,7 +166,7 @@ class _RunConnection:
                 raise
             # The episode was not cancelled: if this were re-raised, the run would wait for a result that never comes.
             error = AgentError("the agent raised CancelledError without being cancelled")
-        except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: the run is told what it raised
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: reported to the run
             error = raised
         try:
             await lease.ask("result", episode.result(error))

@@ -138,7 +138,7 @@ class RunnerHub:
 
     @contextlib.asynccontextmanager
     async def lease(self, runner: Runner, episode: Episode, work: Mapping[str, Any]) -> AsyncIterator[Lease]:
-        """Lease an episode to a runner; on exit the runner is told to stop, and its requests are refused.
+        """Lease an episode to a runner; on exit the runner gets a stop, and its requests are refused.
 
         Raises:
             RunnerDisconnected: The runner has gone.
