@@ -29,10 +29,13 @@ def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: P
     assert figures["after"] > 0.85
     assert summary["after"]["greedy"]["success"]["mean"] > 0.85
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"kind":"train"' in line]
-    assert max(step["gap/max"] for step in steps) < 1e-4
+    # A step whose groups all have equal rewards changes nothing, and sends nothing.
+    trained = [step for step in steps if "gap/max" in step]
+    assert len(trained) > len(steps) / 2
+    assert max(step["gap/max"] for step in trained) < 1e-4
     with safe_open(run / "sft" / "model" / "model.safetensors", framework="np") as file:
         whole = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - it is no dictionary
-    assert {step["sync/bytes"] for step in steps} == {1245184.0}
+    assert {step["sync/bytes"] for step in trained} == {1245184.0}
     assert steps[0]["sync/bytes"] < whole / 2
     audit = [sys.executable, "-m", "turnwise", "audit", str(run)]
     checked = run_command(audit, capture_output=True, text=True, check=False)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.envs.shipped import SHIPPED
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.checker import check_env
 from turnwise.envs.checker.context import some_calls
 from turnwise.envs.checker.forks import shared
 from turnwise.envs.core import invoke
-from turnwise.envs.registration import env_names, make, register
+from turnwise.envs.registration import make, register
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import load_tasks
@@ -94,7 +95,7 @@ async def fork_at_random(name: str, seed: int) -> None:
 
 @given(seed=st.integers(0, 2**20))
 @settings(max_examples=3, deadline=None)
-@pytest.mark.parametrize("name", [each for each in sorted(env_names()) if each not in SANDBOXED])
+@pytest.mark.parametrize("name", [each for each in SHIPPED if each not in SANDBOXED])
 async def test_every_shipped_environment_forks(name: str, seed: int) -> None:
     await fork_at_random(name, seed)
 

@@ -13,6 +13,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import turnwise
+from support.envs.shipped import SHIPPED
 from turnwise.envs import Env, SingleTurnEnv, StepResult, env_names, register
 from turnwise.envs.gym.to_gymnasium import ActionSpace, GymnasiumAdapter, ObservationSpace, to_gymnasium
 from turnwise.envs.library.lookup import LookupEnv
@@ -40,12 +41,6 @@ NEEDS = {
     "task": {"tasks": f"{__name__}:words"},
     "tool": {"scorer": f"{__name__}:word", "tasks": f"{__name__}:words"},
 }
-SHIPPED = subprocess.run(
-    [sys.executable, "-c", "from turnwise.envs import env_names; print(*env_names())"],
-    capture_output=True,
-    text=True,
-    check=True,
-).stdout.split()
 
 
 def child(code: str) -> str:
