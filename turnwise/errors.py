@@ -189,6 +189,13 @@ def shown(value: object, limit: int = 80) -> str:
     return f"{text[: limit - tail - 3]}...{text[-tail:]}"
 
 
+def first_of(error: Exception) -> Exception:
+    """Return the first error of a group, of groups of groups too; any other error itself."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @contextmanager
 def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     """Call ``undo`` if the block raises anything, a cancellation included; the error is raised again."""

@@ -164,6 +164,45 @@ class Turn:
     path: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One way through an episode that was forked, from reset to its end.
+
+    Attributes:
+        parent: Index of the branch that it was forked from; -1 for the first one.
+        after: The session's last turn before the fork; None where it was forked before the first.
+        turns: The turns that were sampled in this branch, in order; those before the fork are the parent's.
+        rewards: Rewards of the branch as a whole, as (name, value).
+        stop_reason: Why it ended.
+    """
+
+    parent: int = -1
+    after: str | None = None
+    turns: tuple[str, ...] = ()
+    rewards: tuple[tuple[str, float], ...] = ()
+    stop_reason: StopReason = StopReason.COMPLETED
+
+
+def branch_paths(branches: Sequence[Branch]) -> list[tuple[str, ...]]:
+    """Return the turns of each branch, those before its fork included.
+
+    Raises:
+        FormatError: A branch does not begin on its parent.
+    """
+    paths: list[tuple[str, ...]] = []
+    for number, branch in enumerate(branches):
+        shared: tuple[str, ...] = ()
+        if branch.parent >= number or (branch.parent < 0) != (number == 0):
+            raise FormatError(f"branch {number} names {branch.parent} as its parent: parents come first")
+        if branch.after is not None:
+            parent = paths[branch.parent] if number else ()
+            if branch.after not in parent:
+                raise FormatError(f"branch {number} begins after turn {branch.after!r}, which its parent does not have")
+            shared = parent[: parent.index(branch.after) + 1]
+        paths.append(shared + branch.turns)
+    return paths
+
+
 @dataclass(slots=True)
 class Trajectory:
     """The recording of one session of one episode.
@@ -194,6 +233,7 @@ class Trajectory:
         echo: How rewritten turns were matched: ``same`` or ``strict``.
         recorded: ``tokens``, or ``text`` for endpoints without token ids, where segments hold messages only.
         baseline: Whether it is a greedy rollout that serves as a reward baseline: in no group, never trained.
+        branches: The ways through an episode that was forked (``rollout.tree``); empty for one that was not.
     """
 
     id: str
@@ -219,12 +259,42 @@ class Trajectory:
     echo: str = "same"
     recorded: str = "tokens"
     baseline: bool = False
+    branches: list[Branch] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 
     @property
     def reward(self) -> float:
-        """Sum of all reward events."""
-        return float(sum(value for _, _, value in self.rewards))
+        """Sum of all reward events; of a forked episode, the mean over its branches."""
+        returns = self.returns()
+        return sum(returns) / len(returns)
+
+    def returns(self) -> list[float]:
+        """Return the reward of each branch; of an episode that was not forked, its one reward."""
+        if not self.branches:
+            return [float(sum(value for _, _, value in self.rewards))]
+        return [sum(each.values()) for each in self.branch_rewards()]
+
+    def named_rewards(self) -> dict[str, float]:
+        """Return the rewards summed by name; of a forked episode, the mean over its branches."""
+        found: dict[str, float] = {}
+        for each in self.branch_rewards():
+            for name, value in each.items():
+                found[name] = found.get(name, 0.0) + value / max(1, len(self.branches))
+        return found
+
+    def branch_rewards(self) -> list[dict[str, float]]:
+        """Return the rewards of each branch, summed by name; of an episode that was not forked, its one."""
+        paths = [set(path) for path in branch_paths(self.branches)] if self.branches else [None]
+        found: list[dict[str, float]] = []
+        for number, path in enumerate(paths):
+            own: dict[str, float] = {}
+            for turn_id, name, value in self.rewards:
+                if path is None or turn_id is None or turn_id in path:
+                    own[name] = own.get(name, 0.0) + value
+            for name, value in self.branches[number].rewards if path is not None else ():
+                own[name] = own.get(name, 0.0) + value
+            found.append(own)
+        return found
 
     @property
     def sampled_tokens(self) -> int:
@@ -265,11 +335,13 @@ class Trajectory:
         for segment in self.segments:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                 raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
-        if not np.isfinite([value for _, _, value in self.rewards]).all():
-            raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}")
+        of_branches = [value for branch in self.branches for _, value in branch.rewards]
+        if not np.isfinite([*(value for _, _, value in self.rewards), *of_branches]).all():
+            raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}, {of_branches}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
-        if not self.frozen:
-            del record["frozen"]
+        for rare in ("frozen", "branches"):
+            if not record[rare]:
+                del record[rare]
         record["segments"] = [segment_record(segment, media) for segment in self.segments]
         try:
             return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -296,9 +368,20 @@ class Trajectory:
             times = record.get("turn_times", {})
             record["turn_times"] = {turn: (begin, end) for turn, (begin, end) in times.items()}
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
+            record["branches"] = [_read_branch(each) for each in record.get("branches", ())]
             return cls(segments=segments, **record)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(f"trajectory record {record.get('id')!r} is malformed: {error!r}") from error
+
+
+def _read_branch(record: dict[str, Any]) -> Branch:
+    return Branch(
+        parent=int(record["parent"]),
+        after=record["after"],
+        turns=tuple(record["turns"]),
+        rewards=tuple((name, float(value)) for name, value in record["rewards"]),
+        stop_reason=StopReason(record["stop_reason"]),
+    )
 
 
 _TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")

@@ -99,8 +99,8 @@ def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_
     check_attribution(run)
     report = audit_run(run, at_most=8, console=silent())
     assert report.contradictions == []
-    # Two policies, each with its start and what its first step made. In the other modes the starts alone may have sampled
-    # everything.
+    # Two policies, each with its start and what its first step made. In the other modes the starts alone may have
+    # sampled everything.
     assert report.counts["weight versions recomputed"] >= (4 if mode == "sync" else 2)
     start = load_file(lookup_model / "model.safetensors")
     for name in ROLES.values():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
+from turnwise.agents.forks import EpisodeRecord
 from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
@@ -202,6 +205,7 @@ class Episode:
         roles: Policy of an agent or role (``rollout.roles``).
         rewarded: Whether the agent set the reward itself (:meth:`reward`); the environment then does not score.
         list_turns: Returns a session's turn ids; the recorder may be remote.
+        record: What forks of the episode need; None where it is not forked.
     """
 
     def __init__(
@@ -223,6 +227,7 @@ class Episode:
         partition: str = "train",
         attempt: int = 0,
         roles: Mapping[str, str] | None = None,
+        record: EpisodeRecord | None = None,
     ) -> None:
         self.id = id
         self.partition = partition
@@ -234,10 +239,8 @@ class Episode:
         self.tools = tuple(tools)
         self.limits = limits
         self.deadline = deadline
-        self.rewards: list[Reward] = []
-        self.metrics: dict[str, float] = {}
-        self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
-        self.turn_notes: dict[tuple[str, str | None], dict[str, str]] = {}
+        self.record = record
+        self._note_nothing()
         self.scored = self.rewarded = self.ended = False
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
@@ -252,15 +255,30 @@ class Episode:
         self.states = first_state(info)
         self._failure: TurnwiseError | None = None
 
+    def _note_nothing(self) -> None:
+        self.rewards: list[Reward] = []
+        self.metrics: dict[str, float] = {}
+        self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
+        self.turn_notes: dict[tuple[str, str | None], dict[str, str]] = {}
+
     @property
     def env(self) -> Env:
         """The environment, for its additional methods; all others go through the episode."""
+        self._check_live("env")
         return self._env
 
     @property
     def sandbox(self) -> Sandbox | None:
         """The environment's sandbox, or None."""
+        self._check_live("sandbox")
         return self._env.sandbox
+
+    def _check_live(self, what: str) -> None:
+        if self.record is not None and not self.record.live:
+            raise AgentError(
+                f"episode.{what} cannot be used before the fork of an episode: it is in the state of the fork already, "
+                "where what is done would be done twice; act through episode.step and episode.call"
+            )
 
     @property
     def session(self) -> Session:
@@ -285,14 +303,33 @@ class Episode:
         """
         wanted = policy or policy_of(name, self.roles)
         if name not in self._sessions:
-            self._sessions[name] = self._open_session(check_name(name), wanted)
+            session = self._sessions[name] = self._open_session(check_name(name), wanted)
             self._policies[name] = wanted
+            if self.record is not None:
+                session.before_request = partial(self._before_request, self.record, name)
         elif policy is not None and policy != self._policies[name]:
             raise AgentError(
                 f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}: a session has "
                 "one policy and its tokenizer: open another session for the other policy"
             )
         return self._sessions[name]
+
+    async def _before_request(self, record: EpisodeRecord, name: str) -> None:
+        """Keep the state before a model call; the first one of a fork ends the repetition of what was before it."""
+        if not record.live:
+            record.check_repeated(name, self._sessions)
+            record.live = True
+            # All until here was noted in the original.
+            self._note_nothing()
+            self.states = {}
+        if not record.idle:
+            return
+        try:
+            fork = await invoke(self._env, "fork", executor=self._executor)
+        except (EnvError, SandboxError) as error:
+            record.refused, record.refusals = str(error), record.refusals + 1
+            return
+        record.asks(name, fork, self._sessions, len(self.rewards))
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL of the session's model endpoint, valid until the agent returns.
@@ -307,6 +344,7 @@ class Episode:
 
     async def endpoint(self, name: str = "main", policy: str | None = None) -> SessionEndpoint:
         """Return that endpoint with its request accounting; raises as :meth:`address`."""
+        self._check_live("endpoint")
         if self._open_endpoint is None:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
         return await self._open_endpoint(self.session_for(name, policy))
@@ -499,12 +537,19 @@ class Episode:
         last = self._sessions[agent].last if agent in self._sessions else None
         return None if last is None else last["turn_id"]
 
-    async def _invoke(self, method: str, *args: Any) -> Any:
+    async def _invoke(self, method: str, argument: Message | ToolCall) -> Any:
+        record = self.record
+        if record is not None and not record.live:
+            return record.again(method, argument)
         try:
-            return await invoke(self._env, method, *args, executor=self._executor)
+            with contextlib.nullcontext() if record is None else record.acting():
+                result = await invoke(self._env, method, argument, executor=self._executor)
         except (EnvError, SandboxError) as error:
             self._failure = error
             raise
+        if record is not None:
+            record.note(method, argument, result)
+        return result
 
     def _check_threads(self) -> None:
         if self._env.lost_thread:
@@ -531,6 +576,8 @@ class Agent(ABC):
 
     # Whether its prompts hold the environment's tools, which the chat template must then show.
     offers_tools: ClassVar[bool] = True
+    # Whether it repeats itself when it runs again and sees the same answers, so that its episodes can be forked.
+    forkable: ClassVar[bool] = True
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:

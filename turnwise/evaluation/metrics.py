@@ -177,7 +177,7 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None,
     metrics: defaultdict[str, float] = defaultdict(float)
     forks: Counter[str] = Counter()
     for member in members:
-        for _, name, value in member.rewards:
+        for name, value in member.named_rewards().items():
             rewards[name] += value
         for name, value in member.metrics.items():
             metrics[name] += value

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from turnwise.model.canonical import Canonical
 from turnwise.model.core import Renderer
+from turnwise.recorder.tree import Node
 from turnwise.types import Media, TokenIds, ToolCall, ToolSchema
 
 _T = TypeVar("_T")
@@ -196,3 +197,12 @@ def finished(work: Coroutine[Any, Any, _T]) -> _T:
         return result
     work.close()
     raise RuntimeError("a coroutine suspended that must not")
+
+
+def drops_reasoning(
+    renderer: Renderer, path: Sequence[Node], new: Sequence[Canonical], tools: Sequence[ToolSchema]
+) -> bool:
+    """Return whether the template drops reasoning from the ids of a path once these messages follow it."""
+    dropped = renderer.drops([*(message for node in path for message in node.messages), *new], tools)
+    # What the template left out of the root when that was rendered is not in its ids.
+    return bool(dropped) and bool(dropped - renderer.drops(path[0].messages, tools))

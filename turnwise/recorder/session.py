@@ -6,11 +6,12 @@ messages; where that cannot be proven equal to the template, the request forks a
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -25,10 +26,12 @@ from turnwise.recorder.completion import (
     read_completion,
     token_budget,
 )
+from turnwise.recorder.fork import Prefix
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
-from turnwise.recorder.prompts import Encoded, Prompts, finished, heavy, in_thread
+from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, finished, heavy, in_thread
+from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.tree import (
     Match,
     Node,
@@ -61,36 +64,7 @@ NO_IDS: TokenIds = np.zeros(0, np.int32)
 NO_IDS.flags.writeable = False
 _AT_ONCE = Prompts(threaded=False)
 _THREADED = Prompts(threaded=True)
-
-
-@dataclass(slots=True)
-class PendingRequest:
-    """A request placed in the tree, not yet completed."""
-
-    messages: list[Canonical]
-    match: Match
-    prompt: TokenPrompt
-    params: SamplingParams
-    fork: str | None
-    renderer: Renderer
-    began: float = field(default_factory=time.time)
-
-    def opened(self) -> PromptPlacement:
-        """Return the placement."""
-        new = 0 if self.match.context is not None else len(self.match.token_ids)
-        return PromptPlacement(len(self.prompt.token_ids), len(self.prompt.token_ids) - new, self.match.token_ids)
-
-
-@dataclass(slots=True)
-class RecordedTurn:
-    """A recorded turn: placement of its request, completion, and message for the agent."""
-
-    opened: PromptPlacement
-    completion: Completion
-    message: Message
-
-
-__all__ = ["PendingRequest", "PromptPlacement", "RecordedTurn", "Session", "SessionLimits"]
+__all__ = ["PromptPlacement", "Session", "SessionLimits"]
 
 
 class Session:
@@ -112,6 +86,8 @@ class Session:
     Attributes:
         journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
             the request raises, and the turn stays committed.
+        before_request: Awaited before each request that samples; what it raises the request raises.
+        own_turns: Ids of the turns sampled by this object, in commit order: not by its forks, nor before its own fork.
     """
 
     recorded_as: ClassVar[str] = "tokens"
@@ -132,6 +108,8 @@ class Session:
     ) -> None:
         self.id = id
         self.journal: Callable[[TurnRecord], None] | None = None
+        self.before_request: Callable[[], Awaitable[None]] | None = None
+        self.own_turns: list[str] = []
         self.limits = limits
         self.params = params or SamplingParams()
         self.reasoning = reasoning
@@ -145,7 +123,10 @@ class Session:
         self._echoes = MessageMatcher(strict=echo == "strict")
         self._last: Message | None = None
         self._failure: TurnwiseError | None = None
-        self._requests = 0
+        self._said: dict[str, Message] = {}
+        self._forks: list[Session] = []
+        self._prefix: Prefix | None = None
+        self._requests = self._spent = 0
         self._history = History(self._echoes.recognise)
         self._request_tools = RequestTools()
         self._prompt_tokens = 0
@@ -258,6 +239,10 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
         """Like :meth:`chat`, but return placement and completion with the message."""
+        if self.replaying:
+            return await self._given_again(messages, tools, template_args)
+        if self.before_request is not None:
+            await self.before_request()
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
@@ -281,6 +266,12 @@ class Session:
             The placement, the deltas, then the message of :meth:`chat`. The turn is committed before the last delta;
             closing the stream earlier commits nothing.
         """
+        if self.replaying:
+            for piece in (await self._given_again(messages, tools, template_args)).pieces():
+                yield piece
+            return
+        if self.before_request is not None:
+            await self.before_request()
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         yield request.opened()
         pieces: list[TokenDelta] = []
@@ -369,6 +360,51 @@ class Session:
             for each in fresh
         )
 
+    @property
+    def replaying(self) -> bool:
+        """Whether turns before the fork are left."""
+        return self._prefix is not None and bool(self._prefix.left)
+
+    def fork(self, turns: Sequence[str], *, again: str | None = None, seed: int | None = None) -> Self:
+        """Return a session that goes on after these turns, in the same recorded tree.
+
+        Its requests are answered by the turns as long as any is left: an agent runs again from its beginning, and
+        samples from the fork on. Limits count them as its own.
+
+        Args:
+            turns: Ids of the turns before the fork, in commit order.
+            again: The turn that the first request samples again: its prompt must be the same.
+            seed: Its sampling seed.
+
+        Raises:
+            SessionError: A turn is unknown.
+        """
+        nodes = {node.turn_id: node for node in self._tree.nodes if node.sampled}
+        if unknown := [turn for turn in (*turns, again) if turn is not None and turn not in nodes]:
+            raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
+        made = copy.copy(self)
+        first = None if again is None else nodes[again].parent
+        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], first)
+        made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
+        made._last = made._failure = made.before_request = None
+        made.own_turns, made._forks, made._seed = [], [], seed
+        path = {node for turn in turns for node in nodes[turn].path()}
+        made._requests, made._spent = len(turns), sum(node.tokens for node in path)
+        made._prompt_tokens = made._encoded_tokens = made._escaped = 0
+        self._forks.append(made)
+        return made
+
+    async def _given_again(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, given: Mapping[str, Any] | None
+    ) -> RecordedTurn:
+        """Answer a request before the fork with the turn that answered it first."""
+        assert self._prefix is not None
+        renderer = self.renderer.under(template_arguments(given)) if given else self.renderer
+        canonical, (_, key) = await self._reduce(_THREADED, messages, tuple(tools or ()))
+        turn = self._prefix.take(canonical, (key, renderer.arguments))
+        self._last = snapshot(turn.message)
+        return turn
+
     def close(self) -> None:
         """Release the recorded tree; further requests fail, returned segments stay valid."""
         self._tree.dissolve()
@@ -376,15 +412,20 @@ class Session:
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, tokens, rewritten echoes, escaped control tokens, budget overrun."""
         budget = self.limits.max_total_tokens
+        ways = self._ways()
         return {
             **self._tree.counts(),
-            "prompt_tokens": self._prompt_tokens,
-            "encoded_tokens": self._encoded_tokens,
+            "prompt_tokens": sum(each._prompt_tokens for each in ways),
+            "encoded_tokens": sum(each._encoded_tokens for each in ways),
             "rewritten_echoes": len(self._echoes.rewritten),
-            "special_in_text": self._escaped,
-            "tokens_over_limit": 0 if budget is None else max(0, self._tree.tokens - budget),
+            "special_in_text": sum(each._escaped for each in ways),
+            "tokens_over_limit": 0 if budget is None else max(0, *(each._spent - budget for each in ways)),
             **self._counts,
         }
+
+    def _ways(self) -> list[Session]:
+        """Return the session and all its forks."""
+        return [self, *(way for fork in self._forks for way in fork._ways())]
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a metric of the trajectory."""
@@ -417,6 +458,8 @@ class Session:
         canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
         match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
         prompt = TokenPrompt(self._prompt(match), joined_media(match.parent, match.media))
+        if self._prefix is not None:
+            self._prefix.check_first(prompt.token_ids)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
@@ -448,7 +491,7 @@ class Session:
         why = None
         for turn, used in turns:
             new = addressed(turn, messages[used:])
-            if self.reasoning == "template" and self._drops(turn, new, tools, renderer):
+            if self.reasoning == "template" and drops_reasoning(renderer, turn.path(), new, tools):
                 why = why or "reasoning_dropped"
                 break
             found = await self._extension(prompts, turn, new, tools, renderer)
@@ -489,13 +532,6 @@ class Session:
             exact=False,
         )
 
-    def _drops(self, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer) -> bool:
-        """Whether the template drops reasoning from the ids of a path once these messages follow it."""
-        path = turn.path()
-        dropped = renderer.drops([*(message for node in path for message in node.messages), *new], tools)
-        # What the template left out of the root when that was rendered is not in its ids.
-        return bool(dropped) and bool(dropped - renderer.drops(path[0].messages, tools))
-
     def _frozen(self, token_ids: TokenIds) -> TokenIds:
         self._encoded_tokens += len(token_ids)
         token_ids = np.array(token_ids, np.int32)
@@ -520,7 +556,7 @@ class Session:
             self.id,
             prompt=len(prompt.token_ids),
             images=[each.length for each in prompt.media],
-            committed=self._tree.tokens,
+            committed=self._spent,
             requests=self._requests,
             wanted=params.max_tokens,
         )
@@ -573,13 +609,15 @@ class Session:
         match = request.match
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
-            reason = request.fork or fork_reason(self._tree.roots, match, request.messages)
+            branched = "branch" if self._prefix is not None and not self.own_turns else None
+            reason = request.fork or branched or fork_reason(self._tree.roots, match, request.messages)
         given, meant = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
         context = self._tree.context_of(match) or self._add(match.parent, match, match.token_ids, match.new, reason)
         self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
-        self._last = snapshot(given)
+        self._last = self._said[given["turn_id"]] = snapshot(given)
+        self.own_turns.append(given["turn_id"])
         self.turn_times[given["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
         self._history.register_reply(snapshot(given), meant)
         self._failure = None
@@ -596,6 +634,7 @@ class Session:
         turn_id: str | None = None,
     ) -> Node:
         sampled = completion is not None
+        self._spent += len(token_ids)
         return self._tree.add(
             Node(
                 index=len(self._tree.nodes),

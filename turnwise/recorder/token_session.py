@@ -13,7 +13,8 @@ from turnwise.errors import InferenceError, SessionError
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.completion import check_completion, read_completion
 from turnwise.recorder.matching import RootKey
-from turnwise.recorder.session import PendingRequest, RecordedTurn, Session
+from turnwise.recorder.requests import PendingRequest, RecordedTurn
+from turnwise.recorder.session import Session
 from turnwise.recorder.tree import Match, Node
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
@@ -79,7 +80,12 @@ class TokenSession(Session):
             BudgetExceeded: No tokens or turns are left. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
-        request = self._place(_ids("prompt_ids", prompt_ids), params)
+        prompt = _ids("prompt_ids", prompt_ids)
+        if self._prefix is not None and self._prefix.left:
+            return self._prefix.take_ids(prompt)
+        if self.before_request is not None:
+            await self.before_request()
+        request = self._place(prompt, params)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.opened(), completion, self._commit_ids(request, completion, tools))
@@ -122,6 +128,8 @@ class TokenSession(Session):
         meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
         match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
         asked = TokenPrompt(prompt)
+        if self._prefix is not None:
+            self._prefix.check_first(prompt)
         limited = self._limited(params or self.params, asked)
         self._requests += 1
         return PendingRequest([], match, asked, limited, self._reason(match, prompt), self.renderer)

@@ -13,6 +13,7 @@ from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
 from turnwise.gateway.errors import Lenient
+from turnwise.rollout.tree import TreeConfig
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
@@ -221,6 +222,7 @@ class RolloutConfig(BaseModel):
             are played by ``main``.
         frozen: Further policies by name; their sessions are recorded and audited, never trained.
         group_reward: Rewards trajectories by comparison within their group.
+        tree: Forks the episodes of training rollouts at some of their turns (``rollout/tree.py``); by default none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -259,6 +261,7 @@ class RolloutConfig(BaseModel):
     roles: dict[AgentName, PolicyName] = {}
     frozen: dict[FrozenName, FrozenConfig] = {}
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
+    tree: TreeConfig | None = None
 
     @field_validator("address")
     @classmethod
@@ -289,6 +292,20 @@ class RolloutConfig(BaseModel):
                 f"lease_timeout is {self.lease_timeout:g}, but it is for a manager of agent_loop_manager_class: remove "
                 "it (runners have remote.lost_after)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _trees_are_grown_here(self) -> Self:
+        if self.tree is None:
+            return self
+        elsewhere = {
+            "remote": self.remote is not None,
+            "agent_loop_manager_class": self.agent_loop_manager_class is not None,
+            "group_reward": self.group_reward is not None,
+        }
+        if name := next((name for name, given in elsewhere.items() if given), None):
+            why = "compares whole episodes" if name == "group_reward" else "runs agents elsewhere"
+            raise ValueError(f"tree, but {name} {why}, whose branches it does not know: remove one of both")
         return self
 
     @model_validator(mode="after")

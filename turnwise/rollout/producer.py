@@ -31,6 +31,7 @@ from turnwise.errors import (
     RunnerDisconnected,
     TrainError,
     TurnwiseError,
+    first_of,
     shown,
     undo_on_error_async,
 )
@@ -296,6 +297,7 @@ class RolloutProducer(RolloutManager):
             write=write,
             policy=parts.policy,
             policies=parts.policies,
+            recover=parts.recover,
         )
         await runner.prepare()
         remote = None
@@ -344,7 +346,7 @@ class RolloutProducer(RolloutManager):
             async with asyncio.TaskGroup() as tasks:
                 groups = [tasks.create_task(one(request, name)) for request, name in claimed]
         except ExceptionGroup as errors:
-            raise _first(errors) from errors
+            raise first_of(errors) from errors
         return [group.result() for group in groups]
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
@@ -398,7 +400,7 @@ class RolloutProducer(RolloutManager):
             if (error := self._failures.arrived(group)) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
-            buffer.fail(_first(error))
+            buffer.fail(first_of(error))
 
     async def _group(self, request: RolloutRequest, name: str) -> TrajectoryGroup:
         asked = self._begin(request, name)
@@ -519,9 +521,3 @@ async def _model_info(client: LLMClient, parts: RolloutParts) -> ModelInfo:
             raise
         await parts.recover(error)
         return await client.model_info()
-
-
-def _first(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
+from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
+from turnwise.agents.forks import BranchPoint, EpisodeRecord
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
-from turnwise.agents.roles import MAIN, Compare, check_played, compared_within
+from turnwise.agents.roles import MAIN, check_played
 from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
@@ -24,8 +25,10 @@ from turnwise.errors import (
     BudgetExceeded,
     ConfigError,
     EnvError,
+    InferenceError,
     RegistryError,
     TurnwiseError,
+    first_of,
     undo_on_error_async,
     user_code,
 )
@@ -34,15 +37,18 @@ from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, Renderer, ServedPolicy
+from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
-from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
+from turnwise.rollout.growth import Grown, fold, grow
+from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
+from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import Trajectory
-from turnwise.types import StopReason
+from turnwise.trajectory import Branch, Trajectory
+from turnwise.types import Message, StopReason
 
 
 class AgentTable:
@@ -118,69 +124,6 @@ class AgentTable:
             raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
 
 
-def session_trajectories(
-    blank: Trajectory,
-    opened: Mapping[str, tuple[Session, str]],
-    episode: Episode | None,
-    *,
-    compare: Compare,
-    save_messages: bool,
-    frozen: Collection[str] = (),
-) -> list[Trajectory]:
-    """Return one trajectory for each session, the main one first, the others in the order of opening.
-
-    Args:
-        blank: The common fields; the result where no session was opened.
-        opened: Session and policy by the session's name.
-        episode: Holds rewards and metrics; None where the reset failed.
-        compare: See :func:`~turnwise.agents.roles.compared_within`.
-        save_messages: Whether segments hold their messages.
-        frozen: The policies that are never trained.
-    """
-    rewards = episode.rewards if episode is not None else []
-    metrics = episode.metrics if episode is not None else {}
-    if not opened:
-        return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
-    result: list[Trajectory] = []
-    notes = episode.turn_notes if episode is not None else {}
-    whole = {"": notes["main", None]} if ("main", None) in notes else {}
-    for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
-        # Metrics and notes of the episode are recorded once, in its first trajectory.
-        counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
-        result.append(
-            replace(
-                blank,
-                id=session.id,
-                group_id=compared_within(blank.group_id, name, policy, compare, frozen=policy in frozen),
-                agent=name,
-                policy=policy,
-                frozen=policy in frozen,
-                reasoning=session.reasoning,
-                echo=session.echo,
-                recorded=session.recorded_as,
-                segments=session.segments(messages=save_messages),
-                rewards=_events(rewards, name),
-                metrics=counted,
-                turn_metrics=turn_metrics(session, name, episode),
-                turn_times=dict(session.turn_times),
-                turn_notes=({} if result else whole) | _of_agent(notes, name),
-                states=_of_agent(episode.states if episode is not None else {}, name),
-            )
-        )
-    return result
-
-
-def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str, float]]:
-    return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
-
-
-_T = TypeVar("_T")
-
-
-def _of_agent(held: Mapping[tuple[str, str | None], _T], agent: str) -> dict[str, _T]:
-    return {turn or "": value for (name, turn), value in held.items() if name == agent}
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
     """An episode to run.
@@ -219,13 +162,27 @@ class EpisodeOutcome:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """Where a branch begins: at a point of another one, as the n-th of its tree."""
+
+    of: Episode
+    point: BranchPoint
+    number: int
+
+
 @dataclass(slots=True)
 class _Run:
-    """State of one running episode."""
+    """State of one running episode, or of a branch of one."""
 
     spec: EpisodeSpec
     sessions: EpisodeSessions
     agent: Agent | None = None
+    record: EpisodeRecord | None = None
+    fork: _Fork | None = None
+    branches: dict[str, list[Branch]] = field(default_factory=dict)
+    # Of the environment, at the points of the tree; closed with it.
+    forks: list[Env] = field(default_factory=list)
     env: Env | None = None
     episode: Episode | None = None
     stop_reason: StopReason = StopReason.COMPLETED
@@ -256,6 +213,8 @@ class EpisodeRunner:
         write: Called with every trajectory, failed and cancelled ones included.
         policy: Name of the policy that client and renderer belong to.
         policies: Further policies by name; those of ``rollout.frozen`` are never trained.
+        recover: Awaited after an inference failure in a branch of a tree, before it is grown again; without it such a
+            failure is that of the episode.
     """
 
     def __init__(
@@ -270,8 +229,12 @@ class EpisodeRunner:
         write: Callable[[Trajectory], None] | None = None,
         policy: str = MAIN,
         policies: Mapping[str, ServedPolicy] | None = None,
+        recover: Callable[[InferenceError], Awaitable[None]] | None = None,
     ) -> None:
         self._policy = policy
+        self._recover = recover
+        # As many branches as episodes: those of one tree grow at the same time.
+        self._branch_slots = asyncio.Semaphore(config.concurrency)
         self._further = {name: Sampler.of(each, config) for name, each in (policies or {}).items()}
         self._config = config
         self._client = client
@@ -313,6 +276,7 @@ class EpisodeRunner:
             self._spare = await self._make(name, {})
             self._hold(name, self._spare)
             self._check_roles(self._spare)
+            self._check_tree(self._spare)
         except ConfigError:
             await self.close()
             raise
@@ -324,6 +288,24 @@ class EpisodeRunner:
         if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.own().policies():
             return
         check_played(env.agents, self._config.roles, [self._policy, *self._further])
+
+    def _check_tree(self, env: Env) -> None:
+        """Check that trees can be grown of the configured environment and agent."""
+        if self._config.tree is None:
+            return
+        if not env.supports_fork:
+            raise ConfigError(
+                f"rollout.tree: environment {self._config.env.name!r} cannot be forked ({type(env).__qualname__}.forks "
+                'is None): write its fork(), set forks = "replay" if its answers depend on seed and actions alone, or '
+                "leave rollout.tree out"
+            )
+        agent = self._agents.own()
+        if not agent.forkable:
+            raise ConfigError(
+                f"rollout.tree: the agent {self._config.agent.name!r} is a program of its own, which cannot be forked: "
+                "choose an agent that runs in this process, or leave rollout.tree out"
+            )
+        self._config.tree.chooser()
 
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""
@@ -349,7 +331,29 @@ class EpisodeRunner:
                 written.
         """
         run = _Run(spec, self._sessions(spec), agent)
+        tree = self._config.tree
+        if tree is not None and spec.partition == "train" and not spec.baseline:
+            run.record = EpisodeRecord()
         started = time.monotonic()
+        try:
+            await self._play(run)
+            if run.record is not None and run.error is None:
+                await self._grow(run)
+        finally:
+            run.forks += [] if run.record is None else [point.env for point in run.record.points]
+            interrupted = await self._close(run)
+            run.metrics["seconds"] = time.monotonic() - started
+            run.metrics["temperature"] = self._temperature(spec)
+            trajectories = self._trajectories(run)
+            if self._write is not None:
+                for trajectory in trajectories:
+                    self._write(trajectory)
+            if interrupted:
+                raise asyncio.CancelledError
+        return EpisodeOutcome(trajectories, run.error)
+
+    async def _play(self, run: _Run) -> None:
+        """Act and score; what is raised becomes the run's error, but for the cancellation of the caller."""
         try:
             await self._act(run)
             await self._score(run)
@@ -370,17 +374,57 @@ class EpisodeRunner:
             run.stop_reason = StopReason.ERROR
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
-        finally:
-            interrupted = await self._close(run)
-            run.metrics["seconds"] = time.monotonic() - started
-            run.metrics["temperature"] = self._temperature(spec)
-            trajectories = self._trajectories(run)
-            if self._write is not None:
-                for trajectory in trajectories:
-                    self._write(trajectory)
-            if interrupted:
-                raise asyncio.CancelledError
-        return EpisodeOutcome(trajectories, run.error)
+
+    async def _grow(self, run: _Run) -> None:
+        """Grow the branches of a tree, and note them in the episode."""
+        assert self._config.tree is not None
+        assert run.episode is not None
+
+        async def play(parent: Grown, index: int, point: BranchPoint, number: int) -> Grown | None:
+            async with self._branch_slots:
+                return await self._branch(run, _Fork(parent.episode, point, number), index)
+
+        try:
+            seed = stable_hash("tree", run.spec.sampling_seed)
+            tree = await grow(Grown(run.episode, run.stop_reason), self._config.tree, seed, play)
+        except (TurnwiseError, ExceptionGroup) as error:
+            run.stop_reason, run.error = StopReason.ERROR, first_of(error)
+            return
+        except asyncio.CancelledError:
+            run.stop_reason = StopReason.CANCELLED
+            raise
+        if len(tree) > 1:
+            run.branches = fold(tree)
+        refusals = sum(grown.record.refusals for grown in tree)
+        counts = {"tree/branches": len(tree), "tree/refusals": refusals}
+        run.metrics |= {name: float(count) for name, count in counts.items()}
+
+    async def _branch(self, run: _Run, fork: _Fork, index: int) -> Grown | None:
+        """Play a branch, again from its point after an infrastructure failure; None where it failed for good."""
+        assert fork.of.record is not None
+        for _ in range(self._config.retries + 1):
+            branch = _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
+            try:
+                await self._play(branch)
+            finally:
+                assert branch.record is not None
+                # Later branches may begin at its points.
+                keeps = run if branch.error is None else branch
+                keeps.forks += [point.env for point in branch.record.points]
+                if await self._close(branch):
+                    raise asyncio.CancelledError
+            error = branch.error
+            if error is None and branch.episode is not None:
+                return Grown(branch.episode, branch.stop_reason, index, fork.point)
+            run.metrics["tree/failures"] = run.metrics.get("tree/failures", 0.0) + 1
+            fork.of.turn_notes.setdefault(("main", None), {})["tree/failed"] = f"{type(error).__name__}: {error}"
+            if isinstance(error, InferenceError):
+                if self._recover is None:
+                    raise error
+                await self._recover(error)
+            if not (isinstance(error, TurnwiseError) and error.retryable):
+                break
+        return None
 
     async def _act(self, run: _Run) -> None:
         agent = run.agent or self._agents.of(run.spec.task)
@@ -388,7 +432,8 @@ class EpisodeRunner:
         scope = asyncio.timeout(timeout)
         try:
             async with scope:
-                run.episode = episode = await self._reset(run, agent, None if timeout is None else scope.when())
+                begin = self._reset if run.fork is None else self._forked
+                run.episode = episode = await begin(run, agent, None if timeout is None else scope.when())
                 try:
                     async with run.sessions.acting():
                         await agent.run(episode)
@@ -415,15 +460,42 @@ class EpisodeRunner:
         self._hold(name, run.env)
         run.env.guest_mounts = agent.sandbox_mounts()
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
+        if run.record is not None:
+            run.record.observation = snapshot(observation)
+        return self._episode(run, run.env, observation, info, run.sessions.open, deadline)
+
+    async def _forked(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
+        """Return the episode of a branch, in a fork of the environment at its point."""
+        del agent
+        fork, record = run.fork, run.record
+        assert fork is not None
+        assert record is not None
+
+        def open_session(name: str, policy: str) -> Session:
+            return run.sessions.fork(name, policy, fork.point, fork.number)
+
+        run.env = await invoke(fork.point.env, "fork", executor=self._executor)
+        return self._episode(run, run.env, record.observation, dict(fork.of.info), open_session, deadline)
+
+    def _episode(
+        self,
+        run: _Run,
+        env: Env,
+        observation: Sequence[Message],
+        info: dict[str, Any],
+        open_session: OpenSession,
+        deadline: float | None,
+    ) -> Episode:
+        spec, config = run.spec, self._config
         return Episode(
-            run.env,
+            env,
             spec.task,
             spec.env_seed,
             observation=observation,
             info=info,
-            tools=schemas(run.env),
+            tools=schemas(env),
             limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
-            open_session=run.sessions.open,
+            open_session=open_session,
             open_endpoint=run.sessions.endpoint,
             deadline=deadline,
             executor=self._executor,
@@ -431,6 +503,7 @@ class EpisodeRunner:
             partition=spec.partition,
             attempt=spec.attempt,
             roles=config.roles,
+            record=run.record,
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
@@ -490,7 +563,7 @@ class EpisodeRunner:
         """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
         if run.env is None:
             return False
-        closing = asyncio.ensure_future(invoke(run.env, "close", executor=self._executor))
+        closing = asyncio.ensure_future(self._close_all([run.env, *run.forks]))
         interrupted = False
         # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
@@ -506,6 +579,13 @@ class EpisodeRunner:
         if not closing.done() or closing.cancelled() or closing.exception() is not None:
             run.metrics["close_errors"] = 1.0
         return interrupted
+
+    async def _close_all(self, envs: Sequence[Env]) -> None:
+        """Close environments; the first error is raised when all are closed."""
+        calls = [invoke(env, "close", executor=self._executor) for env in envs]
+        errors = [each for each in await asyncio.gather(*calls, return_exceptions=True) if each is not None]
+        if errors:
+            raise errors[0]
 
     def _trajectories(self, run: _Run) -> list[Trajectory]:
         spec, episode = run.spec, run.episode
@@ -530,6 +610,7 @@ class EpisodeRunner:
             compare=self._config.compare,
             save_messages=self._config.save_messages,
             frozen=self._config.frozen,
+            branches=run.branches,
         )
 
 

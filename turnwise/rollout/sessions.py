@@ -1,14 +1,15 @@
-"""Sessions of one episode: their samplers, endpoints and metrics."""
+"""Sessions of one episode: their samplers, endpoints, metrics and trajectories."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
-from turnwise.agents.core import Episode
-from turnwise.agents.roles import MAIN
+from turnwise.agents.core import Episode, Reward
+from turnwise.agents.forks import BranchPoint
+from turnwise.agents.roles import MAIN, Compare, compared_within
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
@@ -18,7 +19,9 @@ from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.growth import leave_out_failed
 from turnwise.seeding import stable_hash
+from turnwise.trajectory import Branch, Trajectory
 from turnwise.types import SamplingParams
 
 
@@ -135,6 +138,23 @@ class EpisodeSessions:
         self._gateways[session_id] = sampler.gateway
         return session
 
+    def fork(self, name: str, policy: str, point: BranchPoint, branch: int) -> Session:
+        """Return a session of a branch: a fork at a point, or a new one where none of the name is open.
+
+        Raises:
+            AgentError: The session has another policy, or is recorded as text.
+        """
+        if name not in self.opened:
+            return self.open(name, policy)
+        session, known = self.opened[name]
+        if known != policy or isinstance(session, TextSession):
+            what = f"has the policy {known!r}, not {policy!r}" if known != policy else "is recorded as text"
+            raise AgentError(f"session {name!r} {what}: it cannot be forked")
+        again = point.turn if point.session == name else None
+        return session.fork(
+            point.turns.get(name, ()), again=again, seed=stable_hash("branch", self._seed, name, branch)
+        )
+
     def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
         limits = self._limits
         return client.open(
@@ -213,3 +233,70 @@ def turn_metrics(session: Session, name: str, episode: Episode | None) -> dict[s
         if agent == name:
             found.setdefault(turn, {}).update(values)
     return found
+
+
+def session_trajectories(
+    blank: Trajectory,
+    opened: Mapping[str, tuple[Session, str]],
+    episode: Episode | None,
+    *,
+    compare: Compare,
+    save_messages: bool,
+    frozen: Collection[str] = (),
+    branches: Mapping[str, list[Branch]] | None = None,
+) -> list[Trajectory]:
+    """Return one trajectory for each session, the main one first, the others in the order of opening.
+
+    Args:
+        blank: The common fields; the result where no session was opened.
+        opened: Session and policy by the session's name.
+        episode: Holds rewards and metrics; None where the reset failed.
+        compare: See :func:`~turnwise.agents.roles.compared_within`.
+        save_messages: Whether segments hold their messages.
+        frozen: The policies that are never trained.
+        branches: Of a forked episode, by the session's name.
+    """
+    rewards = episode.rewards if episode is not None else []
+    metrics = episode.metrics if episode is not None else {}
+    if not opened:
+        return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
+    result: list[Trajectory] = []
+    notes = episode.turn_notes if episode is not None else {}
+    whole = {"": notes["main", None]} if ("main", None) in notes else {}
+    for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
+        # Metrics and notes of the episode are recorded once, in its first trajectory.
+        counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
+        segments, ways = session.segments(messages=save_messages), (branches or {}).get(name, [])
+        result.append(
+            replace(
+                blank,
+                id=session.id,
+                group_id=compared_within(blank.group_id, name, policy, compare, frozen=policy in frozen),
+                agent=name,
+                policy=policy,
+                frozen=policy in frozen,
+                reasoning=session.reasoning,
+                echo=session.echo,
+                recorded=session.recorded_as,
+                segments=leave_out_failed(segments, ways) if ways else segments,
+                branches=ways,
+                rewards=_events(rewards, name),
+                metrics=counted,
+                turn_metrics=turn_metrics(session, name, episode),
+                turn_times=dict(session.turn_times),
+                turn_notes=({} if result else whole) | _of_agent(notes, name),
+                states=_of_agent(episode.states if episode is not None else {}, name),
+            )
+        )
+    return result
+
+
+def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str, float]]:
+    return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
+
+
+_T = TypeVar("_T")
+
+
+def _of_agent(held: Mapping[tuple[str, str | None], _T], agent: str) -> dict[str, _T]:
+    return {turn or "": value for (name, turn), value in held.items() if name == agent}

@@ -81,6 +81,7 @@ class BlackBoxAgent(Agent):
 
     # The program's own requests say which tools there are, or its prompts do.
     offers_tools: ClassVar[bool] = False
+    forkable: ClassVar[bool] = False
 
     def __init__(self, **config: Any) -> None:
         """Validate the configuration; start nothing.

@@ -23,7 +23,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.request import Asked, read_asked, unread
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, TextSession, Usage
 from turnwise.gateway.sessions import GatewaySession, Sessions
-from turnwise.recorder.session import PendingRequest
+from turnwise.recorder.requests import PendingRequest
 from turnwise.types import Message, text_of
 
 _log = logging.getLogger(__name__)

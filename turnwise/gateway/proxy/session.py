@@ -21,7 +21,8 @@ from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
-from turnwise.recorder.session import NO_IDS, PendingRequest, Session
+from turnwise.recorder.requests import PendingRequest
+from turnwise.recorder.session import NO_IDS, Session
 from turnwise.recorder.tree import Node
 from turnwise.recorder.turn_record import TurnRecord
 from turnwise.tools.response import estimated_tokens

@@ -528,7 +528,7 @@ def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
         partition=group.partition,
         arrived=arrived,
         oldest_version=min(versions_of(trained), default=None),
-        rewards=tuple(each.reward for each in trained if each.error is None),
+        rewards=tuple(value for each in trained if each.error is None for value in each.returns()),
         failed=group.failed,
         sampled_tokens=sum(each.sampled_tokens for each in trained),
         spread=_spread(group),
@@ -540,10 +540,8 @@ def _spread(group: TrajectoryGroup) -> dict[str, float]:
     compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for each in group.trajectories:
         if each.error is None and not each.frozen:
-            earned: defaultdict[str, float] = defaultdict(float)
-            for _, name, value in each.rewards:
-                earned[name] += value
-            compared[each.group_id].append({**earned, "reward": each.reward})
+            ways = zip(each.branch_rewards(), each.returns(), strict=True)
+            compared[each.group_id] += ({**earned, "reward": reward} for earned, reward in ways)
     names = {name for members in compared.values() for each in members for name in each}
     spread = dict.fromkeys(sorted(names), 0.0)
     for members in compared.values():

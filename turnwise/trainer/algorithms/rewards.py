@@ -46,10 +46,9 @@ class StepRewards:
 def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> StepRewards:
     """Return the rewards of trajectories with sampled tokens; ``baselines`` are greedy rewards by group id."""
     numbers: dict[str, int] = {}
-    names = sorted({name for each in trajectories for _, name, _ in each.rewards})
+    named = [each.named_rewards() for each in trajectories]
     components = {
-        name: [sum(value for _, other, value in each.rewards if other == name) for each in trajectories]
-        for name in names
+        name: [each.get(name, 0.0) for each in named] for name in sorted({key for each in named for key in each})
     }
     return StepRewards(
         totals=torch.tensor([each.reward for each in trajectories], dtype=torch.float64),

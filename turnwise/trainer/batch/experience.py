@@ -176,7 +176,7 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     named: defaultdict[str, float] = defaultdict(float)
     context: defaultdict[str, float] = defaultdict(float)
     for trajectory in trajectories:
-        for _, name, value in trajectory.rewards:
+        for name, value in trajectory.named_rewards().items():
             named[name] += value
         for name, value in trajectory.metrics.items():
             if name.startswith("context/"):

@@ -1,0 +1,47 @@
+"""Requests and turns of a session: a placed request before its completion, and a recorded turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from turnwise.model.canonical import Canonical
+from turnwise.model.core import Renderer
+from turnwise.recorder.tree import Match, PromptPlacement
+from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenPrompt
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """A request placed in the tree, not yet completed."""
+
+    messages: list[Canonical]
+    match: Match
+    prompt: TokenPrompt
+    params: SamplingParams
+    fork: str | None
+    renderer: Renderer
+    began: float = field(default_factory=time.time)
+
+    def opened(self) -> PromptPlacement:
+        """Return the placement."""
+        new = 0 if self.match.context is not None else len(self.match.token_ids)
+        return PromptPlacement(len(self.prompt.token_ids), len(self.prompt.token_ids) - new, self.match.token_ids)
+
+
+@dataclass(slots=True)
+class RecordedTurn:
+    """A recorded turn: placement of its request, completion, and message for the agent."""
+
+    opened: PromptPlacement
+    completion: Completion
+    message: Message
+
+    def pieces(self) -> Iterator[PromptPlacement | TokenDelta | Message]:
+        """Yield what a stream of the turn yields, the completion in one delta."""
+        yield self.opened
+        done = self.completion
+        version = done.weight_versions[-1][0] if done.weight_versions else None
+        yield TokenDelta(done.token_ids, done.logprobs, version, done.finish_reason, done.weight_versions)
+        yield self.message

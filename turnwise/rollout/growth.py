@@ -1,0 +1,239 @@
+"""The growth of trees: an episode's branches, and what they add to its record."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from turnwise.agents.core import Episode, Reward
+from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.recorder.session import Session
+from turnwise.rollout.tree import TreeConfig, TreeTurn
+from turnwise.trajectory import Branch, Segment, branch_paths
+from turnwise.types import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A branch of a tree that has come to its end.
+
+    Attributes:
+        episode: Its episode, scored.
+        stop_reason: Why it ended.
+        parent: Index of the branch that it was forked from; -1 for the initial episode.
+        point: Where it was forked; None for the initial episode.
+    """
+
+    episode: Episode
+    stop_reason: StopReason
+    parent: int = -1
+    point: BranchPoint | None = None
+
+    @property
+    def record(self) -> EpisodeRecord:
+        """The record of its episode."""
+        assert self.episode.record is not None
+        return self.episode.record
+
+
+GrowBranch: TypeAlias = Callable[[Grown, int, BranchPoint, int], Coroutine[Any, Any, Grown | None]]
+"""Plays a fork of a branch (given with its index) at a point, the n-th of the tree; None where it failed for good."""
+
+
+async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) -> list[Grown]:
+    """Grow the branches of a tree.
+
+    Args:
+        first: The initial episode.
+        config: Number of branches, and where they begin.
+        seed: Of the choice of turns.
+        play: Plays one branch.
+
+    Returns:
+        The branches, the initial episode first. Fewer than configured where no turn was chosen, none fits the budget,
+        or they failed.
+    """
+    choose, draw = config.chooser(), random.Random(seed)
+    tree, asked = [first], 0
+    first.record.settle(first.episode.sessions)
+    for number in range(config.rounds):
+        left = config.rounds - number
+        count = (config.branches - asked + left - 1) // left
+        turns, points = turns_of(tree)
+        chosen = [*choose(turns, count, draw)]
+        fit = _within_budget(config, tree, [turns[index] for index in chosen])
+        wanted = [(turns[index], points[index]) for index in chosen[:fit]]
+        asked += count
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(play(tree[turn.branch], turn.branch, point, len(tree) + offset))
+                for offset, (turn, point) in enumerate(wanted)
+            ]
+        for grown in (task.result() for task in running):
+            if grown is not None:
+                grown.record.settle(grown.episode.sessions)
+                tree.append(grown)
+    return tree
+
+
+def _within_budget(config: TreeConfig, tree: Sequence[Grown], chosen: Sequence[TreeTurn]) -> int:
+    """Return how many of the chosen branches fit what is left of the budget, in their order."""
+    tokens = sum(_tokens(grown) for grown in tree)
+    calls = sum(int(grown.episode.metrics.get("tool_calls", 0)) for grown in tree)
+    for number, turn in enumerate(chosen):
+        if not config.fits(turn, tokens, calls):
+            return number
+        tokens, calls = tokens + turn.tokens, calls + turn.tool_calls
+    return len(chosen)
+
+
+def _tokens(grown: Grown) -> int:
+    own = {name: set(session.own_turns) for name, session in grown.episode.sessions.items()}
+    return sum(
+        len(segment.token_ids)
+        for name, session in grown.episode.sessions.items()
+        for segment in session.segments(messages=False)
+        if segment.sampled and segment.turn_id in own[name]
+    )
+
+
+def turns_of(tree: Sequence[Grown]) -> tuple[list[TreeTurn], list[BranchPoint]]:
+    """Return the turns of a tree that can be sampled again, and the states before them."""
+    forks = Counter((grown.parent, grown.point.turn) for grown in tree if grown.point is not None)
+    turns: list[TreeTurn] = []
+    points: list[BranchPoint] = []
+    for branch, grown in enumerate(tree):
+        sessions = grown.episode.sessions
+        sampled = {name: _sampled(session) for name, session in sessions.items()}
+        latest = {(point.session, point.turn): point for point in grown.record.points if point.turn is not None}
+        for (name, turn_id), point in latest.items():
+            assert turn_id is not None
+            after = _after(sessions, point)
+            measured = grown.episode.turn_metrics
+            turns.append(
+                TreeTurn(
+                    branch=branch,
+                    turn_id=turn_id,
+                    session=name,
+                    number=sum(len(each) for each in point.turns.values()),
+                    tokens=sum(len(sampled[other][turn].token_ids) for other, turn in after),
+                    entropy=_entropy(sampled[name][turn_id]),
+                    tool_calls=int(sum(measured.get(each, {}).get("tool_calls", 0) for each in after)),
+                    tool_errors=int(measured.get((name, turn_id), {}).get("tool_errors", 0)),
+                    forks=forks[branch, turn_id],
+                )
+            )
+            points.append(point)
+    return turns, points
+
+
+def _sampled(session: Session) -> dict[str, Segment]:
+    return {each.turn_id: each for each in session.segments(messages=False) if each.sampled and each.turn_id}
+
+
+def _after(sessions: dict[str, Session], point: BranchPoint) -> list[tuple[str, str]]:
+    """Return the turns of a branch from a point on, by session."""
+    return [
+        (name, turn)
+        for name, session in sessions.items()
+        for turn in session.own_turns
+        if turn not in point.turns.get(name, ())
+    ]
+
+
+def _entropy(segment: Segment) -> float:
+    logprobs = segment.logprobs
+    return 0.0 if logprobs is None or not len(logprobs) else float(-logprobs.mean())
+
+
+def fold(tree: Sequence[Grown]) -> dict[str, list[Branch]]:
+    """Add what was noted in branches to the initial episode, and return the branches of each session.
+
+    Metrics are summed, those of turns and texts are those of the branch that sampled the turn. A reward on a turn stays
+    there where every branch with that turn has it; all others become rewards of the branches.
+    """
+    whole = tree[0].episode
+    events = _events(tree)
+    names = list(dict.fromkeys(name for grown in tree for name in grown.episode.sessions))
+    whole.rewards = []
+    branches: dict[str, list[Branch]] = {}
+    for name in names:
+        bare = [_branch(grown, name) for grown in tree]
+        shared, own = _shared_rewards(name, branch_paths(bare), events)
+        whole.rewards += shared
+        branches[name] = [replace(branch, rewards=tuple(mine)) for branch, mine in zip(bare, own, strict=True)]
+    for grown in tree[1:]:
+        _fold_notes(whole, grown.episode)
+    return branches
+
+
+def _events(tree: Sequence[Grown]) -> list[list[Reward]]:
+    """Return the rewards of each branch in order, those before its fork included."""
+    events: list[list[Reward]] = []
+    for grown in tree:
+        before = [] if grown.point is None else events[grown.parent][: grown.point.rewards]
+        events.append([*before, *grown.episode.rewards])
+    return events
+
+
+def _shared_rewards(
+    name: str, paths: Sequence[Sequence[str]], events: Sequence[Sequence[Reward]]
+) -> tuple[list[Reward], list[list[tuple[str, float]]]]:
+    """Split the rewards of a session into those of turns, and those of each branch as a whole."""
+    held = Counter(id(event) for each in events for event in each)
+    with_turn = Counter(turn for path in paths for turn in path)
+    shared: dict[int, Reward] = {}
+    own: list[list[tuple[str, float]]] = []
+    for each in events:
+        mine: list[tuple[str, float]] = []
+        for event in each:
+            if event.agent != name:
+                continue
+            if event.turn_id is not None and held[id(event)] == with_turn[event.turn_id]:
+                shared[id(event)] = event
+            else:
+                mine.append((event.name, event.value))
+        own.append(mine)
+    return list(shared.values()), own
+
+
+def _fold_notes(whole: Episode, episode: Episode) -> None:
+    for metric, value in episode.metrics.items():
+        whole.metrics[metric] = whole.metrics.get(metric, 0.0) + value
+    own = {name: set(session.own_turns) for name, session in episode.sessions.items()}
+    for (name, turn), measured in episode.turn_metrics.items():
+        if turn in own.get(name, ()):
+            whole.turn_metrics[name, turn] = measured
+    for (name, after), state in episode.states.items():
+        if after in own.get(name, ()):
+            whole.states[name, after] = state
+    for (name, noted), notes in episode.turn_notes.items():
+        session = episode.sessions.get(name)
+        # What is said of a branch as a whole stands at its end.
+        last = session.own_turns[-1] if session is not None and session.own_turns else None
+        whole.turn_notes.setdefault((name, noted or last), {}).update(notes)
+
+
+def _branch(grown: Grown, name: str) -> Branch:
+    """Return a branch of a session, without its rewards."""
+    session, point = grown.episode.sessions.get(name), grown.point
+    before = () if point is None else point.turns.get(name, ())
+    return Branch(
+        parent=grown.parent,
+        after=before[-1] if before else None,
+        turns=() if session is None else tuple(session.own_turns),
+        stop_reason=grown.stop_reason,
+    )
+
+
+def leave_out_failed(segments: Sequence[Segment], branches: Iterable[Branch]) -> list[Segment]:
+    """Return segments in which the turns of no branch, those of branches that failed, are not trained."""
+    kept = {turn for branch in branches for turn in branch.turns}
+    return [
+        replace(each, left_out=((0, len(each.token_ids)),)) if each.sampled and each.turn_id not in kept else each
+        for each in segments
+    ]

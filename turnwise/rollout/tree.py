@@ -1,0 +1,171 @@
+"""Tree rollouts: their configuration, and the choice of the turns that are sampled again."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from turnwise.config import ConfigReference
+from turnwise.errors import AgentError, ConfigError, shown
+from turnwise.plugins import load_object
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTurn:
+    """A turn of a tree that can be sampled again.
+
+    Attributes:
+        branch: Index of the branch that sampled it; 0 is the initial episode.
+        turn_id: The turn.
+        session: Its session.
+        number: Turns before it on its branch, shared ones included.
+        tokens: Tokens that its branch sampled in it and after it.
+        entropy: Mean negative log-probability of its sampled tokens, an estimate of their entropy from one sample.
+        tool_calls: Tool calls that its branch made in it and after it.
+        tool_errors: Tool calls of the turn that failed.
+        forks: Branches that begin at it already.
+    """
+
+    branch: int
+    turn_id: str
+    session: str
+    number: int
+    tokens: int
+    entropy: float
+    tool_calls: int
+    tool_errors: int
+    forks: int = 0
+
+
+Chooser: TypeAlias = Callable[[Sequence[TreeTurn], int, random.Random], Sequence[int]]
+"""Maps turns, a number of branches and a random generator to the indices of the turns at which they begin; an index may
+be given several times, and fewer than asked for."""
+
+
+def random_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    """Return turns drawn at random, each once before any of them twice.
+
+    The choice of Tree-GRPO: Ji et al. 2025 (arXiv:2509.21240), section 3.2.
+    """
+    chosen: list[int] = []
+    while turns and len(chosen) < count:
+        chosen += draw.sample(range(len(turns)), min(len(turns), count - len(chosen)))
+    return chosen
+
+
+def every_turn(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    """Return the turns in their order, those with the fewest forks first, until ``count`` is reached."""
+    del draw
+    chosen: list[int] = []
+    forks = [turn.forks for turn in turns]
+    while turns and len(chosen) < count:
+        index = min(range(len(turns)), key=lambda each: (forks[each], turns[each].branch, turns[each].number))
+        forks[index] += 1
+        chosen.append(index)
+    return chosen
+
+
+def uncertain_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    """Return the turns with the highest entropy, each fork of one halving its claim to another.
+
+    To branch where the policy is uncertain: Dong et al. 2025, ARPO (arXiv:2507.19849), which looks at the change of the
+    entropy after a tool's answer; here it is the turn's own.
+    """
+    del draw
+    chosen: list[int] = []
+    claims = [turn.entropy / 2**turn.forks for turn in turns]
+    while turns and len(chosen) < count:
+        index = max(range(len(turns)), key=claims.__getitem__)
+        claims[index] /= 2
+        chosen.append(index)
+    return chosen
+
+
+def failed_tool_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    """Return turns with a tool call that failed, drawn as :func:`random_turns` does; none where none failed."""
+    failed = [index for index, turn in enumerate(turns) if turn.tool_errors]
+    return [failed[index] for index in random_turns([turns[each] for each in failed], count, draw)]
+
+
+CHOOSERS: Final[dict[str, Chooser]] = {
+    "random": random_turns,
+    "every_turn": every_turn,
+    "entropy": uncertain_turns,
+    "tool_error": failed_tool_turns,
+}
+"""The choices of turns that have a name."""
+
+
+class TreeConfig(BaseModel):
+    """Tree rollouts: each episode of a group is forked at some of its turns, and every fork goes on by itself.
+
+    Attributes:
+        branches: Forks of an episode; so many ways through it besides the first.
+        where: The turns that are sampled again: ``random``, ``every_turn``, ``entropy``, ``tool_error``, or
+            ``pkg.module:function`` (called with turns, number of branches and a random generator; returns indices).
+        rounds: Rounds in which the branches are grown; a later one may fork what an earlier one has grown.
+        max_tokens: Sampled tokens of an episode with its branches; a branch that would exceed it, judged by what its
+            original sampled from there on, is not grown.
+        max_tool_calls: Tool calls of an episode with its branches, judged likewise.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    branches: PositiveInt
+    where: ConfigReference = "random"
+    rounds: PositiveInt = 1
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tool_calls: Annotated[int, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if not any(mark in self.where for mark in ":./") and self.where not in CHOOSERS:
+            raise ValueError(f"where is {self.where!r}; allowed: {', '.join(CHOOSERS)}, or pkg.module:function")
+        if self.rounds > self.branches:
+            raise ValueError(f"rounds is {self.rounds}, but there are only {self.branches} branches: lower it")
+        return self
+
+    def chooser(self) -> Chooser:
+        """Return the function that chooses turns.
+
+        Raises:
+            ConfigError: It cannot be loaded, or does not take three arguments.
+        """
+        if self.where in CHOOSERS:
+            return CHOOSERS[self.where]
+        function = load_object(self.where, "rollout.tree.where")
+        try:
+            inspect.signature(function).bind(None, None, None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"rollout.tree.where {self.where!r} cannot be called as f(turns, count, random): {error}"
+            ) from error
+        return _checked(self.where, function)
+
+    def fits(self, turn: TreeTurn, tokens: int, calls: int) -> bool:
+        """Return whether a branch at a turn fits the budget, after ``tokens`` and ``calls`` of the tree so far."""
+        return (self.max_tokens is None or tokens + turn.tokens <= self.max_tokens) and (
+            self.max_tool_calls is None or calls + turn.tool_calls <= self.max_tool_calls
+        )
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Chooser:
+    def choose(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+        try:
+            found = list(function(turns, count, draw))
+        except Exception as error:  # a user's function: what it raises is named as its own
+            raise AgentError(f"rollout.tree.where {name!r} raised {type(error).__name__}: {error}") from error
+        wrong = [index for index in found if not isinstance(index, int) or not 0 <= index < len(turns)]
+        if wrong or len(found) > count:
+            raise AgentError(
+                f"rollout.tree.where {name!r} returned {shown(found)} for {len(turns)} turns and {count} branches: it "
+                "must return at most as many indices of these turns as there are branches"
+            )
+        return found
+
+    return choose
