@@ -17,10 +17,18 @@ from pydantic import Field
 from torch import Tensor
 
 from turnwise.errors import TrainError, shown
-from turnwise.trainer.algorithms.credit import Credit, CustomAdvantages, StateCredit, TrajectoryCredit, Values
+from turnwise.trainer.algorithms.credit import (
+    Credit,
+    CustomAdvantages,
+    StateCredit,
+    TrajectoryCredit,
+    TreeCredit,
+    Values,
+)
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, whitened
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, find, register_entry
 from turnwise.trainer.algorithms.rewards import StepRewards
+from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trajectory import TrainSample
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
@@ -493,6 +501,8 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Configu
     within_groups, fixed = TURN_COMPARISONS[estimator.name]
     norm_by_std = estimator.options.get("norm_by_std", True) if fixed is None else fixed
     eps = estimator.options.get("eps", 1e-4)
+    if isinstance(credit, TreeCredit):
+        return _of_turns(_of_trees(credit, groups, norm_by_std=norm_by_std, eps=eps), groups)
     if isinstance(credit, StateCredit):
         advantages = gigpo(
             rewards.totals,
@@ -522,6 +532,16 @@ def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: 
     if credit.shares is not None:
         advantages = [each * shares for each, shares in zip(advantages, credit.shares, strict=True)]
     return StepAdvantages(advantages, [bool(flag) for flag in result.dead], result.groups, result.dead_groups)
+
+
+def _of_trees(credit: TreeCredit, groups: Sequence[int], *, norm_by_std: bool, eps: float) -> list[Values]:
+    advantages: dict[int, Values] = {}
+    for group in sorted(set(groups)):
+        numbers = [number for number, other in enumerate(groups) if other == group]
+        trees = [credit.trees[number] for number in numbers]
+        found = TREE_CREDITS[credit.name](trees, norm_by_std=norm_by_std, eps=eps)
+        advantages |= zip(numbers, found, strict=True)
+    return [advantages[number] for number in range(len(groups))]
 
 
 def _of_turns(advantages: Sequence[Values], groups: Sequence[int]) -> StepAdvantages:

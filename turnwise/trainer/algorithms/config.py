@@ -139,7 +139,8 @@ class AlgorithmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _turns_are_compared(self) -> Self:
-        known = [name for name, (within, _) in TURN_COMPARISONS.items() if self.credit.name != "gigpo" or within]
+        in_groups = self.credit.name == "gigpo" or self.credit.of_trees
+        known = [name for name, (within, _) in TURN_COMPARISONS.items() if within or not in_groups]
         if self.credit.compares and self.advantage not in known:
             raise ValueError(
                 f"credit {self.credit.name!r} compares turns as the estimator compares trajectories, but advantage is "

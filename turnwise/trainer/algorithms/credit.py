@@ -20,11 +20,12 @@ from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.rewards import StepRewards
+from turnwise.trainer.algorithms.trees import TREE_CREDITS, Tree
 from turnwise.trajectory import Trajectory
 
-CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo")
+CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo", *TREE_CREDITS)
 """The ways of assigning credit that have a name."""
-DISCOUNTING: Final = CREDITS[2:]
+DISCOUNTING: Final = CREDITS[2:6]
 """Those that read ``gamma``."""
 AnchorState: TypeAlias = Literal["named", "seen", "shown"]
 """What makes two states of turns equal."""
@@ -40,7 +41,8 @@ class CreditConfig(BaseModel):
         name: ``same``: every turn gets the trajectory's advantage; ``last``: only the last turn does; ``discounted``:
             the last turn gets all of it and each earlier one ``gamma`` times that of the next; ``turns``: each turn by
             its return, the rewards on it and after it; ``tokens``: the same per sampled token; ``gigpo``: the
-            trajectory's advantage plus that of the turn among the group's turns from the same state; or
+            trajectory's advantage plus that of the turn among the group's turns from the same state; ``tree_grpo`` and
+            ``tree_value``: of forked episodes (``rollout.tree``), see ``trees.py``; or
             ``pkg.module:function``, which maps a trajectory to the returns of its turns, or a whole ``group`` to the
             advantages of its turns.
         gamma: In (0, 1]. Required by ``discounted``; the discount of ``turns``, ``tokens`` and ``gigpo``, default 1.
@@ -78,7 +80,12 @@ class CreditConfig(BaseModel):
     @property
     def compares(self) -> bool:
         """Whether turns or tokens are compared, not only whole trajectories."""
-        return self.custom or self.name in ("turns", "tokens", "gigpo")
+        return self.custom or self.name in ("turns", "tokens", "gigpo", *TREE_CREDITS)
+
+    @property
+    def of_trees(self) -> bool:
+        """Whether the branches of forked episodes are compared."""
+        return self.name in TREE_CREDITS
 
     @property
     def discount(self) -> float:
@@ -136,7 +143,20 @@ class CustomAdvantages:
     advantages: list[Values]
 
 
-Credit: TypeAlias = TrajectoryCredit | ReturnCredit | StateCredit | CustomAdvantages
+@dataclass(frozen=True, slots=True)
+class TreeCredit:
+    """Branches of forked episodes are compared.
+
+    Attributes:
+        name: Of ``TREE_CREDITS``.
+        trees: Per trajectory its tree.
+    """
+
+    name: str
+    trees: list[Tree]
+
+
+Credit: TypeAlias = TrajectoryCredit | ReturnCredit | StateCredit | TreeCredit | CustomAdvantages
 
 
 def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, config: CreditConfig) -> Credit:
@@ -151,6 +171,8 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         return CustomAdvantages(_by_group(trajectories, rewards.groups, custom))
     if custom is not None:
         return ReturnCredit([custom.turn_returns(each) for each in trajectories])
+    if config.of_trees:
+        return TreeCredit(config.name, [Tree.of(each) for each in trajectories])
     gamma = config.discount
     if config.name == "tokens":
         pairs = zip(rewards.turn_rewards, rewards.turn_lengths, strict=True)

@@ -19,6 +19,7 @@ from turnwise.rollout.replay.config import MemberRule, ReplayConfig, RunFacts, a
 from turnwise.rollout.replay.strategies import StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section, check_policies, merged_section
 from turnwise.trainer.observe.loggers import LoggersConfig
 
@@ -353,7 +354,13 @@ def check_algorithm(name: str, config: TrainConfig) -> None:
         ValueError: A combination is not allowed.
     """
     rollout, algorithm, policy = config.rollout, config.algorithm, config.policy
-    if rollout.group_size < 2 and algorithm.compares_groups:
+    credit = algorithm.credit
+    if rollout.tree is not None and not (credit.of_trees or credit.custom):
+        raise ValueError(
+            f"rollout.tree forks episodes, but by algorithm.credit {credit.name!r} all branches of one have the same "
+            f"advantage: choose {' or '.join(TREE_CREDITS)}, or leave rollout.tree out"
+        )
+    if rollout.group_size < 2 and algorithm.compares_groups and rollout.tree is None:
         raise ValueError(
             f"rollout.group_size is 1, and by algorithm.advantage {algorithm.advantage} a group of one has "
             "advantage zero; set at least 2, or an estimator that compares no groups (gae, remax ...)"
