@@ -171,6 +171,8 @@ class Branch:
     Attributes:
         parent: Index of the branch that it was forked from; -1 for the first one.
         after: The session's last turn before the fork; None where it was forked before the first.
+        again: The turn of the parent in whose place its first one was sampled, from the same prompt; None for the first
+            branch, and where another session of the episode makes the first call.
         turns: The turns that were sampled in this branch, in order; those before the fork are the parent's.
         rewards: Rewards of the branch as a whole, as (name, value).
         stop_reason: Why it ended.
@@ -178,6 +180,7 @@ class Branch:
 
     parent: int = -1
     after: str | None = None
+    again: str | None = None
     turns: tuple[str, ...] = ()
     rewards: tuple[tuple[str, float], ...] = ()
     stop_reason: StopReason = StopReason.COMPLETED
@@ -378,6 +381,7 @@ def _read_branch(record: dict[str, Any]) -> Branch:
     return Branch(
         parent=int(record["parent"]),
         after=record["after"],
+        again=record["again"],
         turns=tuple(record["turns"]),
         rewards=tuple((name, float(value)) for name, value in record["rewards"]),
         stop_reason=StopReason(record["stop_reason"]),

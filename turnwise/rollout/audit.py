@@ -24,7 +24,7 @@ from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, re
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, row_digest
-from turnwise.trajectory import Segment, Trajectory, path_media, to_samples
+from turnwise.trajectory import Segment, Trajectory, branch_paths, path_media, to_samples
 from turnwise.trajectory_file import TRAJECTORIES, placed_trajectories, read_trajectories
 from turnwise.types import StopReason, TokenIds
 
@@ -261,6 +261,7 @@ class _Audit:
                 self._text(trajectory)
                 continue
             unsound = list(_structure(trajectory.segments)) + list(_events(trajectory))
+            unsound += _branches(trajectory) if trajectory.branches else ()
             for text in unsound:
                 self._say(trajectory, text)
             if not unsound:
@@ -500,6 +501,31 @@ def _events(trajectory: Trajectory) -> Iterator[str]:
     for turn, name, value in trajectory.rewards:
         if turn is not None and turn not in turns:
             yield f"reward {name!r} ({value}) is noted on turn {turn}, which does not exist"
+
+
+def _branches(trajectory: Trajectory) -> Iterator[str]:
+    """Check that each trained turn is of one branch, and that a branch leaves its parent where its first turn does."""
+    sampled = {segment.turn_id: segment for segment in trajectory.segments if segment.sampled}
+    owners = Counter(turn for branch in trajectory.branches for turn in branch.turns)
+    try:
+        paths = branch_paths(trajectory.branches)
+    except FormatError as error:
+        yield str(error)
+        return
+    for turn, count in owners.items():
+        if turn not in sampled or count > 1:
+            yield f"turn {turn} is in {count} branches" if turn in sampled else f"a branch names turn {turn}, not there"
+    for turn, segment in sampled.items():
+        if turn not in owners and segment.trained.any():
+            yield f"turn {turn} is trained, but in no branch"
+    for number, branch in enumerate(trajectory.branches):
+        if branch.again is None:
+            continue
+        first, sibling = sampled.get(branch.turns[0] if branch.turns else ""), sampled.get(branch.again)
+        if branch.again not in paths[branch.parent] or sibling is None:
+            yield f"branch {number} samples turn {branch.again} again, which its parent does not have"
+        elif first is not None and first.parent != sibling.parent:
+            yield f"branch {number} does not begin where turn {branch.again}, which it samples again, does"
 
 
 def _unexplained(

@@ -225,6 +225,7 @@ def _branch(grown: Grown, name: str) -> Branch:
     return Branch(
         parent=grown.parent,
         after=before[-1] if before else None,
+        again=None if point is None or point.session != name else point.turn,
         turns=() if session is None else tuple(session.own_turns),
         stop_reason=grown.stop_reason,
     )
@@ -234,6 +235,8 @@ def leave_out_failed(segments: Sequence[Segment], branches: Iterable[Branch]) ->
     """Return segments in which the turns of no branch, those of branches that failed, are not trained."""
     kept = {turn for branch in branches for turn in branch.turns}
     return [
-        replace(each, left_out=((0, len(each.token_ids)),)) if each.sampled and each.turn_id not in kept else each
+        replace(each, left_out=((0, len(each.token_ids)),))
+        if each.sampled and each.turn_id not in kept and len(each.token_ids)
+        else each
         for each in segments
     ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
-from support.rollout.audited import assert_sound
+from support.rollout.audited import assert_sound, write_trajectories
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env
@@ -20,6 +22,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, ConfigError, EnvError, InferenceError
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
+from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
@@ -193,8 +196,8 @@ def check_tree(trajectory: Trajectory) -> list[tuple[str, ...]]:
         if branch.parent >= 0:
             first = trajectory.segments[ids[path.index(branch.turns[0])]]
             parent = paths[branch.parent]
-            sibling = parent[0 if branch.after is None else parent.index(branch.after) + 1]
-            assert first.parent == turns[sibling].sampled.parent
+            assert branch.again == parent[0 if branch.after is None else parent.index(branch.after) + 1]
+            assert first.parent == turns[branch.again].sampled.parent
             assert first.fork in ("branch", "concurrent")
     return paths
 
@@ -386,3 +389,32 @@ async def test_a_cancelled_tree_closes_everything() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sum(OPEN) == 0
+
+
+def planted(trajectory: Trajectory, number: int, **changes: Any) -> Trajectory:
+    branches = list(trajectory.branches)
+    branches[number] = replace(branches[number], **changes)
+    return replace(trajectory, branches=branches)
+
+
+async def test_the_audit_finds_a_branch_that_is_not_what_it_says(tmp_path: Path) -> None:
+    outcome, _ = await play(seed=0, ledger=tmp_path)
+    [trajectory] = outcome.trajectories
+    last = trajectory.branches[-1]
+    assert trajectory.branches[1].parent == 0
+    other = next(turn for turn in trajectory.branches[0].turns if turn != trajectory.branches[1].again)
+    wrong = {
+        "trained, but in no branch": planted(trajectory, -1, turns=last.turns[1:]),
+        "is in 2 branches": planted(trajectory, -1, turns=(*last.turns, trajectory.branches[0].turns[0])),
+        "names turn t99, not there": planted(trajectory, -1, turns=(*last.turns, "t99")),
+        "does not begin where turn": planted(trajectory, 1, again=other),
+        "which its parent does not have": planted(trajectory, 1, again=last.turns[0]),
+    }
+    assert_sound(tmp_path, trajectory)
+    for number, (said, each) in enumerate(wrong.items()):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        shutil.copy(tmp_path / "ledger.jsonl", folder)
+        write_trajectories(folder, [each])
+        found = [text for text in audit_files(folder).contradictions if said in text]
+        assert found, (said, audit_files(folder).contradictions)

@@ -95,9 +95,9 @@ def tree_value(trees: Sequence[Tree], *, norm_by_std: bool = True, eps: float = 
     The value of a turn is the mean reward of the branches that hold it, ``V(t) = mean_{l through t} R_l``. Turns
     between two forks cannot be told apart, so they are one stretch with one advantage, the difference to the stretch
     before it: ``A(t) = (V(t) - V(parent of t's stretch)) / (std_g + eps)``. All trees of a group begin in one state,
-    whose value is the mean over trees of their means. ``std_g`` is the sample standard deviation of all branches of the group.
-    The differences are the local advantages of Hou et al. 2025, TreeRL (arXiv:2506.11902), section 3.3, without the
-    global ones. Without ``norm_by_std`` the divisor is 1. Where no tree branches this is GRPO.
+    whose value is the mean over trees of their means. ``std_g`` is the sample standard deviation of all branches of
+    the group. The differences are the local advantages of Hou et al. 2025, TreeRL (arXiv:2506.11902), section 3.3,
+    without the global ones. Without ``norm_by_std`` the divisor is 1. Where no tree branches this is GRPO.
 
     Args:
         trees: The trees of one group.

@@ -174,13 +174,13 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = max(1, len(trajectories))
     rewards = torch.tensor([each.reward for each in trajectories], dtype=torch.float64)
     named: defaultdict[str, float] = defaultdict(float)
-    context: defaultdict[str, float] = defaultdict(float)
+    counted: defaultdict[str, float] = defaultdict(float)
     for trajectory in trajectories:
         for name, value in trajectory.named_rewards().items():
             named[name] += value
         for name, value in trajectory.metrics.items():
-            if name.startswith("context/"):
-                context[name] += value
+            if name.startswith(("context/", "tree/")):
+                counted[name] += value
     stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
     metrics = {
         "rollout/turns": sum(sum(1 for _ in each.turns()) for each in trajectories) / count,
@@ -190,5 +190,5 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if trajectories:
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
-    metrics |= {name: total / count for name, total in sorted(context.items())}
+    metrics |= {name: total / count for name, total in sorted(counted.items())}
     return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}

@@ -1,0 +1,90 @@
+"""Runs whose episodes are forked: each sampled token is trained once, by any agent, killed at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.trainer.lookup_run import lines, silent, train_config, training
+from turnwise.rollout.records import read_batches
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.train import run_train
+from turnwise.trajectory import Trajectory, branch_paths
+from turnwise.trajectory_file import read_trajectories
+
+KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
+GRAPH = Path(__file__).parents[2] / "examples" / "langgraph_agent" / "graph.py"
+AGENTS: dict[str, dict[str, Any]] = {
+    "react": {"name": "react"},
+    "graph": {"name": "langgraph", "config": {"graph": f"{GRAPH}:make_graph"}},
+}
+
+
+def forked_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run of seconds whose episodes have three branches besides the first."""
+    rollout = {"group_size": 2, "tree": {"branches": 3, "rounds": 2}} | changes.pop("rollout", {})
+    algorithm = {"credit": "tree_value", "drop_zero_variance": False}
+    return train_config(model, runs, rollout=rollout, algorithm=algorithm, **changes)
+
+
+def check_trees(run: Path) -> list[Trajectory]:
+    """Check that siblings begin at one turn, and that all that branches sampled was trained once."""
+    trained = [each for each in read_trajectories(run / "trajectories.twz") if each.error is None]
+    for each in trained:
+        branch_paths(each.branches)
+        for branch in each.branches[1:]:
+            assert branch.again is not None
+    owned = [(row.trajectory, row.leaf) for row in read_batches(run / "batches.jsonl").rows]
+    assert len(owned) == len(set(owned))
+    return trained
+
+
+@pytest.mark.parametrize("agent", sorted(AGENTS))
+def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp_path: Path) -> None:
+    run_train(forked_config(lookup_model, tmp_path, rollout={"agent": AGENTS[agent]}), console=silent())
+    run = tmp_path / "run"
+    found = check_trees(run)
+    assert len(found) == 8
+    assert all(len(each.branches) == 4 for each in found)
+    report = audit_run(run, at_most=16, console=silent())
+    assert report.contradictions == []
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    steps = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    for step in steps:
+        # Where all branches of a step earned the same, nothing is trained.
+        assert step.get("gap/max", 0.0) < 1e-4
+        assert step["batch/trajectories"] == 4
+        assert step["tree/branches"] == 4
+        assert [name for name in step if name not in ("kind", "step") and meaning(name) is None] == []
+    sampled = sum(each.sampled_tokens for each in found)
+    assert sum(step["batch/trained_tokens"] for step in steps) == sampled
+
+
+@pytest.mark.long
+def test_a_run_of_trees_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
+    config = forked_config(lookup_model, tmp_path, steps=6, mode="colocate_async")
+    draw, run = random.Random(11), tmp_path / "run"
+    for _ in range(KILLS):
+        with training(config) as process:
+            deadline = time.monotonic() + draw.uniform(3, 9)
+            while process.poll() is None and time.monotonic() < deadline:
+                # No synchronisation: which moment the kill hits is what is drawn.
+                time.sleep(0.02)
+            process.kill()
+            process.wait()
+    run_train(config, console=silent())
+    check_trees(run)
+    assert audit_run(run, at_most=8, console=silent()).contradictions == []
+    found = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
+    rows = read_batches(run / "batches.jsonl").rows
+    assert {row.step for row in rows} == set(range(1, 7))
+    groups = {(found[row.trajectory].group_id, row.step) for row in rows}
+    # Each step trained two groups: none was lost, none came twice.
+    assert len(groups) == len({group for group, _ in groups}) == 12
