@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
+from support.parts import in_part  # noqa: E402
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
 from turnwise.placement.local import LocalPlacement  # noqa: E402
@@ -39,6 +40,14 @@ else:
         "turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=MOST
     )
 settings.load_profile("turnwise")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what other runs of .ci/run take."""
+    items[:], left = in_part(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:

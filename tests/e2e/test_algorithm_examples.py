@@ -46,6 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.long
+@pytest.mark.alike("lookup")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:

@@ -13,7 +13,7 @@ from support.processes.warm import run_command
 from support.trainer.lookup_run import take_warm
 
 MAIN = Path(__file__).parents[2] / "examples" / "openai_client_agent" / "main.py"
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("blackbox-job")]
+pytestmark = [pytest.mark.long, pytest.mark.alike("lookup"), pytest.mark.xdist_group("blackbox-job")]
 
 
 def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.processes.warm import run_command
 MAIN = Path(__file__).parents[2] / "examples" / "calculator" / "main.py"
 KINDS = ("sampled", "greedy")
 # One seed: several are the main job's to show (``test_main_job.py``).
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("calculator-job")]
+pytestmark = [pytest.mark.long, pytest.mark.alike("jobs", "calculator"), pytest.mark.xdist_group("calculator-job")]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ STEPS = 9
 
 
 @pytest.mark.long
+@pytest.mark.alike("jobs", "code_repair")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("code-repair")
 def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:

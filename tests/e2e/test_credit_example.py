@@ -30,6 +30,7 @@ def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alike("jobs", "credit")
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("credit")
 def test_credit_per_turn_beats_one_outcome(tmp_path: Path) -> None:

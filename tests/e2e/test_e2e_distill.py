@@ -83,6 +83,7 @@ def success(figures: dict[str, Any] | None) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.alike("jobs", "distill")
 @pytest.mark.timeout(900)
 def test_a_student_of_wrong_demonstrations_becomes_nearly_as_good_as_its_teacher(tmp_path: Path) -> None:
     rows = asyncio.run(example("teacher").demonstrations(DEMONSTRATIONS, seed=0))

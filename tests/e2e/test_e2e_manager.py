@@ -66,6 +66,7 @@ def test_a_manager_that_dies_ends_the_run_with_its_error(lookup_model: Path, tmp
 
 
 @pytest.mark.long
+@pytest.mark.alike("lookup")
 def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
     take_warm(warm_lookup, tmp_path / "outside")

@@ -32,6 +32,7 @@ def test_the_example_plays_its_graph_with_a_scripted_model() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alike("lookup")
 @pytest.mark.xdist_group("langgraph-job")
 def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those that the ReAct loop is held to (``test_main_job.py``)."""

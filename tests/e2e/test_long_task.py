@@ -52,6 +52,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 
 
 @pytest.mark.long
+@pytest.mark.alike("jobs", "long_task")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("long-task")
 def test_dropping_old_results_learns_what_does_not_fit_into_the_context(summaries: dict[str, dict[str, Any]]) -> None:
@@ -66,6 +67,7 @@ def test_dropping_old_results_learns_what_does_not_fit_into_the_context(summarie
 
 
 @pytest.mark.long
+@pytest.mark.alike("jobs", "long_task")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("long-task")
 def test_what_it_left_passes_the_audit(summaries: dict[str, dict[str, Any]]) -> None:

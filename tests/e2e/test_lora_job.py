@@ -16,6 +16,7 @@ MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 
 
 @pytest.mark.long
+@pytest.mark.alike("lookup")
 def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: Path, tmp_path: Path) -> None:
     take_warm(warm_lookup, tmp_path / "lora")
     command = [sys.executable, str(MAIN), "--also", "lora.yaml", "--runs", str(tmp_path), "--name", "lora", "steps=16"]

@@ -161,6 +161,7 @@ def test_its_first_five_steps_on_ranks_are_those_of_one_process(runs: Path, summ
     assert_ranks_train_alike(runs / "seed0")
 
 
+@pytest.mark.alike("lookup")
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
 def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
     runs: Path, warm_lookup: Path, summary: dict[str, Any], mode: str

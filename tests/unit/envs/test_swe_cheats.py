@@ -113,6 +113,7 @@ async def judged(env: SweEnv, number: int) -> AsyncIterator[tuple[str, bytes]]:
 
 
 @pytest.mark.long
+@pytest.mark.alike("cheats")
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[each.id for each in ROWS])
 async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -> None:
     async with any_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
@@ -127,6 +128,7 @@ async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.alike("mistakes")
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[each.id for each in ROWS])
 async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> None:
     """A wrong solution of each row, or two with all cheats."""
