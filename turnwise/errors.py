@@ -172,6 +172,10 @@ class FormatError(TurnwiseError):
     """Bytes on disk or on the wire do not match their schema version."""
 
 
+class ReplayError(TurnwiseError):
+    """A recorded episode cannot be played again as it was."""
+
+
 class AuditError(TurnwiseError):
     """The files of a run contradict an invariant."""
 

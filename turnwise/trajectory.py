@@ -164,6 +164,10 @@ class Turn:
     path: tuple[int, ...]
 
 
+RewardEvent = tuple[str | None, str, float]
+"""A reward: the turn, or None for the episode; its name; its value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """One way through an episode that was forked, from reset to its end.
@@ -174,7 +178,8 @@ class Branch:
         again: The turn of the parent in whose place its first one was sampled, from the same prompt; None for the first
             branch, and where another session of the episode makes the first call.
         turns: The turns that were sampled in this branch, in order; those before the fork are the parent's.
-        rewards: Rewards of the branch as a whole, as (name, value).
+        rewards: Reward events that other branches with the turn do not have, as in ``Trajectory.rewards``; among them
+            those of the branch as a whole.
         stop_reason: Why it ended.
     """
 
@@ -182,7 +187,7 @@ class Branch:
     after: str | None = None
     again: str | None = None
     turns: tuple[str, ...] = ()
-    rewards: tuple[tuple[str, float], ...] = ()
+    rewards: tuple[RewardEvent, ...] = ()
     stop_reason: StopReason = StopReason.COMPLETED
 
 
@@ -247,7 +252,7 @@ class Trajectory:
     policy: str = "main"
     frozen: bool = False
     segments: list[Segment] = field(default_factory=list)
-    rewards: list[tuple[str | None, str, float]] = field(default_factory=list)
+    rewards: list[RewardEvent] = field(default_factory=list)
     stop_reason: StopReason = StopReason.COMPLETED
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -294,7 +299,7 @@ class Trajectory:
             for turn_id, name, value in self.rewards:
                 if path is None or turn_id is None or turn_id in path:
                     own[name] = own.get(name, 0.0) + value
-            for name, value in self.branches[number].rewards if path is not None else ():
+            for _, name, value in self.branches[number].rewards if path is not None else ():
                 own[name] = own.get(name, 0.0) + value
             found.append(own)
         return found
@@ -338,7 +343,7 @@ class Trajectory:
         for segment in self.segments:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                 raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
-        of_branches = [value for branch in self.branches for _, value in branch.rewards]
+        of_branches = [value for branch in self.branches for _, _, value in branch.rewards]
         if not np.isfinite([*(value for _, _, value in self.rewards), *of_branches]).all():
             raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}, {of_branches}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
@@ -383,7 +388,7 @@ def _read_branch(record: dict[str, Any]) -> Branch:
         after=record["after"],
         again=record["again"],
         turns=tuple(record["turns"]),
-        rewards=tuple((name, float(value)) for name, value in record["rewards"]),
+        rewards=tuple((turn, name, float(value)) for turn, name, value in record["rewards"]),
         stop_reason=StopReason(record["stop_reason"]),
     )
 

@@ -158,7 +158,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
-    from turnwise.evaluation.replay import replay_run
+    from turnwise.evaluation.replay.replay import replay_run
 
     found = replay_run(source, number=number, task=task)
     if as_json:
@@ -172,6 +172,40 @@ def replay(
         typer.echo(f"{found.episodes} episodes replayed, {len(found.divergences)} diverge")
     if found.divergences or not found.episodes:
         raise typer.Exit(1)
+
+
+def bisect(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
+    ],
+    episode: Annotated[
+        str,
+        typer.Argument(metavar="EPISODE", help="Id of an episode or trajectory (turnwise view).", show_default=False),
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Model that goes on; by default the evaluation's.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="URL of a running server of it.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Continuations from each turn.")] = 4,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")] = None,
+    success_reward: Annotated[
+        float | None, typer.Option("--success-reward", help="Minimum reward of a success; by default the evaluation's.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the continuations.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Continue an episode from each of its turns, and print at which turn it was won or lost."""
+    from rich.console import Console
+
+    from turnwise.evaluation.replay.bisect import BisectSettings, run_bisect
+
+    urls = tuple(each.strip() for each in (url or "").split(",") if each.strip())
+    found = run_bisect(BisectSettings(source, episode, model, urls, samples, temperature, success_reward, seed))
+    if as_json:
+        typer.echo(json.dumps(found.to_json()))
+        return
+    Console().print(found.table())
+    typer.echo(found.verdict())
 
 
 EvaluatedEnv = Annotated[

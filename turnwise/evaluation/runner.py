@@ -30,6 +30,7 @@ from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -334,7 +335,9 @@ def _clock_time(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class ServedModel:
+    """Client of a model, and what brings servers of ours back after a failure."""
+
     client: LLMClient
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
 
@@ -473,22 +476,39 @@ async def _watched(
     return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
 
 
-async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
+async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> ServedModel:
     if config.hosted is not None:
         endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
-        return _Model(HostedClient(endpoint, model=config.hosted.model))
-    if config.urls:
-        settings = config.inference
-        return _Model(
+        return ServedModel(HostedClient(endpoint, model=config.hosted.model))
+    return await open_model(config.inference, config.directory, config.urls, folder / "logs", stack)
+
+
+async def open_model(
+    settings: InferenceConfig, directory: Path, urls: Sequence[str], logs: Path, stack: AsyncExitStack
+) -> ServedModel:
+    """Return a client of running servers, or serve a model until the stack closes.
+
+    Args:
+        settings: How the model is served.
+        directory: The model; with ``urls`` only its processor is read.
+        urls: Running servers; none serves it here.
+        logs: Folder for logs of servers.
+        stack: Closes what was started.
+
+    Raises:
+        InferenceError: A server did not start.
+    """
+    if urls:
+        return ServedModel(
             HTTPClient(
-                config.urls,
+                urls,
                 retries=settings.retries,
                 retry_wait=settings.retry_wait,
                 routing=settings.routing,
-                processor=load_processor(config.directory),
+                processor=load_processor(directory),
             )
         )
-    fleet = ReplicaSet(config.inference, config.directory, logs=folder / "logs")
+    fleet = ReplicaSet(settings, directory, logs=logs)
     stack.push_async_callback(fleet.close)
     await fleet.launch()
-    return _Model(fleet.client, fleet.recover)
+    return ServedModel(fleet.client, fleet.recover)

@@ -13,7 +13,7 @@ from turnwise.agents.core import Episode, Reward
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
 from turnwise.recorder.session import Session
 from turnwise.rollout.tree import TreeConfig, TreeTurn
-from turnwise.trajectory import Branch, Segment, branch_paths
+from turnwise.trajectory import Branch, RewardEvent, Segment, branch_paths
 from turnwise.types import StopReason
 
 
@@ -182,21 +182,21 @@ def _events(tree: Sequence[Grown]) -> list[list[Reward]]:
 
 def _shared_rewards(
     name: str, paths: Sequence[Sequence[str]], events: Sequence[Sequence[Reward]]
-) -> tuple[list[Reward], list[list[tuple[str, float]]]]:
+) -> tuple[list[Reward], list[list[RewardEvent]]]:
     """Split the rewards of a session into those of turns, and those of each branch as a whole."""
     held = Counter(id(event) for each in events for event in each)
     with_turn = Counter(turn for path in paths for turn in path)
     shared: dict[int, Reward] = {}
-    own: list[list[tuple[str, float]]] = []
+    own: list[list[RewardEvent]] = []
     for each in events:
-        mine: list[tuple[str, float]] = []
+        mine: list[RewardEvent] = []
         for event in each:
             if event.agent != name:
                 continue
             if event.turn_id is not None and held[id(event)] == with_turn[event.turn_id]:
                 shared[id(event)] = event
             else:
-                mine.append((event.name, event.value))
+                mine.append((event.turn_id, event.name, event.value))
         own.append(mine)
     return list(shared.values()), own
 

@@ -15,7 +15,7 @@ from turnwise.envs.core import invoke, schemas
 from turnwise.envs.registration import env_class, make
 from turnwise.envs.solution import play_solution
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.evaluation.replay import Divergence, RecordedClient, replay
+from turnwise.evaluation.replay.replay import Divergence, RecordedClient, replay
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
 from turnwise.rollout.config import RolloutConfig, SpecConfig

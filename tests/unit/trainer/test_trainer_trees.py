@@ -113,7 +113,7 @@ def forked(group: str = "g") -> Trajectory:
             *(segment(3 + n, 2, f"t{1 + n}") for n in range(3)),
         ],
         rewards=[("t0", "step", 0.25), ("t1", "right", 1.0)],
-        branches=[Branch(turns=("t0", "t1")), Branch(0, "t0", "t1", ("t3",), (("bonus", 0.5),))],
+        branches=[Branch(turns=("t0", "t1")), Branch(0, "t0", "t1", ("t3",), ((None, "bonus", 0.5),))],
     )
 
 

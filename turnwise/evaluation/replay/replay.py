@@ -13,32 +13,22 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
-import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from turnwise.agents.roles import MAIN
-from turnwise.errors import ConfigError, FormatError, SessionError
-from turnwise.evaluation.tables import run_file
-from turnwise.gateway.frozen import load_renderers
-from turnwise.inference.config import RendererConfig
-from turnwise.inference.engines import model_settings
+from turnwise.errors import FormatError, SessionError
+from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun, is_later_branch
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
-from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Segment, Trajectory
-from turnwise.trajectory_file import TrajectoryFile
 from turnwise.types import Completion, SamplingParams, StopReason, TokenDelta, TokenPrompt
 
-Section = TypeVar("Section", bound=BaseModel)
 Kind = Literal["observation", "tool answer", "reward", "state", "stop reason", "error", "request"]
 
-_UNLIMITED = 1_000_000
 _SHOWN = 200
 
 
@@ -104,6 +94,11 @@ class RecordedClient(LLMClient):
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._left = {each.id: _turns(each) for each in trajectories}
 
+    @property
+    def left(self) -> bool:
+        """Whether any completion was not given yet."""
+        return any(self._left.values())
+
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Return the recorded completion. Raises SessionError where the run has no further one."""
         del params
@@ -124,7 +119,7 @@ class RecordedClient(LLMClient):
 
     async def model_info(self) -> ModelInfo:
         """Return a model without limits: those of the run show in what was recorded."""
-        return ModelInfo("recorded", _UNLIMITED)
+        return ModelInfo("recorded", UNLIMITED)
 
     async def close(self) -> None:
         """Do nothing."""
@@ -147,7 +142,7 @@ async def replay(
     *,
     policy: str = MAIN,
     others: Mapping[str, Renderer] | None = None,
-    context_length: int = _UNLIMITED,
+    context_length: int = UNLIMITED,
 ) -> ReplayReport:
     """Play recorded episodes again, and return the first difference of each.
 
@@ -182,7 +177,7 @@ async def replay(
 
         async def one(members: list[Trajectory]) -> Divergence | None:
             async with room:
-                return compare_episodes(members, await runner.run(_spec(members[0], tasks)))
+                return compare_episodes(members, await runner.run(spec_of(members[0], tasks)))
 
         try:
             await runner.prepare()
@@ -221,7 +216,8 @@ def _unplayable(members: Sequence[Trajectory], tasks: Mapping[str, Task]) -> str
     return None if first.task_id in tasks else "of an unknown task"
 
 
-def _spec(recorded: Trajectory, tasks: Mapping[str, Task]) -> EpisodeSpec:
+def spec_of(recorded: Trajectory, tasks: Mapping[str, Task]) -> EpisodeSpec:
+    """Return what a recorded episode was rolled out by, but for its sampling seed. Raises FormatError."""
     prefix, _, rest = recorded.episode_id.rpartition("/")
     member, _, attempt = rest.partition(".")
     try:
@@ -289,7 +285,8 @@ def _of_context(
         return turn, kind, first, second, tool
     if len(heard) > len(segment.messages):
         return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
-    if not np.array_equal(segment.token_ids, other.token_ids):
+    # Templates may write the ids of calls, which have other numbers in a branch.
+    if not is_later_branch(after.episode_id) and not np.array_equal(segment.token_ids, other.token_ids):
         return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
     return None
 
@@ -356,50 +353,14 @@ def replay_run(source: Path, *, number: int | None = None, task: str | None = No
         ConfigError: There is no usable configuration, or environment, agent or tasks of it are missing.
         FormatError: There are no such trajectories, or they are damaged.
     """
-    path = run_file(source)
-    file = path.with_name("config.yaml")
-    if not file.is_file():
-        raise ConfigError(f"{file} is missing: a replay needs the environment, agent and tasks of the run")
-    said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    if said.get("hosted"):
-        raise ConfigError(f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed")
-    rollout = load_section(RolloutConfig, said, "rollout", file)
-    settings = load_section(RendererConfig, said, "renderer", file)
-    trained = said.get("policies") or {MAIN: {"model": {"path": said.get("model")}}}
-    policy, model = next((name, Path(each["model"]["path"])) for name, each in trained.items())
-    others = load_renderers(rollout.frozen, model, settings)
-    for name, each in trained.items():
-        own = load_section(RendererConfig, each, "renderer", file) if each.get("renderer") else settings
-        others[name] = own.load(Path(each["model"]["path"]))
-    renderer = others.pop(policy)
-    with TrajectoryFile(path) as trajectories:
-        wanted = [entry for entry in trajectories.entries if task in (None, entry.task_id)]
-        episodes = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
-        chosen = set(episodes if number is None else episodes[max(0, len(episodes) - number) :])
-        if not chosen:
-            raise FormatError(f"{path} holds no trajectories" + ("" if task is None else f" of task {task!r}"))
-        recorded = [trajectories.read(each) for each in wanted if (each.episode_id, each.attempt) in chosen]
-    sources = [each for each in (said.get("tasks"), (said.get("eval") or {}).get("tasks")) if each] or [None]
+    run = RecordedRun.load(source)
+    recorded = run.episodes(number=number, task=task)
 
-    async def run() -> ReplayReport:
-        tasks: dict[str, Task] = {}
-        for each in sources:
-            parsed = None if each is None else TypeAdapter(TasksConfig).validate_python(each)
-            limit = said.get("limit") or said.get("task_limit")
-            loaded = await load_checked(parsed, rollout, renderer, limit=limit, max_prompt_tokens=None)
-            tasks |= {one.id: one for one in loaded.tasks}
-        longest = model_settings(model).get("max_position_embeddings") or _UNLIMITED
-        context = (said.get("inference") or {}).get("max_context") or longest
+    async def played() -> ReplayReport:
+        tasks = await run.tasks()
         return await replay(
-            recorded, tasks, rollout, renderer, policy=policy, others=others, context_length=int(context)
-        )
+            recorded, tasks, run.rollout, run.renderer, policy=run.policy, others=run.others,
+            context_length=run.context_length,
+        )  # fmt: skip
 
-    return asyncio.run(run())
-
-
-def load_section(kind: type[Section], said: Mapping[str, Any], name: str, file: Path) -> Section:
-    """Return a section of a run's configuration. Raises ConfigError where it is missing or of another version."""
-    try:
-        return kind.model_validate(said[name])
-    except (KeyError, ValidationError) as error:
-        raise ConfigError(f"{file}: {name} is missing, or of another version of Turnwise: {error}") from error
+    return asyncio.run(played())

@@ -1,0 +1,148 @@
+"""Bisections: the turn that decided an episode, found by continuations from each of its turns."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chat.toy_renderer import ToyRenderer
+from turnwise.envs.registration import register
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import ConfigError, FormatError, ReplayError
+from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model
+from turnwise.evaluation.replay.recorded import RecordedRun, unforked
+from turnwise.evaluation.replay.replay import replay
+from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+from turnwise.tools.core import function_tool
+from turnwise.trajectory import Trajectory
+from turnwise.types import Message, ToolCall
+
+TASK = Task("t", "Open the doors.")
+PLAYED: list[int] = []
+
+
+class Doors(ToolEnv):
+    """Three doors; behind a red one there is no way back, and the key lies behind the third."""
+
+    def __init__(self, moody: bool = False) -> None:
+        self.moody = moody
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.opened, self.lost = 0, False
+        PLAYED.append(len(PLAYED))
+        return "Open the doors.", {}
+
+    @function_tool
+    def open(self, colour: str) -> str:
+        """Open a door."""
+        self.opened += 1
+        self.lost |= colour == "red"
+        # What it answers says nothing of how it stands.
+        return f"door {self.opened}"
+
+    def score(self, final: Message | None) -> float:
+        return float(self.opened >= 3 and not self.lost and not (self.moody and len(PLAYED) > 1))
+
+
+register("test-doors", Doors)
+
+
+def open_door(colour: str) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "open", {"colour": colour})]}
+
+
+def well(request: ScriptedRequest) -> Message | str:
+    """Open green doors, mostly, and answer when there were three."""
+    if request.text.count("door 3"):
+        return "done"
+    return open_door(random.Random(request.params.seed).choice(["green", "green", "green", "blue"]))
+
+
+async def recorded(
+    *colours: str, config: dict[str, Any] | None = None, **changes: Any
+) -> tuple[RecordedRun, Trajectory]:
+    PLAYED.clear()
+    renderer = ToyRenderer()
+    rollout = RolloutConfig.model_validate({"env": {"name": "test-doors", "config": config or {}}, **changes})
+    script = [*(open_door(each) for each in colours), "done"]
+    runner = EpisodeRunner(
+        rollout, ScriptedClient(renderer, script if not changes else well), renderer, context_length=5000
+    )
+    outcome = await runner.run(EpisodeSpec(TASK, "g", env_seed=3, sampling_seed=4))
+    await runner.close()
+    run = RecordedRun(
+        Path("trajectories.twz"), {}, rollout.model_copy(update={"tree": None}), "main", Path("model"), renderer, {}
+    )
+    return run, outcome.trajectories[0]
+
+
+@pytest.fixture(autouse=True)
+def _context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedRun, "context_length", property(lambda self: 5000))
+
+
+async def bisected(run: RecordedRun, trajectory: Trajectory, **given: Any) -> Bisection:
+    client = ScriptedClient(ToyRenderer(), well)
+    return await bisect(run, [trajectory], {"t": TASK}, client, **given)
+
+
+async def test_the_turn_that_lost_the_episode_is_found() -> None:
+    run, trajectory = await recorded("green", "red", "green")
+    found = await bisected(run, trajectory, samples=3)
+    # From before the red door every continuation succeeds, from after it none.
+    assert found.odds == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert found.decisive == 1
+    assert [turn.said for turn in found.turns] == [
+        "open({'colour': 'green'})", "open({'colour': 'red'})", "open({'colour': 'green'})", "done",
+    ]  # fmt: skip
+    assert [len(turn.rewards) for turn in found.turns] == [3] * 4
+    assert found.verdict() == (
+        "The episode was lost at turn 1: before it 100% of the continuations succeed, after it 0%."
+    )
+    assert found.table().row_count == 5
+    assert found.to_json()["decisive"] == 1
+
+
+async def test_an_episode_that_was_won_is_not_lost_anywhere() -> None:
+    run, trajectory = await recorded("green", "blue", "green")
+    found = await bisected(run, trajectory)
+    assert found.decisive is None
+    assert "continuations always succeed: no turn decided it" in found.verdict()
+
+
+def test_the_last_turn_may_decide() -> None:
+    turns = [TurnOdds("main", "t0", "a", (1.0, 0.0)), TurnOdds("main", "t1", "b", (1.0, 1.0))]
+    lost = Bisection("e", "t", 0.0, 1.0, turns)
+    assert lost.verdict().endswith("at turn 1: before it 100% of the continuations succeed, with it the episode ended.")
+    won = Bisection("e", "t", 1.0, 1.0, turns)
+    assert (won.decisive, won.odds) == (0, [0.5, 1.0, 1.0])
+
+
+async def test_an_environment_that_does_not_repeat_itself_is_named() -> None:
+    run, trajectory = await recorded("green", "green", "green", config={"moody": True})
+    with pytest.raises(ReplayError, match="had the reward 1 and has 0 when it is played again"):
+        await bisected(run, trajectory)
+
+
+async def test_what_cannot_be_bisected_is_named() -> None:
+    run, trajectory = await recorded("green")
+    with pytest.raises(FormatError, match="its task 't' is not among those of the run"):
+        await bisect(run, [trajectory], {}, ScriptedClient(ToyRenderer(), well))
+    with pytest.raises(ConfigError, match="is a training run: name the model that goes on with --model"):
+        chosen_model(BisectSettings(Path("runs/x"), "e"), run)
+
+
+async def test_forked_episodes_are_replayed_branch_by_branch() -> None:
+    run, trajectory = await recorded(tree={"branches": 4, "rounds": 2})
+    assert len(trajectory.branches) == 5
+    branches = unforked(trajectory)
+    assert [each.reward for each in branches] == trajectory.returns()
+    assert len({each.id for each in branches}) == 5
+    report = await replay(branches, {"t": TASK}, run.rollout, run.renderer)
+    assert (report.episodes, report.divergences) == (5, [])

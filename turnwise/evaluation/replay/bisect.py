@@ -1,0 +1,318 @@
+"""Bisection of an episode: the turn up to which it could still be won, found by continuations from each of its turns.
+
+The recorded episode is played again up to every turn; from there the model goes on by itself, several times. How often
+that succeeds says what the turns before it were worth: where it drops, the episode was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.errors import ConfigError, FormatError, ReplayError
+from turnwise.evaluation.replay.recorded import RecordedRun
+from turnwise.evaluation.replay.replay import RecordedClient, spec_of
+from turnwise.evaluation.runner import open_model
+from turnwise.inference.config import InferenceConfig
+from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.rollout.runner import EpisodeRunner
+from turnwise.rollout.tree import TreeConfig
+from turnwise.seeding import stable_hash
+from turnwise.tasks.core import Task
+from turnwise.trajectory import Trajectory
+from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
+
+_SAID = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOdds:
+    """What became of an episode when one of its turns was sampled again.
+
+    Attributes:
+        session: The turn's session.
+        turn_id: The turn.
+        said: What the recorded turn said, shortened.
+        rewards: Rewards of the continuations that began before it.
+    """
+
+    session: str
+    turn_id: str
+    said: str
+    rewards: tuple[float, ...]
+
+    def success(self, least: float) -> float:
+        """Return the share of continuations whose reward is at least this; NaN without any."""
+        return sum(reward >= least for reward in self.rewards) / len(self.rewards) if self.rewards else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """The result of a bisection.
+
+    Attributes:
+        episode_id: The episode.
+        task_id: Its task.
+        reward: Its recorded reward.
+        success_reward: Least reward of a success.
+        turns: Its turns in order.
+        failed: Continuations that ended in an error; they count for nothing.
+    """
+
+    episode_id: str
+    task_id: str
+    reward: float
+    success_reward: float
+    turns: list[TurnOdds] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def odds(self) -> list[float]:
+        """Success before each turn, then that of the recorded episode."""
+        return [*(turn.success(self.success_reward) for turn in self.turns), float(self.reward >= self.success_reward)]
+
+    @property
+    def decisive(self) -> int | None:
+        """Index of the turn with the largest change towards the episode's end; None where no turn changed it."""
+        odds = self.odds
+        sign = 1.0 if odds[-1] else -1.0
+        steps = [(sign * (after - before), -index) for index, (before, after) in enumerate(pairwise(odds))]
+        best = max((step for step in steps if not math.isnan(step[0])), default=(0.0, 0))
+        return -best[1] if best[0] > 0 else None
+
+    def verdict(self) -> str:
+        """Return in one sentence what the continuations say."""
+        won = "was won" if self.odds[-1] else "was lost"
+        decisive = self.decisive
+        if decisive is None:
+            always = "always" if self.odds[-1] else "never"
+            return f"The episode {won}, and from every turn its continuations {always} succeed: no turn decided it."
+        before, after = self.odds[decisive], self.odds[decisive + 1]
+        last = decisive + 1 == len(self.turns)
+        then = "with it the episode ended" if last else f"after it {after:.0%}"
+        return f"The episode {won} at turn {decisive}: before it {before:.0%} of the continuations succeed, {then}."
+
+    def table(self) -> Table:
+        """Return the turns with the success of their continuations."""
+        table = Table("turn", "success from here", "mean reward", "what was said then", box=None, pad_edge=False)
+        for index, turn in enumerate(self.turns):
+            rate, count = turn.success(self.success_reward), len(turn.rewards)
+            shown = "-" if not count else f"{round(rate * count)} of {count}"
+            mean = "-" if not count else f"{math.fsum(turn.rewards) / count:.3f}"
+            style = "bold" if index == self.decisive else ""
+            table.add_row(str(index), shown, mean, Text(turn.said), style=style)
+        table.add_row("end", "1" if self.odds[-1] else "0", f"{self.reward:.3f}", "")
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "episode_id": self.episode_id, "task_id": self.task_id, "reward": self.reward, "decisive": self.decisive,
+            "failed": self.failed, "verdict": self.verdict(),
+            "turns": [
+                {"session": turn.session, "turn_id": turn.turn_id, "said": turn.said, "rewards": list(turn.rewards)}
+                for turn in self.turns
+            ],
+        }  # fmt: skip
+
+
+class _RecordedThenLive(LLMClient):
+    """Client that answers with what was recorded, and asks the model once all of it was given.
+
+    Args:
+        recorded: The recorded episode.
+        live: The model's client.
+    """
+
+    def __init__(self, recorded: RecordedClient, live: LLMClient) -> None:
+        self._recorded = recorded
+        self._live = live
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Return a completion."""
+        source = self._recorded if self._recorded.left else self._live
+        return await source.generate(prompt, params, session_id=session_id)
+
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Stream a completion."""
+        source = self._recorded if self._recorded.left else self._live
+        async for piece in source.stream(prompt, params, session_id=session_id):
+            yield piece
+
+    async def model_info(self) -> ModelInfo:
+        """Return the model's."""
+        return await self._live.model_info()
+
+    async def close(self) -> None:
+        """Do nothing: the model's client is the caller's."""
+
+
+async def bisect(
+    run: RecordedRun,
+    members: Sequence[Trajectory],
+    tasks: Mapping[str, Task],
+    client: LLMClient,
+    *,
+    samples: int = 4,
+    success_reward: float = 1.0,
+    seed: int = 0,
+) -> Bisection:
+    """Continue an episode from each of its turns.
+
+    Args:
+        run: Its run, whose environment, agent and limits it is played with.
+        members: Its trajectories.
+        tasks: Those of the run, by id.
+        client: The model that goes on.
+        samples: Continuations from each turn.
+        success_reward: Least reward of a success.
+        seed: Of their sampling.
+
+    Raises:
+        ReplayError: The episode plays out differently today, or nothing can be forked.
+        FormatError: Its task is unknown, or nothing was sampled in it.
+        ConfigError: Environment or agent cannot be made or forked.
+    """
+    first = members[0]
+    turns = [(each, turn) for each in members for turn in each.turns()]
+    if first.task_id not in tasks or not turns:
+        what = f"its task {first.task_id!r} is not among those of the run" if turns else "nothing was sampled in it"
+        raise FormatError(f"episode {first.episode_id}: {what}")
+    tree = TreeConfig(branches=samples * len(turns), where="every_turn")
+    config = run.rollout.model_copy(update={"tree": tree})
+    info = await client.model_info()
+    spec = spec_of(first, tasks)
+    with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
+        runner = EpisodeRunner(
+            config, _RecordedThenLive(RecordedClient(members), client), run.renderer,
+            context_length=min(info.context_length, run.context_length), executor=executor, policy=run.policy,
+        )  # fmt: skip
+        try:
+            await runner.prepare()
+            outcome = await runner.run(replace(spec, partition="train", sampling_seed=stable_hash("bisect", seed)))
+        finally:
+            await runner.close()
+    if outcome.error is not None:
+        raise ReplayError(f"episode {first.episode_id} cannot be played again: {outcome.error}") from outcome.error
+    return _result(members, outcome.trajectories, success_reward)
+
+
+def _result(members: Sequence[Trajectory], played: Sequence[Trajectory], success_reward: float) -> Bisection:
+    first = members[0]
+    whole = [branch for each in played for branch in each.branches[:1]]
+    if not whole:
+        note = played[0].turn_notes.get("", {}).get("tree/failed", "no turn could be forked")
+        raise ReplayError(f"episode {first.episode_id}: nothing was continued: {note}")
+    rewards = [math.fsum(each) for each in zip(*(trajectory.returns() for trajectory in played), strict=True)]
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for trajectory in played:
+        for branch, reward in zip(trajectory.branches, rewards, strict=True):
+            if branch.again is not None:
+                found[trajectory.agent, branch.again].append(reward)
+    reward = math.fsum(each.reward for each in members)
+    if not math.isclose(rewards[0], reward, rel_tol=1e-9, abs_tol=1e-12):
+        raise ReplayError(
+            f"episode {first.episode_id} had the reward {reward:g} and has {rewards[0]:g} when it is played again: its "
+            "environment does not repeat itself (turnwise replay names the first difference)"
+        )
+    turns = [
+        TurnOdds(each.agent, turn.turn_id, _said(turn.sampled.messages), tuple(found[each.agent, turn.turn_id]))
+        for each in members
+        for turn in each.turns()
+    ]
+    failed = int(played[0].metrics.get("tree/failures", 0))
+    return Bisection(first.episode_id, first.task_id, reward, success_reward, turns, failed)
+
+
+def _said(messages: Sequence[Mapping[str, Any]]) -> str:
+    message = messages[0] if messages else {}
+    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
+    text = " ".join([str(message.get("content") or ""), *calls]).split()
+    said = " ".join(text)
+    return said if len(said) <= _SAID else f"{said[: _SAID - 3]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class BisectSettings:
+    """Settings of :func:`run_bisect`.
+
+    Attributes:
+        source: Directory of a run or an evaluation.
+        episode: Id of an episode, or of one of its trajectories.
+        model: Directory of the model that goes on; None is the evaluation's.
+        urls: Running servers of it; none serves it here.
+        samples: Continuations from each turn.
+        temperature: Of their sampling; None is the run's.
+        success_reward: Least reward of a success; None is the evaluation's, else 1.
+        seed: Of their sampling.
+    """
+
+    source: Path
+    episode: str
+    model: Path | None = None
+    urls: tuple[str, ...] = ()
+    samples: int = 4
+    temperature: float | None = None
+    success_reward: float | None = None
+    seed: int = 0
+
+
+def chosen_model(settings: BisectSettings, run: RecordedRun) -> Path:
+    """Return the model that goes on. Raises ConfigError where neither the settings nor the run name it."""
+    model = settings.model or run.said.get("model")
+    if model is None:
+        raise ConfigError(
+            f"{settings.source} is a training run: name the model that goes on with --model, such as "
+            f"{settings.source}/checkpoints/step_NNNNNN/policies/{run.policy}"
+        )
+    return Path(model)
+
+
+def run_bisect(settings: BisectSettings) -> Bisection:
+    """Bisect an episode of a directory.
+
+    Raises:
+        ConfigError: The model is not named, or the run cannot be read.
+        FormatError: There is no such episode.
+        ReplayError: It cannot be played again.
+        InferenceError: The model cannot be served.
+    """
+    run = RecordedRun.load(settings.source)
+    members = run.episodes(episode=settings.episode)
+    model = chosen_model(settings, run)
+    if settings.temperature is not None:
+        rollout = run.rollout.model_copy(update={"temperature": settings.temperature})
+        run = replace(run, rollout=rollout)
+    if run.others:
+        raise ConfigError(
+            f"{settings.source} has the policies {', '.join([run.policy, *run.others])}: an episode of several "
+            "policies is not bisected"
+        )
+    said = settings.success_reward if settings.success_reward is not None else run.said.get("success_reward", 1.0)
+
+    async def bisected() -> Bisection:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="turnwise-bisect-")))
+            served = InferenceConfig.model_validate(run.said.get("inference") or {})
+            found = await open_model(served, model, settings.urls, folder, stack)
+            stack.push_async_callback(found.client.close)
+            return await bisect(
+                run, members, await run.tasks(), found.client, samples=settings.samples, success_reward=float(said),
+                seed=settings.seed,
+            )  # fmt: skip
+
+    return asyncio.run(bisected())

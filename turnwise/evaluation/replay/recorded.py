@@ -1,0 +1,204 @@
+"""Recorded runs: configuration, renderers, tasks and episodes of a directory, for playing its episodes again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from turnwise.agents.roles import MAIN
+from turnwise.errors import ConfigError, FormatError
+from turnwise.evaluation.tables import run_file
+from turnwise.gateway.frozen import load_renderers
+from turnwise.inference.config import RendererConfig
+from turnwise.inference.engines import model_settings
+from turnwise.model.core import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.preflight import load_checked
+from turnwise.tasks.config import TasksConfig
+from turnwise.tasks.core import Task
+from turnwise.trajectory import Segment, Trajectory, branch_paths
+from turnwise.trajectory_file import TrajectoryFile
+
+Section = TypeVar("Section", bound=BaseModel)
+
+UNLIMITED: Final = 1_000_000
+"""Context length where nothing says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What a run's or an evaluation's directory says about how its episodes were played.
+
+    Attributes:
+        path: Its trajectories.
+        said: Its ``config.yaml``.
+        rollout: Environment, agent and limits; episodes are not forked.
+        policy: The first policy.
+        model: Directory of that policy's model; in a training run the one that it began with.
+        renderer: Of that policy.
+        others: Renderers of the further policies, trained and frozen, by name.
+    """
+
+    path: Path
+    said: Mapping[str, Any]
+    rollout: RolloutConfig
+    policy: str
+    model: Path
+    renderer: Renderer
+    others: Mapping[str, Renderer]
+
+    @classmethod
+    def load(cls, source: Path) -> Self:
+        """Read a directory.
+
+        Raises:
+            ConfigError: There is no usable configuration, or its models are missing.
+            FormatError: There are no trajectories.
+        """
+        path = run_file(source)
+        file = path.with_name("config.yaml")
+        if not file.is_file():
+            raise ConfigError(f"{file} is missing: a replay needs the environment, agent and tasks of the run")
+        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        if said.get("hosted"):
+            raise ConfigError(
+                f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed"
+            )
+        rollout = load_section(RolloutConfig, said, "rollout", file)
+        settings = load_section(RendererConfig, said, "renderer", file)
+        trained = said.get("policies") or {MAIN: {"model": {"path": said.get("model")}}}
+        policy, model = next((name, Path(each["model"]["path"])) for name, each in trained.items())
+        others = load_renderers(rollout.frozen, model, settings)
+        for name, each in trained.items():
+            own = load_section(RendererConfig, each, "renderer", file) if each.get("renderer") else settings
+            others[name] = own.load(Path(each["model"]["path"]))
+        renderer = others.pop(policy)
+        return cls(path, said, rollout.model_copy(update={"tree": None}), policy, model, renderer, others)
+
+    @property
+    def context_length(self) -> int:
+        """The context length of the recorded model."""
+        longest = model_settings(self.model).get("max_position_embeddings") or UNLIMITED
+        return int((self.said.get("inference") or {}).get("max_context") or longest)
+
+    def episodes(
+        self, *, number: int | None = None, task: str | None = None, episode: str | None = None
+    ) -> list[Trajectory]:
+        """Return the trajectories of episodes; forked ones as one episode for each branch.
+
+        Args:
+            number: The newest so many; None for all.
+            task: Only those of this task.
+            episode: Only the one with this id, or with a trajectory of this id.
+
+        Raises:
+            FormatError: There are none, or they are damaged.
+        """
+        with TrajectoryFile(self.path) as trajectories:
+            wanted = [
+                entry
+                for entry in trajectories.entries
+                if task in (None, entry.task_id) and episode in (None, entry.episode_id, entry.id)
+            ]
+            found = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
+            chosen = set(found if number is None else found[max(0, len(found) - number) :])
+            if not chosen:
+                of = "" if task is None else f" of task {task!r}"
+                raise FormatError(
+                    f"{self.path} holds no trajectories{of}"
+                    if episode is None
+                    else f"{self.path} holds no episode {episode!r}: turnwise view lists them"
+                )
+            read = [trajectories.read(each) for each in wanted if (each.episode_id, each.attempt) in chosen]
+        return [branch for each in read for branch in unforked(each)]
+
+    async def tasks(self) -> dict[str, Task]:
+        """Return the tasks of training and evaluation by id. Raises ConfigError."""
+        sources = [each for each in (self.said.get("tasks"), (self.said.get("eval") or {}).get("tasks")) if each]
+        tasks: dict[str, Task] = {}
+        for each in sources or [None]:
+            parsed = None if each is None else TypeAdapter(TasksConfig).validate_python(each)
+            limit = self.said.get("limit") or self.said.get("task_limit")
+            loaded = await load_checked(parsed, self.rollout, self.renderer, limit=limit, max_prompt_tokens=None)
+            tasks |= {one.id: one for one in loaded.tasks}
+        return tasks
+
+
+def load_section(kind: type[Section], said: Mapping[str, Any], name: str, file: Path) -> Section:
+    """Return a section of a run's configuration. Raises ConfigError where it is missing or of another version."""
+    try:
+        return kind.model_validate(said[name])
+    except (KeyError, ValidationError) as error:
+        raise ConfigError(f"{file}: {name} is missing, or of another version of Turnwise: {error}") from error
+
+
+def unforked(trajectory: Trajectory) -> list[Trajectory]:
+    """Return the branches of a forked episode as trajectories without forks; any other trajectory as it is.
+
+    The id of the n-th is that of the episode with ``~n`` before its member.
+    """
+    if not trajectory.branches:
+        return [trajectory]
+    return [_branch(trajectory, number, path) for number, path in enumerate(branch_paths(trajectory.branches))]
+
+
+def is_later_branch(episode_id: str) -> bool:
+    """Whether an id of :func:`unforked` is that of another branch than the first, whose turns were renumbered."""
+    return re.search(r"~[1-9]\d*/[^/]*$", episode_id) is not None
+
+
+def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajectory:
+    branch, own = trajectory.branches[number], set(turns)
+    sampled = [each for each in trajectory.segments if each.turn_id in own]
+    places = sorted({segment.index for each in sampled for segment in trajectory.path(each.index)})
+    order = {index: place for place, index in enumerate(places)}
+    names, calls = _names(sampled)
+    events = [*(event for event in trajectory.rewards if event[0] is None or event[0] in own), *branch.rewards]
+    episode = re.sub(r"/(?=[^/]*$)", f"~{number}/", trajectory.episode_id)
+    return replace(
+        trajectory,
+        id=trajectory.id.replace(trajectory.episode_id, episode, 1),
+        episode_id=episode,
+        segments=[_moved(trajectory.segments[index], order, names, calls) for index in places],
+        rewards=[(None if turn is None else names.get(turn), name, value) for turn, name, value in events],
+        states={names.get(turn, turn): state for turn, state in trajectory.states.items() if not turn or turn in own},
+        stop_reason=branch.stop_reason,
+        branches=[],
+    )
+
+
+def _names(sampled: Sequence[Segment]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the ids that turns and their calls have in an episode without other branches."""
+    names: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    for turn, segment in enumerate(sampled):
+        names[segment.turn_id or ""] = f"t{turn}"
+        for message in segment.messages:
+            for call in message.get("tool_calls") or ():
+                # Ids of the session's own, not those that a model wrote.
+                calls[call["id"]] = re.sub(r"^c\d{5}(?=\d{3}$)", f"c{turn:05d}", call["id"])
+    return names, calls
+
+
+def _moved(segment: Segment, order: Mapping[int, int], names: Mapping[str, str], calls: Mapping[str, str]) -> Segment:
+    return replace(
+        segment,
+        index=order[segment.index],
+        parent=order.get(segment.parent, -1),
+        fork=None,
+        turn_id=None if segment.turn_id is None else names[segment.turn_id],
+        messages=tuple(_renamed(message, calls) for message in segment.messages),
+    )
+
+
+def _renamed(message: dict[str, Any], calls: Mapping[str, str]) -> dict[str, Any]:
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [{**call, "id": calls[call["id"]]} for call in message["tool_calls"]]}
+    answers = message.get("tool_call_id")
+    return message if answers is None else {**message, "tool_call_id": calls.get(answers, answers)}
