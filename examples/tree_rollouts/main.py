@@ -1,8 +1,9 @@
 """Trees against chains: episodes that fork at some of their turns, on the mailroom of ``examples/credit``.
 
-An episode is 24 turns long and has one outcome. Chains compare eight episodes, and all turns of one share its advantage.
-Trees fork two episodes seven times each, at turns drawn at random: what is sampled from a turn on differs from what was
-sampled there before, and the difference of the outcomes is credited to these turns alone (``tree_value``).
+An episode is 24 turns long and has one outcome. Chains compare eight episodes, and all turns of one share its
+advantage. Trees fork two episodes seven times each, at turns drawn at random: what is sampled from a turn on differs
+from what was sampled there before, and the difference of the outcomes is credited to these turns alone
+(``tree_value``).
 
 1. The clerk's piles and the warm start are those of ``examples/credit``.
 2. ``train.yaml`` trains with trees. The same budget of sampled tokens with chains:
