@@ -2,8 +2,8 @@
 
 Both sides train the mailroom of ``examples/credit`` (24 turns, one outcome) from one warm start, with the files of
 ``examples/tree_rollouts``; a step of either samples about as many tokens. Held-out piles are filed after every second
-step. ``ratio_tokens`` is the median over seeds of the tokens that trees sampled until they first filed as well as chains
-did at their best, over the tokens that chains sampled until then. Bar: 0.6.
+step. ``ratio_tokens`` is the median over seeds of the tokens that trees sampled until they first filed as well as
+chains did at their best, over the tokens that chains sampled until then. Bar: 0.6.
 """
 
 from __future__ import annotations

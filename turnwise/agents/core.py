@@ -425,7 +425,7 @@ class Episode:
         self._check_invalid(self._env)
         if response.text:
             # Its sibling calls are answered one by one: each gets an equal share.
-            calls = session.calls_beside(call.id)
+            calls = session.issued.calls_beside(call.id)
             [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
             response.text = str(answer["content"])
         return response

@@ -19,6 +19,7 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
+from turnwise.recorder.branches import unforked
 from turnwise.trajectory import Trajectory, Turn, messages_of
 from turnwise.trajectory_file import read_trajectories
 
@@ -108,10 +109,10 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
             "--best-per-task, or choose jsonl, sft or hf"
         )
     writers: dict[str, Callable[[], int]] = {
-        "jsonl": lambda: _write_lines(conversations(choice.of(read_trajectories(file))), part),
-        "sft": lambda: _write_lines(_sft_rows(choice.of(read_trajectories(file))), part),
+        "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
+        "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file))), part),
         "otel": lambda: _write_lines(traces(choice.of(read_trajectories(file))), part),
-        "hf": lambda: _write_dataset(conversations(choice.of(read_trajectories(file))), part),
+        "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
         "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
     }
@@ -126,6 +127,12 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}: name another place") from error
     return count
+
+
+def branches(file: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file, of forked ones each branch. Raises FormatError."""
+    for trajectory in read_trajectories(file):
+        yield from unforked(trajectory)
 
 
 def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:

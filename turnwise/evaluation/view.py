@@ -84,6 +84,7 @@ def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
     loose = [event for event in trajectory.rewards if event[0] is None]
     if loose:
         parts.append(Text.assemble(("episode ", "dim"), _rewards(loose)))
+    parts.extend(_ways(trajectory))
     title = Text(f" {trajectory.id} ", style="bold")
     return Panel(Group(*parts), title=title, title_align="left", border_style="red" if trajectory.error else "blue")
 
@@ -104,6 +105,8 @@ def _head(trajectory: Trajectory) -> Text:
         facts.insert(1, f"session {trajectory.agent}")
     if trajectory.policy != "main":
         facts.append(f"sampled by {trajectory.policy}{', which is frozen' if trajectory.frozen else ''}")
+    if trajectory.branches:
+        facts.append(f"mean of {len(trajectory.branches)} ways")
     head = Text.assemble(("reward ", "dim"), (f"{trajectory.reward:g}", "bold"), ("  ended ", "dim"))
     head.append(str(trajectory.stop_reason), style="bold")
     head.append(f"\n{'  '.join(facts)}", style="dim")
@@ -112,6 +115,17 @@ def _head(trajectory: Trajectory) -> Text:
     if trajectory.error is not None:
         head.append(f"\n{trajectory.error}", style="red")
     return head
+
+
+def _ways(trajectory: Trajectory) -> Iterator[Text]:
+    """Yield a line for each branch of a forked episode."""
+    for number, (branch, reward) in enumerate(zip(trajectory.branches, trajectory.returns(), strict=False)):
+        text = Text(f"way {number}", style="bold")
+        text.append(f"  reward {reward:g}  {branch.stop_reason}  turns {' '.join(branch.turns) or 'none'}")
+        if branch.parent >= 0:
+            again = "" if branch.again is None else f", {branch.again} sampled again"
+            text.append(f"  (from way {branch.parent} after {branch.after or 'the reset'}{again})", style="dim")
+        yield text
 
 
 def _branch(number: int, total: int, path: Sequence[Segment], shown: set[int]) -> Text:

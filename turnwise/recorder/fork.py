@@ -12,7 +12,7 @@ from turnwise.model.canonical import Canonical
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.matching import RootKey, same
 from turnwise.recorder.requests import RecordedTurn
-from turnwise.recorder.tree import Node, PromptPlacement, joined, path_tokens
+from turnwise.recorder.tree import NO_IDS, Node, PromptPlacement, joined, path_tokens
 from turnwise.types import Completion, Message, TokenIds
 
 
@@ -50,13 +50,13 @@ class Prefix:
 
     def take_ids(self, prompt: TokenIds) -> RecordedTurn:
         """Return the turn that answers a prompt of these ids; raises as :meth:`take`."""
-        found = next((node for node in self.left if np.array_equal(joined(node.parent, _NONE), prompt)), None)
+        found = next((node for node in self.left if np.array_equal(joined(node.parent, NO_IDS), prompt)), None)
         return self._taken(found, f"a prompt of {len(prompt)} ids")
 
     def check_first(self, prompt: TokenIds) -> None:
         """Check the prompt of a request that samples, the first time. Raises SessionError where it is another one."""
         first, self.first = self.first, None
-        if first is not None and not np.array_equal(joined(first, _NONE), prompt):
+        if first is not None and not np.array_equal(joined(first, NO_IDS), prompt):
             raise self._diverged(f"a prompt of {len(prompt)} ids, which is not that of the turn to sample again")
 
     def _taken(self, turn: Node | None, asked: str) -> RecordedTurn:
@@ -77,9 +77,6 @@ class Prefix:
             f"({asked}; {len(self.left)} turns before the fork are left): an agent that is forked must repeat itself "
             "when it sees the same answers"
         )
-
-
-_NONE: TokenIds = np.zeros(0, np.int32)
 
 
 def _asked(turn: Node, messages: Sequence[Canonical]) -> bool:

@@ -33,6 +33,7 @@ from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPoli
 from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, finished, heavy, in_thread
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.tree import (
+    NO_IDS,
     Match,
     Node,
     PromptPlacement,
@@ -60,8 +61,6 @@ from turnwise.types import (
     ToolSchema,
 )
 
-NO_IDS: TokenIds = np.zeros(0, np.int32)
-NO_IDS.flags.writeable = False
 _AT_ONCE = Prompts(threaded=False)
 _THREADED = Prompts(threaded=True)
 __all__ = ["PromptPlacement", "Session", "SessionLimits"]
@@ -145,6 +144,11 @@ class Session:
         return self._last
 
     @property
+    def issued(self) -> MessageMatcher:
+        """The calls of its turns, by id."""
+        return self._echoes
+
+    @property
     def failure(self) -> TurnwiseError | None:
         """Error of the last request if the server or client failed; None after a success."""
         return self._failure
@@ -175,10 +179,6 @@ class Session:
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that issued a call id, or None."""
         return self._echoes.turn_of(call_id)
-
-    def calls_beside(self, call_id: str) -> int:
-        """Return the number of calls of the turn that issued a call id; 0 for unknown ids."""
-        return self._echoes.calls_beside(call_id)
 
     def context_left(self, turn_id: str) -> int | None:
         """Return the tokens of context left after a turn, or None for an unknown turn."""
@@ -366,10 +366,7 @@ class Session:
         return self._prefix is not None and bool(self._prefix.left)
 
     def fork(self, turns: Sequence[str], *, again: str | None = None, seed: int | None = None) -> Self:
-        """Return a session that goes on after these turns, in the same recorded tree.
-
-        Its requests are answered by the turns as long as any is left: an agent runs again from its beginning, and
-        samples from the fork on. Limits count them as its own.
+        """Return a session that goes on after these turns in the same tree, and gives them again before it samples.
 
         Args:
             turns: Ids of the turns before the fork, in commit order.
@@ -411,8 +408,7 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, tokens, rewritten echoes, escaped control tokens, budget overrun."""
-        budget = self.limits.max_total_tokens
-        ways = self._ways()
+        budget, ways = self.limits.max_total_tokens, self._ways()
         return {
             **self._tree.counts(),
             "prompt_tokens": sum(each._prompt_tokens for each in ways),

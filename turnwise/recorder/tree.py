@@ -15,6 +15,8 @@ from turnwise.recorder.matching import RootKey, same, same_context
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, FinishReason, Logprobs, Media, TokenIds, ToolSchema, VersionSpan
 
+NO_IDS: TokenIds = np.zeros(0, np.int32)
+NO_IDS.flags.writeable = False
 _ID_BYTES = np.dtype(np.int32).itemsize
 
 

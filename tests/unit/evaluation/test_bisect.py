@@ -13,9 +13,10 @@ from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, FormatError, ReplayError
 from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model
-from turnwise.evaluation.replay.recorded import RecordedRun, unforked
+from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.recorder.branches import unforked
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task

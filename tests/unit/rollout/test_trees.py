@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.audited import assert_sound, write_trajectories
@@ -20,6 +22,8 @@ from turnwise.envs.core import Env
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, ConfigError, EnvError, InferenceError
+from turnwise.evaluation.export import branches, conversations
+from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
@@ -418,3 +422,18 @@ async def test_the_audit_finds_a_branch_that_is_not_what_it_says(tmp_path: Path)
         write_trajectories(folder, [each])
         found = [text for text in audit_files(folder).contradictions if said in text]
         assert found, (said, audit_files(folder).contradictions)
+
+
+async def test_a_tree_is_viewed_and_exported_way_by_way(tmp_path: Path) -> None:
+    outcome, _ = await play(seed=0)
+    [trajectory] = outcome.trajectories
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(trajectory))
+    shown = console.export_text()
+    for number, (branch, reward) in enumerate(zip(trajectory.branches, trajectory.returns(), strict=True)):
+        assert f"way {number}  reward {reward:g}" in shown
+        assert branch.again is None or f"{branch.again} sampled again" in shown
+    write_trajectories(tmp_path, [trajectory])
+    rows = list(conversations(branches(tmp_path / "trajectories.twz")))
+    assert [row["reward"] for row in rows] == trajectory.returns()
+    assert len({row["episode_id"] for row in rows}) == len(trajectory.branches)

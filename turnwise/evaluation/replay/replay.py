@@ -19,8 +19,9 @@ import numpy as np
 
 from turnwise.agents.roles import MAIN
 from turnwise.errors import FormatError, SessionError
-from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun, is_later_branch
+from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
+from turnwise.recorder.branches import is_later_branch
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks.core import Task

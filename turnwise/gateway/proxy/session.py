@@ -22,8 +22,8 @@ from turnwise.recorder.completion import SessionLimits, token_budget
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.recorder.requests import PendingRequest
-from turnwise.recorder.session import NO_IDS, Session
-from turnwise.recorder.tree import Node
+from turnwise.recorder.session import Session
+from turnwise.recorder.tree import NO_IDS, Node
 from turnwise.recorder.turn_record import TurnRecord
 from turnwise.tools.response import estimated_tokens
 from turnwise.types import Completion, Media, Message, SamplingParams, TokenIds, TokenPrompt, ToolCall, ToolSchema

@@ -20,6 +20,7 @@ from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
+from turnwise.recorder.branches import unforked
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
@@ -206,7 +207,7 @@ def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict
 
 
 def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory]:
-    """Return the recorded trajectories without errors and with known tokens.
+    """Return the recorded trajectories without errors and with known tokens; of forked ones each branch.
 
     Raises:
         TaskError: There is no such file, a line cannot be read, nothing is left, or they were recorded with another
@@ -233,7 +234,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
         )
     for trajectory in found:
         _check_tokenizer(trajectory, renderer, file)
-    return found
+    return [branch for each in found for branch in unforked(each)]
 
 
 def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:

@@ -1,0 +1,76 @@
+"""Branches of forked episodes as trajectories of their own: what an episode would have recorded without the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from turnwise.trajectory import Segment, Trajectory, branch_paths
+
+
+def unforked(trajectory: Trajectory) -> list[Trajectory]:
+    """Return the branches of a forked episode as trajectories without forks; any other trajectory as it is.
+
+    The id of the n-th is that of the episode with ``~n`` before its member.
+    """
+    if not trajectory.branches:
+        return [trajectory]
+    return [_branch(trajectory, number, path) for number, path in enumerate(branch_paths(trajectory.branches))]
+
+
+def is_later_branch(episode_id: str) -> bool:
+    """Whether an id of :func:`unforked` is that of another branch than the first, whose turns were renumbered."""
+    return re.search(r"~[1-9]\d*/[^/]*$", episode_id) is not None
+
+
+def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajectory:
+    branch, own = trajectory.branches[number], set(turns)
+    sampled = [each for each in trajectory.segments if each.turn_id in own]
+    places = sorted({segment.index for each in sampled for segment in trajectory.path(each.index)})
+    order = {index: place for place, index in enumerate(places)}
+    names, calls = _names(sampled)
+    events = [*(event for event in trajectory.rewards if event[0] is None or event[0] in own), *branch.rewards]
+    episode = re.sub(r"/(?=[^/]*$)", f"~{number}/", trajectory.episode_id)
+    return replace(
+        trajectory,
+        id=trajectory.id.replace(trajectory.episode_id, episode, 1),
+        episode_id=episode,
+        segments=[_moved(trajectory.segments[index], order, names, calls) for index in places],
+        rewards=[(None if turn is None else names.get(turn), name, value) for turn, name, value in events],
+        states={names.get(turn, turn): state for turn, state in trajectory.states.items() if not turn or turn in own},
+        stop_reason=branch.stop_reason,
+        branches=[],
+    )
+
+
+def _names(sampled: Sequence[Segment]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the ids that turns and their calls have in an episode without other branches."""
+    names: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    for turn, segment in enumerate(sampled):
+        names[segment.turn_id or ""] = f"t{turn}"
+        for message in segment.messages:
+            for call in message.get("tool_calls") or ():
+                # Ids of the session's own, not those that a model wrote.
+                calls[call["id"]] = re.sub(r"^c\d{5}(?=\d{3}$)", f"c{turn:05d}", call["id"])
+    return names, calls
+
+
+def _moved(segment: Segment, order: Mapping[int, int], names: Mapping[str, str], calls: Mapping[str, str]) -> Segment:
+    return replace(
+        segment,
+        index=order[segment.index],
+        parent=order.get(segment.parent, -1),
+        fork=None,
+        turn_id=None if segment.turn_id is None else names[segment.turn_id],
+        messages=tuple(_renamed(message, calls) for message in segment.messages),
+    )
+
+
+def _renamed(message: dict[str, Any], calls: Mapping[str, str]) -> dict[str, Any]:
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [{**call, "id": calls[call["id"]]} for call in message["tool_calls"]]}
+    answers = message.get("tool_call_id")
+    return message if answers is None else {**message, "tool_call_id": calls.get(answers, answers)}
