@@ -18,11 +18,11 @@ CHROMIUM = "/usr/bin/chromium"
 def missing() -> str | None:
     """Return what a browser test lacks on this machine, if anything."""
     if not Path(CHROMIUM).exists():
-        return f"{CHROMIUM} is missing: make browser-needs"
+        return f"{CHROMIUM} is missing: make test-real installs it"
     if shutil.which("node") is None:
         return "node is missing"
     return (
-        None if (MODULES / "playwright-core").is_dir() else f"{MODULES}/playwright-core is missing: make browser-needs"
+        None if (MODULES / "playwright-core").is_dir() else f"{MODULES}/playwright-core is missing: make test-real installs it"
     )
 
 
