@@ -245,7 +245,11 @@ function conversation(record, path, words, show) {
           `${segment.kind === "sampled" ? "A turn" : "Context"} of ${plural(segment.tokens, "token")}, recorded without messages.`,
         ),
       );
-    if (segment.tools && segment.tools.length) made[0].prepend(toolList(segment.tools));
+    if (segment.tools && segment.tools.length) {
+      const header = made[0].querySelector("header");
+      if (header) header.after(toolList(segment.tools));
+      else made[0].prepend(toolList(segment.tools));
+    }
     if (reading.tokens) made[made.length - 1].append(tokensOf(segment, words, record, show));
     if (segment.kind === "sampled") made[made.length - 1].append(...turnFooter(segment, record));
     blocks.push(...made);
