@@ -21,9 +21,9 @@ def missing() -> str | None:
         return f"{CHROMIUM} is missing: make test-real installs it"
     if shutil.which("node") is None:
         return "node is missing"
-    return (
-        None if (MODULES / "playwright-core").is_dir() else f"{MODULES}/playwright-core is missing: make test-real installs it"
-    )
+    if not (MODULES / "playwright-core").is_dir():
+        return f"{MODULES}/playwright-core is missing: make test-real installs it"
+    return None
 
 
 class Browser:
