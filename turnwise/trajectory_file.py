@@ -290,6 +290,13 @@ class _Records:
         except (FormatError, ValueError, struct.error, zstandard.ZstdError) as error:
             raise FormatError(f"{self.path}: the trajectory at byte {record.place.offset}: {error}") from error
 
+    def intact(self, offset: int) -> _Record:
+        """Return the record of a trajectory at an offset. Raises FormatError."""
+        record = self.at(offset)
+        if record is None or record.kind != b"T":
+            raise FormatError(f"{self.path}: there is no intact trajectory at byte {offset}")
+        return record
+
     def read(self, place: Place) -> Trajectory:
         """Return the trajectory at a place. Raises FormatError."""
         record = self.at(place.offset)
@@ -445,10 +452,7 @@ class TrajectoryFile:
 
     def at(self, offset: int) -> Trajectory:
         """Return the trajectory of the record at an offset. Raises FormatError."""
-        record = self._records.at(offset)
-        if record is None or record.kind != b"T":
-            raise FormatError(f"{self.path}: there is no intact trajectory at byte {offset}")
-        return self._records.trajectory(record)
+        return self._records.trajectory(self._records.intact(offset))
 
     def close(self) -> None:
         """Close the file."""
@@ -612,7 +616,14 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
     return (trajectory for _, trajectory in placed_trajectories(path))
 
 
-def placed_trajectories(path: Path) -> Iterator[tuple[Place, Trajectory]]:
-    """Yield what :func:`read_trajectories` does, each with its place. Raises FormatError."""
+def placed_trajectories(path: Path, offset: int = 0) -> Iterator[tuple[Place, Trajectory]]:
+    """Yield what :func:`read_trajectories` does, each with its place, from a record's offset on. Raises FormatError."""
     with path.open("rb") as file:
-        yield from _Records(file.fileno(), path).trajectories()
+        yield from _Records(file.fileno(), path).trajectories(offset)
+
+
+def trajectory_at(path: Path, offset: int) -> Trajectory:
+    """Return the trajectory of the record at an offset, without the index. Raises FormatError."""
+    with path.open("rb") as file:
+        records = _Records(file.fileno(), path)
+        return records.trajectory(records.intact(offset))

@@ -34,24 +34,55 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN...", help="Run directories, or files of trajectories.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write; an earlier one is replaced.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="HTML file to write, by default report.html; an earlier one is replaced."),
+    ] = None,
     max_mb: Annotated[
-        float, typer.Option("--max-mb", min=1.0, help="Largest size of the file, in millions of bytes.")
-    ] = 25.0,
+        float | None,
+        typer.Option("--max-mb", min=1.0, help="Largest size of the file, in millions of bytes; by default 25."),
+    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve it on this machine until interrupted, updated as the runs go on.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port of --serve; by default a free one.")
+    ] = None,
 ) -> None:
-    """Write one HTML file with the curves, tasks, trajectories, tokens and failures of runs; it needs no network."""
-    from turnwise.report import MEGABYTE, write_report
+    """Write one HTML file with the curves, tasks, trajectories, tokens and failures of runs; or serve them live."""
+    from turnwise.errors import ConfigError
+    from turnwise.report import DEFAULT_SIZE, MEGABYTE, write_report
 
-    written = write_report(runs, out, max_bytes=int(max_mb * MEGABYTE))
+    if serve:
+        for name, given in (("--out", out), ("--max-mb", max_mb)):
+            if given is not None:
+                raise ConfigError(f"{name} is {given}, but --serve writes no file: leave one of them out")
+        _serve_report(runs, port or 0, show)
+        return
+    if port is not None:
+        raise ConfigError(f"--port is {port}, but nothing is served: add --serve, or leave it out")
+    out = out or Path("report.html")
+    written = write_report(runs, out, max_bytes=DEFAULT_SIZE if max_mb is None else int(max_mb * MEGABYTE))
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
     held = f"{written.kept:,} of {written.total:,} trajectories"
     typer.echo(f"written: {out} ({written.size / MEGABYTE:.1f} MB, {held})")
     if show:
         typer.launch(out.resolve().as_uri())
+
+
+def _serve_report(runs: list[Path], port: int, show: bool) -> None:
+    import asyncio
+
+    from turnwise.report.server import ReportServer, serve_report
+
+    def ready(url: str) -> None:
+        typer.echo(f"the report of {', '.join(map(str, runs))}: {url} (Ctrl-C ends it)")
+        if show:
+            typer.launch(url)
+
+    asyncio.run(serve_report(ReportServer(runs, port), ready))
 
 
 def audit(

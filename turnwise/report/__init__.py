@@ -1,4 +1,4 @@
-"""The report of runs: one self-contained HTML file with curves, tasks, trajectories, tokens and failures."""
+"""The report of runs: curves, tasks, trajectories, tokens and failures, in one HTML file or served while they go on."""
 
 from turnwise.report.page import DEFAULT_SIZE, MEGABYTE, Written, write_report
 

@@ -35,6 +35,7 @@ from turnwise.version import __version__
 ASSETS: Final = Path(__file__).parent / "assets"
 SCRIPTS: Final = (
     "core.js",
+    "live.js",
     "curves.js",
     "overview.js",
     "tables.js",
@@ -171,22 +172,9 @@ class _PackedRun:
 
 def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_PackedRun]:
     """Write the page; chunks go to the file as they are packed, so that a large run is never in memory."""
-    styles = [_asset("vendor/uPlot.min.css"), _asset("report.css")]
-    scripts = [_asset("vendor/uPlot.iife.min.js"), joined_script()]
-    policy = (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    title = ", ".join(each.name for each in facts)
-    page.write(
-        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        f'<meta http-equiv=Content-Security-Policy content="{policy}">\n'
-        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{_escaped(title)} · Turnwise</title>\n"
-    )
-    for style in styles:
-        page.write(f"<style>\n{style}\n</style>\n")
-    page.write("</head>\n<body>\n<noscript>This report needs JavaScript; it makes no request.</noscript>\n")
+    scripts = _scripts()
+    page.write(_opening([each.name for each in facts], scripts))
+    page.write("<noscript>This report needs JavaScript; it makes no request.</noscript>\n")
     reserved = sum(len(script) for script in scripts) + _RESERVED * (1 + len(facts))
     # A small run leaves to the others what it does not need.
     packed: dict[int, _PackedRun] = {}
@@ -196,8 +184,46 @@ def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_Pack
     runs = [packed[number] for number in range(len(facts))]
     head = orjson.dumps({"format": FORMAT, "version": __version__, "runs": [_head(each) for each in runs]}).decode()
     page.data("head", head.replace("<", "\\u003c"))
-    page.write(f"<script>{scripts[0]}</script>\n<script>{scripts[1]}</script>\n</body>\n</html>\n")
+    page.write(_closing(scripts))
     return runs
+
+
+def _scripts() -> list[str]:
+    return [_asset("vendor/uPlot.iife.min.js"), joined_script()]
+
+
+def _opening(names: Sequence[str], scripts: Sequence[str], *, served: bool = False) -> str:
+    """Return the page up to its body's beginning; a served one may ask its server, and has no icon to ask for."""
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; "
+        f"{_ASKS if served else ''}base-uri 'none'; form-action 'none'"
+    )
+    styles = [_asset("vendor/uPlot.min.css"), _asset("report.css")]
+    return (
+        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+        f'<meta http-equiv=Content-Security-Policy content="{policy}">\n'
+        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
+        f"{_NO_ICON if served else ''}<title>{_escaped(', '.join(names))} · Turnwise</title>\n"
+        f"{''.join(f'<style>{chr(10)}{style}{chr(10)}</style>{chr(10)}' for style in styles)}</head>\n<body>\n"
+    )
+
+
+_ASKS: Final = "connect-src 'self'; "
+_NO_ICON: Final = '<link rel=icon href="data:,">\n'
+
+
+def _closing(scripts: Sequence[str]) -> str:
+    return "".join(f"<script>{script}</script>\n" for script in scripts) + "</body>\n</html>\n"
+
+
+def live_page(head: dict[str, Any]) -> str:
+    """Return the page without data, which asks its server for them; ``head`` has the names of the ``runs``."""
+    scripts = _scripts()
+    text = orjson.dumps(head).decode().replace("<", "\\u003c")
+    return (
+        f"{_opening(head['runs'], scripts, served=True)}<noscript>This report needs JavaScript.</noscript>\n"
+        f'<script type="text/plain" id="head">{text}</script>\n{_closing(scripts)}'
+    )
 
 
 _RESERVED: Final = 4_000

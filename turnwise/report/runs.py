@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,6 +83,50 @@ class RunFacts:
     notes: list[str] = field(default_factory=list)
     models: list[Path] = field(default_factory=list)
 
+    def add_records(self, records: Sequence[Mapping[str, Any]], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+        """Add records of ``metrics.jsonl``; a later value of the same step counts. Notes how many cannot be read.
+
+        Returns:
+            The points that were added: step, and values by metric.
+        """
+        added: list[tuple[int, dict[str, float]]] = []
+        unread = 0
+        for record in records:
+            try:
+                if record.get("kind") == "warning":
+                    self._add_warning(int(record["step"]), str(record["name"]), str(record["text"]))
+                elif record.get("kind") in ("train", "eval"):
+                    added.append((int(record["step"]), _points(record)))
+            except (AttributeError, KeyError, TypeError, ValueError):
+                unread += 1
+        if unread:
+            notes.append(f"{unread} records of {METRICS_FILE} lack what their kind has, and are left out")
+        for step, values in added:
+            for name, value in values.items():
+                self._add_point(name, step, value)
+        return added
+
+    def _add_point(self, name: str, step: int, value: float) -> None:
+        if name not in self.series:
+            self.series[name] = [], []
+            if meant := meaning(name):
+                self.meanings[name] = meant
+        steps, values = self.series[name]
+        place = bisect.bisect_left(steps, step)
+        if place < len(steps) and steps[place] == step:
+            values[place] = value
+        else:
+            steps.insert(place, step)
+            values.insert(place, value)
+
+    def _add_warning(self, step: int, name: str, text: str) -> None:
+        text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+        known = next((each for each in self.warnings if each.name == name), None)
+        if known is None:
+            self.warnings.append(RunWarning(name, step, step, text))
+        else:
+            known.last, known.text, known.count = step, text, known.count + 1
+
     def to_json(self, most: int) -> dict[str, Any]:
         """Return what the page shows of the run besides its trajectories, as JSON values.
 
@@ -111,8 +155,13 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int) -> Series:
     return [steps[place] for place in sorted(kept)], [float(f"{values[place]:.6g}") for place in sorted(kept)]
 
 
-def read_facts(source: Path, name: str) -> RunFacts:
+def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
     """Read a run's directory, or a file of trajectories; what a killed process left half-written is skipped.
+
+    Args:
+        source: The directory or file.
+        name: Unique among the runs of a report.
+        metrics: Whether curves, warnings and gaps are read.
 
     Raises:
         FormatError: There is no run, or a file of it is damaged in a way that no kill explains.
@@ -121,8 +170,8 @@ def read_facts(source: Path, name: str) -> RunFacts:
         raise FormatError(f"no such run: {source}: give the directory of a run, or a file of trajectories")
     if source.is_file():
         return RunFacts(name, "trajectories", source)
-    file, metrics = source / TRAJECTORIES, source / METRICS_FILE
-    if not file.is_file() and not metrics.is_file():
+    file, curves = source / TRAJECTORIES, source / METRICS_FILE
+    if not file.is_file() and not curves.is_file():
         raise FormatError(
             f"{source} is no run: it holds neither {TRAJECTORIES} nor {METRICS_FILE}; give the directory that "
             "turnwise train, eval or gateway wrote"
@@ -131,10 +180,11 @@ def read_facts(source: Path, name: str) -> RunFacts:
     _read_config(facts, source / "config.yaml")
     made = (source / "initial", source / "sft" / "model")
     facts.models = [*_checkpoints(source), *facts.models, *(each for each in made if each.is_dir())]
-    if metrics.is_file():
+    if curves.is_file():
         facts.kind = "training"
-        _read_series(facts, read_metrics(metrics))
-        _read_gaps(facts, source / "diagnostics.jsonl")
+        if metrics:
+            facts.add_records(read_metrics(curves), facts.notes)
+            facts.gaps = read_gaps(source / "diagnostics.jsonl", facts.notes)
     elif any((source / each).is_file() for each in ("summary.json", "episodes.jsonl", "finished.jsonl")):
         facts.kind = "evaluation"
         _note_unfinished(facts, source / "summary.json")
@@ -160,43 +210,21 @@ def _note_unfinished(facts: RunFacts, file: Path) -> None:
             facts.notes.append(f"{unfinished} episodes are unfinished: the same turnwise eval command plays them")
 
 
-def _read_series(facts: RunFacts, records: Sequence[Mapping[str, Any]]) -> None:
-    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    warnings: dict[str, RunWarning] = {}
-    unread = 0
-    for record in records:
-        try:
-            if record.get("kind") == "warning":
-                _add_warning(warnings, int(record["step"]), str(record["name"]), str(record["text"]))
-            elif record.get("kind") in ("train", "eval"):
-                step = int(record["step"])
-                for name, value in figures({key: each for key, each in record.items() if each is not None}).items():
-                    if math.isfinite(value):
-                        found[name][step] = value
-        except (AttributeError, KeyError, TypeError, ValueError):
-            unread += 1
-    facts.warnings = list(warnings.values())
-    if unread:
-        facts.notes.append(f"{unread} records of {METRICS_FILE} lack what their kind has, and are left out")
-    for name, values in found.items():
-        steps = sorted(values)
-        facts.series[name] = steps, [values[step] for step in steps]
-        if meant := meaning(name):
-            facts.meanings[name] = meant
+def _points(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite figures of a train step or an evaluation."""
+    given = figures({key: each for key, each in record.items() if each is not None})
+    return {name: value for name, value in given.items() if math.isfinite(value)}
 
 
-def _add_warning(warnings: dict[str, RunWarning], step: int, name: str, text: str) -> None:
-    text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
-    if (known := warnings.get(name)) is None:
-        warnings[name] = RunWarning(name, step, step, text)
-    else:
-        known.last, known.text, known.count = step, text, known.count + 1
+Gaps = dict[str, list[tuple[int, int, float, float, int]]]
+"""As :attr:`RunFacts.gaps`."""
 
 
-def _read_gaps(facts: RunFacts, file: Path) -> None:
-    """Read the tokens that differ most; the last line may be cut off."""
+def read_gaps(file: Path, notes: list[str]) -> Gaps:
+    """Return the tokens that differ most; the last line may be cut off. Notes how many lines cannot be read."""
+    gaps: Gaps = {}
     if not file.is_file():
-        return
+        return gaps
     unread = 0
     for line in file.read_bytes().split(b"\n"):
         if not line.endswith(b"}"):
@@ -206,11 +234,12 @@ def _read_gaps(facts: RunFacts, file: Path) -> None:
             for each in record["largest"] if record.get("kind") == "gap" else ():
                 if "segment" in each:
                     place = (each["segment"], each["place"], each["rollout"], each["trainer"], record["step"])
-                    facts.gaps.setdefault(each["trajectory"], []).append(place)
+                    gaps.setdefault(each["trajectory"], []).append(place)
         except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError):
             unread += 1
     if unread:
-        facts.notes.append(f"{unread} lines of {file.name} cannot be read, and are left out")
+        notes.append(f"{unread} lines of {file.name} cannot be read, and are left out")
+    return gaps
 
 
 def _read_config(facts: RunFacts, file: Path) -> None:
@@ -260,10 +289,20 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return value
 
 
+Decode = Callable[[int], str]
+"""Returns the text of a token id."""
+
+
 def token_texts(models: Sequence[Path], token_ids: Sequence[int]) -> tuple[dict[int, str], str]:
     """Return the text of each id by the first tokenizer that can be read, and why there is none, or an empty text."""
     if not token_ids:
         return {}, ""
+    decode, missing = token_decoder(models)
+    return ({}, missing) if decode is None else ({token: decode(token) for token in token_ids}, "")
+
+
+def token_decoder(models: Sequence[Path]) -> tuple[Decode | None, str]:
+    """Return what gives the texts of ids by the first tokenizer that can be read, or None and why there is none."""
     reasons: list[str] = []
     for folder in models:
         if not folder.is_dir():
@@ -273,13 +312,13 @@ def token_texts(models: Sequence[Path], token_ids: Sequence[int]) -> tuple[dict[
         except (ConfigError, MissingExtraError, RenderError) as error:
             reasons.append(str(error))
             continue
-        names = {number: name for name, number in tokenizer.get_vocab().items()}
+        return _decoder(tokenizer), ""
+    return None, "; ".join(reasons) or f"none of its models is on this machine: {', '.join(map(str, models)) or 'none'}"
 
-        def decoded(token: int, decode: Callable[..., str] = tokenizer.decode) -> str:
-            return decode([token], skip_special_tokens=False)
 
-        return {token: _token_text(names.get(token, ""), decoded(token)) for token in token_ids}, ""
-    return {}, "; ".join(reasons) or f"none of its models is on this machine: {', '.join(map(str, models)) or 'none'}"
+def _decoder(tokenizer: Any) -> Decode:
+    names = {number: name for name, number in tokenizer.get_vocab().items()}
+    return lambda token: _token_text(names.get(token, ""), tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _token_text(name: str, text: str) -> str:

@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from turnwise.agents.roles import role_of
+from turnwise.agents.roles import MAIN, role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
-from turnwise.trajectory_file import TrajectoryFile, placed_trajectories
+from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, placed_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -28,6 +28,8 @@ LARGEST: Final = 4 * 1024 * 1024
 MOST_ROWS: Final = 100_000
 MOST_TASKS: Final = 20_000
 MOST_ERRORS: Final = 50
+UNREAD_ERROR: Final = "not yet read"
+"""Error of a row of which only the index was read."""
 _TRIES = 8
 _FAILED_SHARE = 4
 _TOLERANCE = 1e-6
@@ -66,6 +68,7 @@ class Row:
         offset: Byte offset of its record in the file.
         part: ``train``, or of held-out groups what distinguishes them (``sampled``, ``step-8-greedy``).
         counted: Whether its reward is part of its episode's.
+        calls: Number of tool calls; None, like ``errors`` and ``forks``, where only the index was read.
         version: Newest weight version that sampled a token of it.
         place: Chunk and place in it, if the report holds its contents.
     """
@@ -83,10 +86,10 @@ class Row:
     error: str | None
     turns: int
     tokens: int
-    calls: int
-    errors: int
+    calls: int | None
+    errors: int | None
     kinds: dict[str, int]
-    forks: int
+    forks: int | None
     version: int | None
     success: bool = False
     place: tuple[int, int] | None = None
@@ -115,7 +118,7 @@ def read_rows(facts: RunFacts) -> list[Row]:
     if facts.trajectories is None:
         return []
     try:
-        rows = [_row(place.offset, each, facts) for place, each in placed_trajectories(facts.trajectories)]
+        rows = [trajectory_row(place.offset, each, facts) for place, each in placed_trajectories(facts.trajectories)]
     except FormatError as error:
         raise FormatError(
             f"{error}; leave this run out, or make the report with the version of Turnwise that wrote it"
@@ -123,19 +126,49 @@ def read_rows(facts: RunFacts) -> list[Row]:
     return rows
 
 
-def _row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
+def entry_row(entry: TrajectoryEntry, facts: RunFacts) -> Row:
+    """Return a row of what the index has of a trajectory; :func:`trajectory_row` has all of it."""
+    return Row(
+        offset=entry.offset,
+        id=entry.id,
+        task=entry.task_id,
+        part=_part(entry.group_id, entry.partition),
+        group=entry.group_id,
+        episode=(entry.episode_id, entry.attempt),
+        agent=entry.agent,
+        counted=entry.policy == MAIN if facts.role is None else role_of(entry.agent) == facts.role,
+        reward=round(entry.reward, 6),
+        stop=entry.stop_reason,
+        error=UNREAD_ERROR if entry.failed else None,
+        turns=entry.turns,
+        tokens=entry.sampled_tokens,
+        calls=None,
+        errors=None,
+        kinds={},
+        forks=None,
+        version=None,
+        success=not entry.failed and entry.reward >= facts.success_reward - _TOLERANCE,
+    )
+
+
+def _part(group: str, partition: str) -> str:
+    tag = group.rpartition("~")[2] if "~" in group else ""
+    return tag if partition != "train" and tag else partition
+
+
+def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
+    """Return the row of a trajectory whose record is at an offset."""
     kinds = {
         name.removeprefix("tool_errors/"): int(count)
         for name, count in trajectory.metrics.items()
         if name.startswith("tool_errors/") and count
     }
     versions = [version for each in trajectory.segments for version, _, _ in each.weight_versions]
-    tag = trajectory.group_id.rpartition("~")[2] if "~" in trajectory.group_id else ""
     return Row(
         offset=offset,
         id=trajectory.id,
         task=trajectory.task_id,
-        part=tag if trajectory.partition != "train" and tag else trajectory.partition,
+        part=_part(trajectory.group_id, trajectory.partition),
         group=trajectory.group_id,
         episode=(trajectory.episode_id, trajectory.attempt),
         agent=trajectory.agent,
@@ -368,13 +401,14 @@ def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> It
 
 def _read_record(file: TrajectoryFile, row: Row, facts: RunFacts) -> _Record:
     trajectory = file.at(row.offset)
-    data = _dumped(trajectory_record(trajectory, facts))
+    data = dumped(trajectory_record(trajectory, facts))
     if len(data) > LARGEST:
-        return _Record(row, _dumped(trajectory_record(trajectory, facts, tokens=False)), None)
+        return _Record(row, dumped(trajectory_record(trajectory, facts, tokens=False)), None)
     return _Record(row, data, {each for segment in trajectory.segments for each in segment.token_ids.tolist()})
 
 
-def _dumped(record: dict[str, Any]) -> bytes:
+def dumped(record: dict[str, Any]) -> bytes:
+    """Return the JSON of a record that the page's script reads."""
     option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_STRICT_INTEGER
     try:
         return orjson.dumps(record, option=option)

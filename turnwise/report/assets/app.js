@@ -65,6 +65,7 @@ function drawBar() {
       ),
     ),
     el("div.runs", null, runs.length > 1 ? runs.map(chip) : runs.map(runName)),
+    connection.served && lamp,
     el("button.icon", { onclick: changeTheme, title: "dark or light", "aria-label": "dark or light" }, "◐"),
     el("button.icon", { onclick: () => help.showModal(), title: "keys", "aria-label": "keys" }, "?"),
   ]);
@@ -86,6 +87,8 @@ function changeTheme() {
 
 async function render() {
   const route = readRoute();
+  watchers.length = 0;
+  tableStates.clear();
   drawBar();
   try {
     await (VIEWS[route.view] || viewOverview)(main, route);
@@ -149,6 +152,7 @@ async function start() {
   }
   try {
     await loadRuns();
+    if (connection.served) setLost(false);
   } catch (error) {
     fill(main, el("p.error", null, `The report cannot be read: ${error.message || error}`));
     return;

@@ -2,6 +2,9 @@
 
 const viewCompare = (main, route) => {
   const sides = runs.flatMap((run) => run.partNames.map((part) => ({ key: `${run.number}/${part}`, run, part })));
+  const parts = () => runs.reduce((sum, run) => sum + run.partNames.length, 0);
+  const holder = el("div");
+  onNews(() => (parts() === sides.length ? holder.isConnected && redraw(holder, draw) : render()));
   if (sides.length < 2) {
     fill(
       main,
@@ -16,14 +19,14 @@ const viewCompare = (main, route) => {
     metric: route.query.get("metric") || "success",
     only: route.query.get("only") || "changed",
   };
-  const holder = el("div");
-  const draw = () => {
+  function draw() {
     setQuery(state);
     const [first, second] = [state.a, state.b].map((key) => sides.find((side) => side.key === key));
     fill(holder, first && second ? comparisonOf(first, second, state) : note("One of the two is not in this report."));
-  };
+  }
   const set = (key) => (value) => {
     state[key] = value;
+    tableStates.clear();
     draw();
   };
   const options = sides.map((side) => [side.key, runs.length > 1 ? `${side.run.name}: ${side.part}` : side.part]);
@@ -169,7 +172,7 @@ function comparisonOf(first, second, state) {
         { name: "Trajectories", key: "both", sort: () => 0, cell: both },
       ],
       rows,
-      { noun: "task", sort: "difference" },
+      { noun: "task", sort: "difference", key: "comparison" },
     ),
   ];
 }

@@ -105,9 +105,27 @@ class Run {
     return (await this.chunks.get(row.chunk))[row.place];
   }
 
+  /** The texts of token ids, at least of those of a row. */
   async vocabulary() {
     this.words = this.words || unpacked(`run-${this.number}-vocabulary`);
     return this.words;
+  }
+
+  /** Add to `found` the trajectories with a text in their messages, a chunk at a time, so that the page stays usable. */
+  async search(wanted, found, current, say) {
+    const needle = wanted.toLowerCase();
+    const escaped = JSON.stringify(wanted).slice(1, -1).toLowerCase();
+    const chunks = [...new Set(this.rows.map((row) => row.chunk).filter((chunk) => chunk !== null))];
+    for (const [place, chunk] of chunks.entries()) {
+      if (!current()) return;
+      say(`searching ${place + 1} of ${chunks.length} …`);
+      const text = await unpackedText(`run-${this.number}-chunk-${chunk}`);
+      if (!text.toLowerCase().includes(escaped)) continue;
+      for (const record of JSON.parse(text)) {
+        const texts = record.segments.flatMap((segment) => segment.messages);
+        if (textsOf(texts).some((each) => each.toLowerCase().includes(needle))) found.add(`${this.number} ${record.id}`);
+      }
+    }
   }
 }
 
@@ -129,9 +147,30 @@ const shownRuns = () => runs.filter((run) => run.shown);
 async function loadRuns() {
   const head = JSON.parse(document.getElementById("head").textContent);
   if (head.format !== FORMAT) throw new Error(`the data has format ${head.format}, and this page reads ${FORMAT}`);
+  if (head.live) return follow(head);
   head.runs.forEach((each, number) => runs.push(new Run(number, each)));
   await Promise.all(runs.map((run) => run.load()));
-  return head;
+}
+
+// What the shown view does when its runs go on; another view begins with none.
+const watchers = [];
+const onNews = (update) => watchers.push(update);
+
+// How tables were left (order, page), by their keys, until another view is opened.
+const tableStates = new Map();
+
+/** Draw a part of the page anew, with its folds open as they were and the focus where it was. */
+function redraw(holder, draw) {
+  const places = () => [...holder.querySelectorAll("a, button, input, select, summary")];
+  const active = document.activeElement;
+  const focus = holder.contains(active) ? places().indexOf(active) : -1;
+  const link = focus >= 0 && active.getAttribute("href");
+  const open = [...holder.querySelectorAll("details")].map((each) => each.open);
+  draw();
+  [...holder.querySelectorAll("details")].forEach((each, place) => (each.open = Boolean(open[place])));
+  if (focus < 0) return;
+  const found = places();
+  (found.find((each) => link && each.getAttribute("href") === link) || found[focus])?.focus({ preventScroll: true });
 }
 
 // The address: #/view/part/part?key=value, so that every view can be linked to.
@@ -184,12 +223,20 @@ function runName(run) {
   return el("span.run-name", null, runMark(run), run.name);
 }
 
+/** A choice; options that are a function are asked again when the runs go on. */
 function select(label, options, value, onchange) {
-  const control = el(
-    "select",
-    { "aria-label": label, onchange: (event) => onchange(event.target.value) },
-    options.map(([key, text]) => el("option", { value: key, selected: String(key) === String(value) }, text)),
-  );
+  const now = typeof options === "function" ? options : () => options;
+  let listed = now();
+  const made = (chosen) =>
+    listed.map(([key, text]) => el("option", { value: key, selected: String(key) === String(chosen) }, text));
+  const control = el("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) }, made(value));
+  if (now === options)
+    onNews(() => {
+      const next = now();
+      if (control === document.activeElement || JSON.stringify(next) === JSON.stringify(listed)) return;
+      listed = next;
+      fill(control, made(control.value));
+    });
   return el("label.field", null, el("span", null, label), control);
 }
 
@@ -212,9 +259,10 @@ function input(label, value, onchange, attributes) {
 // task-2 stands before task-10.
 const NAMES = new Intl.Collator("en", { numeric: true });
 
-/** A table whose columns sort: columns are {name, key, text?, cell?, number?, title?}. */
+/** A table whose columns sort: columns are {name, key, text?, cell?, number?, title?}; options.key keeps its state. */
 function sortable(columns, rows, options) {
-  const state = { sort: options.sort || "", page: 0, size: options.size || 100 };
+  const state = tableStates.get(options.key) || { sort: options.sort || "", page: 0, size: options.size || 100 };
+  if (options.key) tableStates.set(options.key, state);
   const body = el("tbody");
   const foot = el("div.pages");
   const head = el("tr");

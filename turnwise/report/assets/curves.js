@@ -72,7 +72,18 @@ const viewCurves = (main, route) => {
     grid,
   ]);
   draw();
+  const shape = () => JSON.stringify([metricNames(state), metricNames({ ...state, all: true }).length]);
+  let drawn = shape();
+  onNews(() => {
+    // New points go into the charts as they are; only other metrics need other charts.
+    if (drawn === shape()) return charts.forEach((update) => update());
+    drawn = shape();
+    draw();
+  });
 };
+
+// Of the charts that are drawn, what gives them their newest points.
+const charts = new Set();
 
 function metricNames(state) {
   const names = new Set(shownRuns().flatMap((run) => Object.keys(run.series)));
@@ -83,6 +94,7 @@ function metricNames(state) {
 }
 
 function drawCharts(grid, state, showAll) {
+  charts.clear();
   const names = metricNames(state);
   const total = new Set(shownRuns().flatMap((run) => Object.keys(run.series))).size;
   if (!total) {
@@ -148,23 +160,29 @@ function smoothed(values, weight) {
   });
 }
 
-function drawChart(place, readout, name, state) {
+/** The runs that have a metric, their values at all steps, and what is drawn of them. */
+function chartData(name, state) {
   const having = shownRuns().filter((run) => run.series[name]);
   const joined = having.length ? uPlot.join(having.map((run) => run.series[name])) : [[]];
+  const data = [joined[0]];
+  for (const values of joined.slice(1)) {
+    if (state.smooth) data.push(values);
+    data.push(state.smooth ? smoothed(values, state.smooth) : values);
+  }
+  return { having, joined, data };
+}
+
+function drawChart(place, readout, name, state) {
+  let { having, joined, data } = chartData(name, state);
   const styles = getComputedStyle(document.documentElement);
   const color = (variable) => styles.getPropertyValue(variable).trim();
-  const data = [joined[0]];
   const series = [{}];
-  having.forEach((run, number) => {
-    const values = joined[number + 1];
-    const few = run.series[name][0].length < 40;
-    if (state.smooth) {
-      data.push(values);
+  for (const run of having) {
+    const few = () => run.series[name][0].length < 40;
+    if (state.smooth)
       series.push({ stroke: color(run.color), width: 1, alpha: 0.25, spanGaps: true, points: { show: false } });
-    }
-    data.push(state.smooth ? smoothed(values, state.smooth) : values);
     series.push({ stroke: color(run.color), width: 2, spanGaps: true, points: { show: few, size: 5 } });
-  });
+  }
   const positive = data
     .slice(1)
     .every((values) => values.every((value) => value === null || value === undefined || value > 0));
@@ -208,6 +226,20 @@ function drawChart(place, readout, name, state) {
     data,
     place,
   );
+  charts.add(() => {
+    const before = having.length;
+    const steps = joined[0];
+    const zoomed = plot.scales.x.min > steps[0] || plot.scales.x.max < steps[steps.length - 1];
+    ({ having, joined, data } = chartData(name, state));
+    if (having.length !== before) {
+      charts.clear();
+      render();
+      return;
+    }
+    plot.setData(data, !zoomed);
+    if (zoomed) plot.redraw();
+    show(plot);
+  });
   new ResizeObserver(() => {
     if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: 190 });
   }).observe(place);

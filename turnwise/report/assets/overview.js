@@ -1,10 +1,13 @@
 // Overview and failures of each run.
 
 const viewOverview = (main) => {
-  fill(
-    main,
-    shownRuns().map((run) => overviewOf(run)),
-  );
+  const draw = () =>
+    fill(
+      main,
+      shownRuns().map((run) => overviewOf(run)),
+    );
+  draw();
+  onNews(() => redraw(main, draw));
 };
 
 function overviewOf(run) {
@@ -97,17 +100,20 @@ function partsTable(run) {
       { name: "Stop reasons", key: "stops", sort: (row) => Object.keys(row.stops)[0], cell: stops },
     ],
     rows,
-    { noun: "part" },
+    { noun: "part", key: `parts ${run.number}` },
   );
 }
 
 // Failures: why episodes end, by part; errors, tool errors, and tasks that are never solved.
 
 const viewFailures = (main) => {
-  fill(
-    main,
-    shownRuns().map((run) => el("section.card", null, el("h2", null, runName(run)), failuresOf(run))),
-  );
+  const draw = () =>
+    fill(
+      main,
+      shownRuns().map((run) => el("section.card", null, el("h2", null, runName(run)), failuresOf(run))),
+    );
+  draw();
+  onNews(() => redraw(main, draw));
 };
 
 function failuresOf(run) {
@@ -140,7 +146,7 @@ function failuresOf(run) {
           { name: "Last", key: "id", cell: (row) => (run.byId.has(row.id) ? example(run.byId.get(row.id)) : row.id) },
         ],
         run.errors.map(([text, count, id]) => ({ text, count, id })),
-        { noun: "error" },
+        { noun: "error", key: `errors ${run.number}` },
       ),
     kinds.size > 0 && el("h3", null, "Tool errors"),
     kinds.size > 0 &&
@@ -162,7 +168,7 @@ function failuresOf(run) {
           },
         ],
         [...kinds.values()],
-        { noun: "kind", sort: "-count" },
+        { noun: "kind", sort: "-count", key: `kinds ${run.number}` },
       ),
     run.listed < run.total &&
       kinds.size > 0 &&
@@ -194,7 +200,7 @@ function failuresOf(run) {
           },
         ],
         never,
-        { noun: "part" },
+        { noun: "part", key: `never ${run.number}` },
       ),
   ];
 }
@@ -224,6 +230,6 @@ function stopsTable(run) {
       ...columns,
     ],
     rows,
-    { noun: "part" },
+    { noun: "part", key: `stops ${run.number}` },
   );
 }

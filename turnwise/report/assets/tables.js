@@ -3,10 +3,10 @@
 // Tasks: one row for each, the runs side by side.
 
 const viewTasks = (main, route) => {
-  const parts = [...new Set(shownRuns().flatMap((run) => run.partNames))];
+  const parts = () => [...new Set(shownRuns().flatMap((run) => run.partNames))];
   const state = {
     q: route.query.get("q") || "",
-    part: route.query.get("part") || defaultPart(parts),
+    part: route.query.get("part") || defaultPart(parts()),
     solved: route.query.get("solved") || "",
     sort: route.query.get("sort") || "",
   };
@@ -17,13 +17,18 @@ const viewTasks = (main, route) => {
   };
   const set = (key) => (value) => {
     state[key] = value;
+    tableStates.clear();
     draw();
   };
+  onNews(() => {
+    state.part = state.part || defaultPart(parts());
+    redraw(holder, draw);
+  });
   fill(main, [
     el("div.controls", null, [
       select(
         "Part",
-        parts.map((part) => [part, part]),
+        () => parts().map((part) => [part, part]),
         state.part,
         set("part"),
       ),
@@ -143,6 +148,7 @@ function tasksTable(state) {
   });
   return sortable(columns, rows, {
     noun: "task",
+    key: "tasks",
     sort: state.sort,
     onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
   });
@@ -172,8 +178,10 @@ const viewTrajectories = (main, route) => {
   };
   const set = (key) => (value) => {
     state[key] = value;
+    tableStates.clear();
     draw();
   };
+  onNews(() => redraw(holder, draw));
   const progress = el("span.hint");
   const searchTexts = async (wanted) => {
     state.text = wanted.trim();
@@ -183,11 +191,14 @@ const viewTrajectories = (main, route) => {
     search.found = state.text ? new Set() : null;
     fill(progress, "");
     if (state.text) await findTexts(state.text, search.found, current, (done) => fill(progress, done));
+    tableStates.clear();
     if (current()) draw();
   };
-  const rows = shownRuns().flatMap((run) => run.rows);
-  const choices = (of) => [["", "all"], ...[...new Set(rows.map(of))].sort().map((each) => [each, each])];
-  const kinds = [...new Set(rows.flatMap((row) => Object.keys(row.kinds || {})))].sort();
+  const choices = (of) => () => {
+    const found = new Set(shownRuns().flatMap((run) => run.rows.flatMap(of)));
+    return [["", "all"], ...[...found].sort().map((each) => [each, each])];
+  };
+  const kinds = choices((row) => Object.keys(row.kinds || {}));
   fill(main, [
     el("div.controls", null, [
       runs.length > 1 &&
@@ -217,8 +228,7 @@ const viewTrajectories = (main, route) => {
         state.outcome,
         set("outcome"),
       ),
-      kinds.length > 0 &&
-        select("Tool error", [["", "all"], ...kinds.map((kind) => [kind, kind])], state.kind, set("kind")),
+      (connection.served || kinds().length > 1) && select("Tool error", kinds, state.kind, set("kind")),
       input("Reward from", state.min, set("min"), { type: "number", step: "any", class: "short" }),
       input("to", state.max, set("max"), { type: "number", step: "any", class: "short" }),
       input("Task, id or error", state.q, set("q"), { placeholder: "filter", "data-search": true }),
@@ -252,23 +262,9 @@ const viewTrajectories = (main, route) => {
   if (state.text) searchTexts(state.text);
 };
 
-/** Find a text in the contents that the report holds, a chunk at a time, so that the page stays usable. */
+/** Find a text in the contents that the report holds. */
 async function findTexts(wanted, found, current, say) {
-  const needle = wanted.toLowerCase();
-  const escaped = JSON.stringify(wanted).slice(1, -1).toLowerCase();
-  const chunks = shownRuns().flatMap((run) =>
-    [...new Set(run.rows.map((row) => row.chunk).filter((chunk) => chunk !== null))].map((chunk) => [run, chunk]),
-  );
-  for (const [place, [run, chunk]] of chunks.entries()) {
-    if (!current()) return;
-    say(`searching ${place + 1} of ${chunks.length} …`);
-    const text = await unpackedText(`run-${run.number}-chunk-${chunk}`);
-    if (!text.toLowerCase().includes(escaped)) continue;
-    for (const record of JSON.parse(text)) {
-      const texts = record.segments.flatMap((segment) => segment.messages);
-      if (textsOf(texts).some((each) => each.toLowerCase().includes(needle))) found.add(`${run.number} ${record.id}`);
-    }
-  }
+  for (const run of shownRuns()) await run.search(wanted, found, current, say);
   const missing = shownRuns().reduce((sum, run) => sum + run.total - run.kept, 0);
   say(
     `${plural(found.size, "hit")}${missing ? `; the report does not hold the contents of ${whole(missing)} trajectories` : ""}`,
@@ -346,6 +342,7 @@ function trajectoriesTable(state, found) {
   return sortable(columns, rows, {
     noun: "trajectory",
     nouns: "trajectories",
+    key: "trajectories",
     sort: state.sort,
     onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
     ondraw: (all) => (listed = all),

@@ -9,6 +9,7 @@ const viewTrajectory = async (main, route) => {
   const mine = ++serial;
   const rows = [route.parts, (route.query.get("with") || "").split("/")].map(findRow);
   if (!rows[0]) {
+    onNews(() => findRow(route.parts) && render());
     fill(main, note("The report does not list this trajectory: ", el("code", null, route.parts[1] || ""), "."));
     return;
   }
@@ -16,7 +17,7 @@ const viewTrajectory = async (main, route) => {
   reading.mode = route.query.get("by") || reading.mode;
   const chosen = rows.filter(Boolean);
   const records = await Promise.all(chosen.map((row) => row.run.record(row)));
-  const words = reading.tokens ? await Promise.all(chosen.map((row) => row.run.vocabulary())) : chosen.map(() => ({}));
+  const words = reading.tokens ? await Promise.all(chosen.map((row) => row.run.vocabulary(row))) : chosen.map(() => ({}));
   if (mine !== serial) return;
   drawTrajectories(main, route, chosen, records, words);
 };
@@ -55,8 +56,16 @@ function drawTrajectories(main, route, rows, records, words) {
   });
   const two = columns.length === 2;
   const differs = two ? firstDifference(columns[0].keys, columns[1].keys) : -1;
+  const controls = () => navigation(rows, records, differs, columns);
+  let bar = controls();
+  onNews(() => {
+    if (!bar.isConnected || bar.contains(document.activeElement)) return;
+    const next = controls();
+    bar.replaceWith(next);
+    bar = next;
+  });
   fill(main, [
-    navigation(rows, records, differs, columns),
+    bar,
     reading.tokens && tokenLegend(reading.mode),
     el(
       `div${two ? ".two" : ""}`,
@@ -236,7 +245,11 @@ function conversation(record, path, words, show) {
           `${segment.kind === "sampled" ? "A turn" : "Context"} of ${plural(segment.tokens, "token")}, recorded without messages.`,
         ),
       );
-    if (segment.tools && segment.tools.length) made[0].prepend(toolList(segment.tools));
+    if (segment.tools && segment.tools.length) {
+      const header = made[0].querySelector("header");
+      if (header) header.after(toolList(segment.tools));
+      else made[0].prepend(toolList(segment.tools));
+    }
     if (reading.tokens) made[made.length - 1].append(tokensOf(segment, words, record, show));
     if (segment.kind === "sampled") made[made.length - 1].append(...turnFooter(segment, record));
     blocks.push(...made);

@@ -1,0 +1,309 @@
+"""The report in Debian's Chromium: a file of recorded runs, ten thousand trajectories, and a training that goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from support.browser import Browser, missing
+from support.report_pages import played, write_metrics, write_run
+from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared, train_config, training, wait_until
+from turnwise.report import write_report
+from turnwise.report.server import ReportServer
+from turnwise.trajectory import Segment, Trajectory
+from turnwise.types import StopReason, as_ids
+
+pytestmark = [pytest.mark.real, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+TOOL = {"type": "function", "function": {"name": "search", "description": "Looks up.", "parameters": {}}}
+VIEWS = (
+    "#/overview", "#/curves?all=1", "#/tasks", "#/trajectories", "#/trajectories?part=val&sort=-reward", "#/failures",
+    "#/compare?only=all", "#/trajectory/0/e0", "#/trajectory/0/forked?tokens=1&by=logprob",
+    "#/trajectory/0/forked?tokens=1&by=mask", "#/trajectory/0/forked?branch=2&with=0%2Fe8",
+)  # fmt: skip
+
+
+def forked(name: str) -> Trajectory:
+    """Two branches: a tool's answer was edited, so the conversation went on from its first turn again."""
+    call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": {"q": "zoe"}}}
+    logprobs = np.log(np.array([0.95, 0.4, 0.02, 0.0005], np.float32))
+
+    def said(index: int, parent: int, turn: str, text: str, **more: Any) -> Segment:
+        message = {"role": "assistant", "content": text, **more}
+        return Segment(
+            index, parent, "sampled", as_ids([7, 8, 9, 10]), (message,), turn, logprobs, ((2, 0, 4),), "stop"
+        )
+
+    def heard(index: int, parent: int, text: str, fork: str | None = None) -> Segment:
+        message = {"role": "tool", "tool_call_id": "c1", "content": text}
+        return Segment(index, parent, "context", as_ids([1, 2, 3]), (message,), fork=fork)
+
+    opening = ({"role": "system", "content": "Answer."}, {"role": "user", "content": "Where does Zoe live?"})
+    segments = [
+        Segment(0, -1, "context", as_ids(range(20)), opening, tools=(TOOL,)),
+        said(1, 0, "t0", "I look it up.", tool_calls=[call], reasoning_content="The tool knows."),
+        heard(2, 1, "Zoe lives in Oslo."),
+        said(3, 2, "t1", "In Oslo."),
+        heard(4, 1, "Zoe: Oslo", fork="edited"),
+        said(5, 4, "t2", "Zoe lives in Oslo."),
+    ]
+    one = played(name, "task-0", partition="val", group_id="g-task-0~sampled")
+    one.segments, one.rewards, one.metrics = segments, [("t2", "score", 1.0)], {"tool_calls": 1.0}
+    return one
+
+
+def small_run(folder: Path, solved: int) -> Path:
+    """A training of nine tasks that was evaluated; of every ``solved`` episodes one is right."""
+    found = [forked("forked")]
+    for number in range(27):
+        error = "SandboxError: the container is gone" if number == 13 else None
+        one = played(
+            f"e{number}", f"task-{number % 9}", f"It is number {number}.", group_id=f"g{number % 9}~sampled",
+            partition="val" if number % 3 else "train", rewards=[("t0", "score", float(number % solved == 0))],
+            error=error, stop_reason=StopReason.ERROR if error else StopReason.COMPLETED,
+        )  # fmt: skip
+        one.metrics |= {"tool_calls": 2.0, "tool_errors/timeout": float(number % 4 == 1)}
+        found.append(one)
+    write_run(folder, found)
+    steps = [
+        {"kind": "train", "step": step, "reward/mean": step / 20, "train/entropy": 1 / step, "gap/mean": 0.01}
+        for step in range(1, 13)
+    ]
+    warning = {"kind": "warning", "step": 4, "name": "entropy", "text": "the entropy fell by half in one step"}
+    write_metrics(folder, *steps, warning)
+    (folder / "config.yaml").write_text("name: small\nhosted:\n  api_key: sk-very-secret\n")
+    return folder
+
+
+@pytest_asyncio.fixture
+async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
+    async with Browser(tmp_path / "profile") as found:
+        yield found
+
+
+async def check(browser: Browser, root: str) -> None:
+    """Check that the page complained of nothing, and asked for nothing beyond its own address."""
+    seen = await browser.run("return seen")
+    assert seen["errors"] == []
+    assert [each for each in seen["requests"] if not each.startswith((root, "data:"))] == []
+
+
+OPEN = """
+await page.goto(given[0] + given[1]);
+await page.waitForFunction(() => {
+  const main = document.querySelector("main");
+  return main.childElementCount && !main.querySelector(":scope > .note:only-child");
+});
+"""
+
+
+async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Browser) -> None:
+    runs = [small_run(tmp_path / "before", 5), small_run(tmp_path / "after", 2)]
+    write_report(runs, tmp_path / "report.html")
+    root = (tmp_path / "report.html").as_uri()
+    await browser.run(OPEN, [root, ""])
+    overview = await browser.run("return page.innerText('main')")
+    assert "the entropy fell by half" in overview
+    assert "before" in overview
+    assert "sk-very-secret" not in await browser.run("return page.content()")
+    # Filters and order.
+    await browser.run("await page.keyboard.press('4'); await page.selectOption('select[aria-label=Run]', '0')")
+    assert "28 trajectories" in await browser.run("return page.innerText('.pages')")
+    await browser.run("await page.selectOption('select[aria-label=Outcome]', 'error')")
+    assert await browser.run("return page.locator('tbody tr').allInnerTexts()") != []
+    assert "SandboxError" in await browser.run("return page.innerText('tbody')")
+    assert "1 trajectory" in await browser.run("return page.innerText('.pages')")
+    await browser.run("await page.selectOption('select[aria-label=Outcome]', ''); await page.keyboard.press('Escape')")
+    await browser.run("await page.fill('input[data-search]', 'e1'); await page.waitForURL(/q=e1/)")
+    rewards = "return (await page.locator('tbody td:nth-child(5)').allInnerTexts()).map(Number)"
+    await browser.run("await page.click('th button:has-text(\"Reward\")')")
+    assert (found := await browser.run(rewards)) == sorted(found, reverse=True)
+    await browser.run("await page.click('th button:has-text(\"Reward\")')")
+    assert await browser.run(rewards) == sorted(found)
+    assert len(set(found)) == 2
+    # A text in messages, which only one conversation has.
+    await browser.run(
+        "await page.fill('input[data-search]', ''); await page.fill('input[placeholder=\"press Enter\"]', 'NUMBER 17');"
+        "await page.keyboard.press('Enter'); await page.waitForSelector('text=2 hits')"
+    )
+    assert await browser.run("return page.innerText('tbody a')") == "e17"
+    # Walked by keyboard.
+    await browser.run(OPEN, [root, "#/trajectories?run=0"])
+    await browser.run("await page.click('tbody a'); await page.waitForSelector('article')")
+    assert await browser.run("return page.innerText('h2')") == "before · forked"
+    await browser.run("await page.keyboard.press('j'); await page.waitForURL(/e0/); await page.keyboard.press('j')")
+    await browser.run("await page.waitForURL(/e1$/); await page.keyboard.press('k'); await page.waitForURL(/e0$/)")
+    await browser.run("await page.keyboard.press('k'); await page.waitForURL(/forked/)")
+    # Tokens, and what is known of one.
+    await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.tokens .token')")
+    kinds = "return page.locator('article.turn .token').evaluateAll((all) => all.map((each) => each.className))"
+    expected = [f"token {kind}" for kind in ("h0", "h3", "h6", "h8")]
+    assert await browser.run(kinds) == expected * 2
+    await browser.run("await page.hover('article.turn .token >> nth=2')")
+    assert "probability 0.02" in (await browser.run("return page.innerText('.facts')")).replace("\n", " ")
+    # The branch tree.
+    tabs = await browser.run("return page.locator('.branches .tab').allInnerTexts()")
+    assert [tab.split("\n")[0] for tab in tabs] == ["branch 1", "branch 2"]
+    assert "edited, 1 turn after 1 shared turn" in tabs[1]
+    await browser.run("await page.click('.branches .tab >> nth=1'); await page.waitForURL(/branch=2/)")
+    assert "Zoe: Oslo" in await browser.run("return page.innerText('main')")
+    await browser.run("await page.keyboard.press('Escape'); await page.waitForURL(/trajectories/)")
+    # Two runs compared, down to two trajectories side by side.
+    await browser.run(OPEN, [root, "#/compare?only=all"])
+    assert "in common" in await browser.run("return page.innerText('.tiles')")
+    await browser.run("await page.click('text=side by side'); await page.waitForSelector('.two')")
+    assert await browser.run("return page.locator('.two > div').count()") == 2
+    await check(browser, "file:///")
+
+
+async def test_every_address_leads_to_the_same_page_again(tmp_path: Path, browser: Browser) -> None:
+    runs = [small_run(tmp_path / "before", 5), small_run(tmp_path / "after", 2)]
+    async with ReportServer(runs) as server:
+        for view in VIEWS:
+            await browser.run(OPEN, [server.url, view])
+            before = await browser.run("return [page.url(), await page.innerText('main')]")
+            await browser.run("await page.goto('about:blank')")
+            await browser.run(OPEN, [before[0], ""])
+            assert await browser.run("return [page.url(), await page.innerText('main')]") == before, view
+        await check(browser, server.url)
+
+
+CONTRAST = """
+return page.evaluate(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const read = (color) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [red, green, blue, alpha] = canvas.getImageData(0, 0, 1, 1).data;
+    return [red, green, blue, alpha / 255];
+  };
+  const over = (top, below) => [0, 1, 2].map((each) => top[each] * top[3] + below[each] * (1 - top[3])).concat(1);
+  const light = (color) => {
+    const [red, green, blue] = color.map((each) => {
+      const share = each / 255;
+      return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  // All colours that a text may stand on: of a gradient each of its stops.
+  const grounds = (element) => {
+    if (!element) return [[255, 255, 255, 1]];
+    const style = getComputedStyle(element);
+    const below = element.tagName === "DIALOG" ? [[255, 255, 255, 1]] : grounds(element.parentElement);
+    const stops = style.backgroundImage.match(/(rgba?|color)\\([^()]*\\)/g) || ["rgba(0, 0, 0, 0)"];
+    return below.flatMap((each) => stops.map((stop) => over(read(stop), over(read(style.backgroundColor), each))));
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let texts = 0;
+  while (walker.nextNode()) {
+    const text = walker.currentNode.textContent.trim();
+    const element = walker.currentNode.parentElement;
+    if (!text || !element.checkVisibility({ visibilityProperty: true }) || element.closest(":disabled")) continue;
+    if (!element.getClientRects().length) continue;
+    texts += 1;
+    const style = getComputedStyle(element);
+    let opacity = 1;
+    for (let each = element; each; each = each.parentElement) opacity *= Number(getComputedStyle(each).opacity);
+    const size = parseFloat(style.fontSize);
+    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
+    for (const ground of grounds(element)) {
+      const color = read(style.color);
+      color[3] *= opacity;
+      const [one, other] = [light(over(color, ground)), light(ground)];
+      const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+      const name = `${element.tagName}.${element.className}`;
+      if (ratio < least) found.push(`${name} "${text.slice(0, 30)}" ${ratio.toFixed(2)}`);
+    }
+  }
+  return { texts, found: [...new Set(found)] };
+});
+"""
+
+
+async def test_texts_have_the_contrast_of_wcag_aa_in_light_and_dark(tmp_path: Path, browser: Browser) -> None:
+    runs = [small_run(tmp_path / "before", 5), small_run(tmp_path / "after", 2)]
+    write_report(runs, tmp_path / "report.html")
+    texts = 0
+    for scheme in ("light", "dark"):
+        await browser.run("await page.emulateMedia({ colorScheme: given })", scheme)
+        for view in VIEWS:
+            await browser.run(OPEN, [(tmp_path / "report.html").as_uri(), view])
+            measured = await browser.run(CONTRAST)
+            assert measured["found"] == [], f"{view}, {scheme}"
+            texts += measured["texts"]
+    assert texts > 1000
+
+
+async def test_ten_thousand_trajectories_open(tmp_path: Path, browser: Browser) -> None:
+    many = (
+        played(f"e{number}", f"task-{number % 400}", f"It is {number}.", rewards=[("t0", "score", float(number % 2))])
+        for number in range(10_000)
+    )
+    run = write_run(tmp_path / "run", many)
+    write_report([run], tmp_path / "report.html")
+    opened = {}
+    async with ReportServer([run]) as server:
+        for kind, root in {"file": (tmp_path / "report.html").as_uri(), "server": server.url}.items():
+            begins = time.monotonic()
+            await browser.run(OPEN, [root, "#/trajectories?sort=-id"])
+            opened[kind] = time.monotonic() - begins
+            assert "1–100 of 10,000" in await browser.run("return page.innerText('.pages')")
+            await browser.run("await page.click('tbody a'); await page.waitForSelector('article.turn')")
+            assert "It is 9999." in await browser.run("return page.innerText('main')")
+        await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.token')")
+        assert "⟨3⟩" in await browser.run("return page.innerText('.tokens')")
+        seen = await browser.run("return seen")
+        assert sum("/trajectories/" in each for each in seen["requests"]) == 2, "one trajectory, and its texts"
+        assert seen["errors"] == []
+    print(f"10,000 trajectories: {', '.join(f'{kind} open in {seconds:.2f} s' for kind, seconds in opened.items())}")
+
+
+@pytest.fixture(scope="session")
+def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
+
+
+async def test_a_training_is_followed_without_a_reload(tmp_path: Path, lookup_model: Path, browser: Browser) -> None:
+    with training(train_config(lookup_model, tmp_path / "runs", steps=4)) as train:
+        run = tmp_path / "runs/run"
+        wait_until((run / "metrics.jsonl").exists, "the run's first file", train)
+        with Turnwise(tmp_path / "report.log", "report", run, "--serve") as report:
+            wait_until(lambda: "(Ctrl-C ends it)" in report.output(), "the address", report)
+            url = next(word for word in report.output().split() if word.startswith("http://127.0.0.1:"))
+            await browser.run(
+                "await page.goto(given + '#/curves?q=reward/mean'); await page.evaluate(() => { window.same = true })",
+                url,
+            )
+            steps = "Number(document.querySelector('.readout .step')?.innerText.slice(5) || 0)"
+            await browser.run(f"await page.waitForFunction(() => {steps} >= 1, null, {{ timeout: 90000 }})")
+            first = await browser.run(f"return page.evaluate(() => {steps})")
+            assert train.poll() is None, "the training goes on"
+            await browser.run(f"await page.waitForFunction(() => {steps} > {first}, null, {{ timeout: 90000 }})")
+            await browser.run("await page.keyboard.press('4'); await page.waitForSelector('tbody tr')")
+            await browser.run("await page.click('tbody a'); await page.waitForSelector('article.turn')")
+            opened = await browser.run("return [page.url(), await page.innerText('article.turn >> nth=0')]")
+            assert train.wait() == 0, train.output()
+            await browser.run(
+                "await page.goBack(); await page.waitForFunction("
+                "() => document.querySelector('.pages')?.innerText.includes('32 traj'), null, { timeout: 20000 })"
+            )
+            assert await browser.run("return page.evaluate(() => window.same)"), "it was not loaded again"
+            await browser.run("await page.goto(given); await page.waitForSelector('article.turn')", opened[0])
+            assert await browser.run("return page.innerText('article.turn >> nth=0')") == opened[1]
+            await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.token')")
+            tokens = await browser.run("return page.locator('article.turn .token').allInnerTexts()")
+            assert any(each.strip().isalpha() for each in tokens), "by the run's tokenizer"
+            assert await browser.run("return page.innerText('.lamp')") == "live"
+            await check(browser, url)
+            report.terminate()
+            report.wait()
+            await browser.run("await page.waitForSelector('.lamp.lost')")
+            assert await browser.run("return page.innerText('article.turn >> nth=0')"), "what was read stays"
