@@ -61,7 +61,7 @@ _ENVS: dict[str, _Entry] = {
 
 
 _FOREIGN = "turnwise.envs.foreign.core:foreign_class"
-_PREFIXES: dict[str, str] = {"gem": _FOREIGN, "reasoning-gym": _FOREIGN, "textarena": _FOREIGN}
+_PREFIXES: dict[str, str] = dict.fromkeys(("gem", "openenv", "reasoning-gym", "textarena"), _FOREIGN)
 """References to functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class."""
 
 

@@ -16,9 +16,8 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.core import Env, invoke, schemas
-from turnwise.envs.foreign import core, register_framework
+from turnwise.envs.foreign import core, register_framework, tasks
 from turnwise.envs.foreign.pool import pools as worker_pools
-from turnwise.envs.foreign.tasks import SPLITS, tasks
 from turnwise.envs.registration import EnvSpec, env_class, make, register_prefix
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.inference.scripted import ScriptedClient
@@ -322,7 +321,7 @@ def test_registered_prefixes_come_before_references(tmp_path, monkeypatch) -> No
         register_prefix("tiny", "pkg:function")
     with pytest.raises(RegistryError, match="is no prefix"):
         register_prefix("a.b", "pkg:function")
-    with pytest.raises(RegistryError, match="those of other frameworks by .*reasoning-gym:NAME"):
+    with pytest.raises(RegistryError, match=r"those of other frameworks by .*reasoning-gym:NAME"):
         env_class("countdown")
 
 
@@ -336,7 +335,7 @@ async def test_a_spec_travels_as_json() -> None:
 
 def test_seeded_tasks_of_splits_share_no_seed() -> None:
     drawn = {}
-    for split in SPLITS:
+    for split in core.SPLITS:
         rows = list(tasks("tiny:countdown", split=split, size=50, seed=7))
         assert [each.id for each in rows[:2]] == [f"countdown-{split}-7", f"countdown-{split}-8"]
         drawn[split] = {each.data["seed"] + each.data["index"] for each in rows}

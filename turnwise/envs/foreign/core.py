@@ -8,7 +8,7 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -22,7 +22,7 @@ from turnwise.envs.foreign.pool import Worker, WorkerSpec, ask_once, pools
 from turnwise.envs.forking import Memo
 from turnwise.envs.registration import register_prefix
 from turnwise.envs.results import ScoreParts
-from turnwise.errors import ConfigError, EnvError, RegistryError, TurnwiseError, shown
+from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError, TurnwiseError, shown
 from turnwise.plugins import load_file
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool, nearest
@@ -33,6 +33,9 @@ _EPISODES: Final = itertools.count(1)
 _SEEDS: Final = 2**31
 """Frameworks take seeds of 32 bits."""
 _SHOWN_NAMES: Final = 12
+SPLITS: Final = {"train": 0, "validation": 500_000_000, "test": 1_000_000_000}
+"""Distance of the seeds of a split from those of ``train``: none has a seed of another."""
+_BATCH: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Framework:
         system_prompt: Default of ``system_prompt``.
         example: The name of one of its environments.
         has_rows: Whether its tasks are rows of a dataset, which the framework loads; else they are seeds.
+        forks: Whether its episodes can be copied.
     """
 
     prefix: str
@@ -54,6 +58,7 @@ class Framework:
     system_prompt: str | None = None
     example: str = "NAME"
     has_rows: bool = False
+    forks: bool = True
 
     @property
     def version(self) -> str:
@@ -66,6 +71,7 @@ _FRAMEWORKS: dict[str, Framework] = {
     for each in (
         Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum"),
         Framework("gem", "gem", "gem-llm==0.1.0", example="game:GuessTheNumber-v0-easy"),
+        Framework("openenv", "openenv", "openenv-core==0.3.0", example="http://127.0.0.1:8000", forks=False),
         Framework("textarena", "textarena", "textarena==0.7.4", example="GuessTheNumber-v0"),
     )
 }
@@ -242,7 +248,8 @@ def foreign_class(prefix: str, name: str) -> type[ForeignEnv]:
             "__doc__": f"{name} of {prefix}.",
             "framework": framework,
             "env_name": name,
-            "default_tasks": f"turnwise.envs.foreign.tasks:tasks?env={quote(f'{prefix}:{name}')}",
+            "forks": "copy" if framework.forks else None,
+            "default_tasks": f"turnwise.envs.foreign.core:tasks?env={quote(f'{prefix}:{name}')}",
         },
     )
 
@@ -256,6 +263,55 @@ def framework_of(env: str) -> tuple[Framework, str]:
             f"{', '.join(f'{each}:' for each in _FRAMEWORKS)}"
         )
     return _FRAMEWORKS[prefix], name
+
+
+def tasks(
+    env: str,
+    split: str = "train",
+    size: int | None = None,
+    seed: int = 0,
+    python: str | None = None,
+    kwargs: dict[str, Any] | None = None,
+    start: int = 0,
+) -> Iterator[Task]:
+    """Yield the tasks of an environment: the rows of its own dataset, or seeds where it draws its episodes.
+
+    Args:
+        env: Its name, such as ``reasoning-gym:chain_sum``.
+        split: ``train``, ``validation`` or ``test``; a dataset may have others.
+        size: Number of tasks; by default 1000 seeds, or all rows of a dataset.
+        seed: First seed of ``train``; those of other splits are far from them.
+        python: The interpreter that has the framework, where its dataset has rows.
+        kwargs: The framework's own arguments of this environment, where its dataset has rows.
+        start: Number of the first task.
+
+    Raises:
+        TaskError: An argument is out of range.
+        RegistryError: There is no such framework or environment.
+        ConfigError: A framework with rows is not installed.
+    """
+    framework, name = framework_of(env)
+    if size is not None and size < 1:
+        raise TaskError(f"tasks of {env}: size is {size!r}: it must be at least 1")
+    if framework.has_rows:
+        request = {"op": "tasks", "name": name, "kwargs": kwargs or {}, "system_prompt": None, "split": split}
+        while size is None or start < size:
+            count = _BATCH if size is None else min(_BATCH, size - start)
+            rows = ask(framework, python, {**request, "start": start, "count": count})["rows"]
+            for row in rows:
+                yield Task(f"{name}-{split}-{start}", row["prompt"], row["data"])
+                start += 1
+            if len(rows) < count:
+                return
+        return
+    if split not in SPLITS:
+        raise TaskError(f"tasks of {env}: split is {split!r}: it must be one of {', '.join(SPLITS)}")
+    count = 1000 if size is None else size
+    if not 0 <= seed <= SPLITS["validation"] - count:
+        raise TaskError(f"tasks of {env}: seed is {seed}: it must be from 0 to {SPLITS['validation'] - count}")
+    first = SPLITS[split] + seed
+    for index in range(start, count):
+        yield Task(f"{name}-{split}-{seed + index}", "", {"seed": first, "size": count, "index": index})
 
 
 def ask(framework: Framework, python: str | None, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,7 +377,8 @@ def _error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec |
     if failure.kind == "unknown":
         known = failure.details["known"]
         close = nearest(name, known)
-        few = f"{', '.join(known[:_SHOWN_NAMES])}{f' and {len(known) - _SHOWN_NAMES} more' if len(known) > _SHOWN_NAMES else ''}"
+        more = len(known) - _SHOWN_NAMES
+        few = ", ".join(known[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
         return RegistryError(f"{framework.prefix} has no {name!r}{close or f'; it has {few}'}")
     if failure.kind == "config":
         return ConfigError(f"{label} refuses its arguments (kwargs): {failure}")

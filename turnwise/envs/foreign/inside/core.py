@@ -176,7 +176,7 @@ class Station:
             answer = plain(await operation(request))
         except Failure:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a framework's code may raise anything: it becomes data
             stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_STACK:]
             raise Failure("raised", f"{type(error).__name__}: {error}", stack=stack) from error
         return answer
