@@ -177,7 +177,9 @@ class ForeignEnv(Env):
             if answer.get(key):
                 info[key] = answer[key]
         messages = [_message(each) for each in answer["messages"]]
-        return StepResult(messages, answer.get("reward"), answer["terminated"], answer["truncated"], info)  # type: ignore[arg-type] - invoke checks it
+        # What is no finite number is refused by invoke, which names it.
+        reward: Any = answer.get("reward")
+        return StepResult(messages, reward, answer["terminated"], answer["truncated"], info)
 
     async def score(self, final: Message | None) -> Score:
         """Return the framework's score of an episode that ended outside of it (a limit); 0 where it has none."""
@@ -218,12 +220,14 @@ class ForeignEnv(Env):
         name = f"{self.framework.prefix}:{self.env_name}"
         try:
             if self._worker is not None:
-                return await self._named(self._worker.call(request, self._timeout))
-            if self._station is None:
+                answer: dict[str, Any] = await self._named(self._worker.call(request, self._timeout))
+            elif self._station is not None:
+                answer = await self._station.handle(request)
+            else:
                 raise EnvError(f"{name}: its worker did not start: call reset() again")
-            return await self._station.handle(request)
         except Failure as failure:
             raise _error(self.framework, self.env_name, failure, self._spec) from failure
+        return answer
 
     async def _named(self, awaitable: Any) -> Any:
         try:
@@ -333,16 +337,31 @@ def _asked(framework: Framework, spec: WorkerSpec | None, request: Mapping[str, 
     try:
         if spec is not None:
             return ask_once(spec, request)
-        return _station(framework).at_once(request)
+        answer: dict[str, Any] = _station(framework).at_once(request)
     except Failure as failure:
         raise _error(framework, str(request["name"]), failure, spec) from failure
+    return answer
 
 
 @functools.cache
 def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> None:
     """Check that an environment can be made: once, as an interpreter takes its time to start."""
-    answer = _asked(framework, spec, {"op": "open", **orjson.loads(request)})
-    _warn_of_version(framework, str(answer["version"]))
+    wanted = orjson.loads(request)
+    try:
+        listed = None if spec is None or wanted["kwargs"] else _listed(spec)
+        if listed is None or not listed["names"]:
+            listed = _asked(framework, spec, {"op": "open", **wanted})
+        elif wanted["name"] not in listed["names"]:
+            raise Failure("unknown", f"there is no {wanted['name']!r}", known=listed["names"])
+    except Failure as failure:
+        raise _error(framework, wanted["name"], failure, spec) from failure
+    _warn_of_version(framework, str(listed["version"]))
+
+
+@functools.cache
+def _listed(spec: WorkerSpec) -> dict[str, Any]:
+    """Return the environments of a framework in an interpreter, which is started once for all of them."""
+    return ask_once(spec, {"op": "names"})
 
 
 @functools.cache

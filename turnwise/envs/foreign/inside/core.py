@@ -161,6 +161,7 @@ class Station:
     async def handle(self, request: Mapping[str, Any]) -> Any:
         """Answer a request. Raises Failure."""
         operations = {
+            "names": self._names,
             "open": self._open,
             "tasks": self._tasks,
             "reset": self._reset,
@@ -182,7 +183,7 @@ class Station:
         return answer
 
     def at_once(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request that awaits nothing (``open``, ``tasks``), without an event loop. Raises Failure."""
+        """Answer a request that awaits nothing (``names``, ``open``, ``tasks``), without a loop. Raises Failure."""
         answering = self.handle(request)
         try:
             answering.send(None)
@@ -192,13 +193,18 @@ class Station:
         answering.close()
         raise Failure("protocol", f"{request.get('op')} awaits something")
 
+    async def _names(self, request: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        return {"names": list(self._driver.names()), "version": self._version()}
+
     async def _open(self, request: Mapping[str, Any]) -> Any:
         self._source(request)
+        return {"version": self._version()}
+
+    def _version(self) -> str:
         try:
-            version = metadata.version(self._driver.PACKAGE)
+            return metadata.version(self._driver.PACKAGE)
         except metadata.PackageNotFoundError:
-            version = ""
-        return {"version": version}
+            return ""
 
     def _source(self, request: Mapping[str, Any]) -> Any:
         key = json.dumps([request["name"], request["kwargs"], request["system_prompt"]], sort_keys=True)
