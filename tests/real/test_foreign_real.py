@@ -131,7 +131,7 @@ async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
     renderer, taken = ToyRenderer(), dict.fromkeys(moves, 0)
 
     def script(request):
-        name = "player/0" if "You are Player 0" in str(request.messages) else "player/1"
+        name = "player/0" if "You are Player 0" in request.text else "player/1"
         taken[name] += 1
         return moves[name][taken[name] - 1]
 

@@ -15,7 +15,7 @@ SEED = 7
 FAMILIES = [
     *("ab", "acre", "aiw", "basic_arithmetic", "binary_alternation", "binary_matrix", "bitwise_arithmetic"),
     *("calendar_arithmetic", "chain_sum", "circuit_logic", "coin_flip", "color_cube_rotation", "complex_arithmetic"),
-    *("count_bits", "course_schedule", "cryptarithm", "dice", "fraction_simplification", "gcd", "isomorphic_strings"),
+    *("count_bits", "course_schedule", "cryptarithm", "dice", "fraction_simplification", "gcd"),
     *("lcm", "maze", "mini_sudoku", "number_sorting", "palindrome_generation"),
 ]
 GAMES = {

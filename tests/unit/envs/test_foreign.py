@@ -192,6 +192,8 @@ async def test_episodes_are_spread_over_the_processes() -> None:
         await invoke(env, "reset", None, seed=1)
     pids = [env._worker.pid for env in envs]
     assert sorted(pids.count(pid) for pid in set(pids)) == [2, 2]
+    # Sets have one order in all of them.
+    assert all(b"PYTHONHASHSEED=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
     os.kill(pids[0], signal.SIGKILL)
     for env, pid in zip(envs, pids, strict=True):
         if pid == pids[0]:

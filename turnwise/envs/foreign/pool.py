@@ -23,7 +23,7 @@ from turnwise.envs.rewards.endpoint import PerLoop
 from turnwise.errors import EnvError
 
 _SCRIPT: Final = Path(__file__).with_name("inside") / "serve.py"
-_START_SECONDS: Final = 120.0
+_START_SECONDS: Final = 600.0
 """Seconds for an interpreter to start, and for a first request, which imports the framework."""
 _KEPT_OUTPUT: Final = 16_384
 _SHOWN_OUTPUT: Final = 1_500
@@ -81,6 +81,8 @@ class Worker:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
+                    # Some environments draw by the order of sets: members of a group may be in several workers.
+                    env={"PYTHONHASHSEED": "0", **os.environ},
                     start_new_session=True,
                 )
             except OSError as error:
