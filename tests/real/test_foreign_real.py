@@ -20,7 +20,7 @@ from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.trainer.run.train import run_train
@@ -136,7 +136,8 @@ async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
         return moves[name][taken[name] - 1]
 
     spec = SpecConfig(name="textarena:TicTacToe-v0", config=config_of("textarena", place))
-    runner = EpisodeRunner(RolloutConfig(env=spec), ScriptedClient(renderer, script), renderer, context_length=100_000)
+    config = RolloutConfig(env=spec, agent=NamedConfig(name="turns"))
+    runner = EpisodeRunner(config, ScriptedClient(renderer, script), renderer, context_length=100_000)
     outcome = await runner.run(EpisodeSpec(Task("t", ""), "g", env_seed=foreign_plays.SEED))
     assert outcome.error is None
     assert {each.agent: each.reward for each in outcome.trajectories} == {"player/0": 1.0, "player/1": -1.0}
