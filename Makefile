@@ -40,12 +40,17 @@ FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" in
 FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
 CREWAI_BIN := .venv-crewai/bin
+# Environments of other frameworks. gem pins an older reasoning-gym than the newest.
+FOREIGN_GAMES ?= reasoning-gym==0.1.25 textarena==0.7.4
+FOREIGN_GEM ?= gem-llm==0.1.0
+FOREIGN_OPENENV ?= openenv-core==0.3.0
+FOREIGN_STAMPS := .venv-foreign-games/.turnwise-installed .venv-foreign-gem/.turnwise-installed .venv-foreign-openenv/.turnwise-installed
 # Beside the package's own environment, which has all else that they need.
 LANGCHAIN_SUITES ?= langchain-tests==1.1.9 syrupy==5.5.3 vcrpy==8.5.0 pytest-recording==0.14.1 pytest-benchmark==5.3.1 pytest-codspeed==5.0.4 pytest-socket==0.8.1 wrapt==2.5.2 py-cpuinfo==9.0.0
 LANGCHAIN_SUITES_DIR := .cache/langchain-tests
 AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
-FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed
+FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed $(FOREIGN_STAMPS)
 # What drives Chromium through the report.
 BROWSER ?= playwright-core@1.65.1
 BROWSER_DIR := .cache/browser
@@ -233,6 +238,24 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
 	@touch $@
 
+.venv-foreign-games/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x .venv-foreign-games/bin/python || $(PYTHON) -m venv .venv-foreign-games
+	.venv-foreign-games/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_GAMES)
+	@touch $@
+
+.venv-foreign-gem/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x .venv-foreign-gem/bin/python || $(PYTHON) -m venv .venv-foreign-gem
+	.venv-foreign-gem/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_GEM)
+	@touch $@
+
+.venv-foreign-openenv/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x .venv-foreign-openenv/bin/python || $(PYTHON) -m venv .venv-foreign-openenv
+	.venv-foreign-openenv/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_OPENENV)
+	@touch $@
+
 $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
 	@touch $@
@@ -270,12 +293,12 @@ $(DOCS_STAMP): pyproject.toml
 	$(DOCS_BIN)/python -m pip install $(PIP_OPTIONS) -r .venv-docs/requirements.txt
 	@touch $@
 
-bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed  ## Run every benchmark in benchmarks/
+bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed $(FOREIGN_STAMPS)  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients .venv-frameworks .venv-crewai .venv-docs site build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients .venv-frameworks .venv-crewai .venv-docs .venv-foreign-* site build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

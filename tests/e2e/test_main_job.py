@@ -148,7 +148,10 @@ def assert_ranks_train_alike(run: Path) -> None:
             assert alone["train/tokens"] > 100
             assert alone["train/grad_norm"] > 0
             for metrics in sharded:
-                assert metrics == pytest.approx(alone, abs=1e-5)
+                # The largest of thousands of tokens shows what weights that differ by 1e-6 do to one of them.
+                largest = {name: metrics.pop(name) for name in ("gap/max", "train/ratio_max")}
+                assert largest == pytest.approx({name: alone[name] for name in largest}, abs=1e-4)
+                assert metrics == pytest.approx({name: alone[name] for name in metrics}, abs=1e-5)
         first = load_file(config.policy.model.path / "model.safetensors")
         weights, *others = (dict(learner.export_weights()) for learner in learners)
         assert max(float((each - first[name]).detach().abs().max()) for name, each in weights.items()) > 1e-3

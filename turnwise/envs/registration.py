@@ -60,6 +60,11 @@ _ENVS: dict[str, _Entry] = {
 }
 
 
+_FOREIGN = "turnwise.envs.foreign.core:foreign_class"
+_PREFIXES: dict[str, str] = dict.fromkeys(("gem", "openenv", "reasoning-gym", "textarena"), _FOREIGN)
+"""References to functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
     """An environment with its configuration, as JSON values.
@@ -148,6 +153,25 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
     return None
 
 
+def register_prefix(prefix: str, reference: str) -> None:
+    """Register a family of environments: ``prefix:REST`` is then the class that a function returns for both.
+
+    A registered prefix comes before references: ``gem:X`` is an environment of gem, also where a module is called so.
+
+    Args:
+        prefix: What stands before the first colon.
+        reference: ``pkg.module:function`` of ``(prefix, rest)``, imported on first use.
+
+    Raises:
+        RegistryError: The prefix is taken, or holds what marks a reference (``:``, ``/``, ``.``).
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", prefix):
+        raise RegistryError(f"{prefix!r} is no prefix for environments: use letters, digits, - and _")
+    if prefix in _PREFIXES:
+        raise RegistryError(f"the prefix {prefix!r} is taken: give another one")
+    _PREFIXES[prefix] = reference
+
+
 def announce(*names: str) -> None:
     """Register environments with Gymnasium as ``turnwise/<name>-v0``, if it is imported.
 
@@ -208,10 +232,14 @@ def _entry(name: str) -> _Entry:
     entry = _ENVS.get(name)
     if entry is not None:
         return entry
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in _PREFIXES:
+        return _Entry(load_object(_PREFIXES[prefix], "environments")(prefix, rest), {})
     if ":" not in name:
         raise RegistryError(
             f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "
-            "other is made by pkg.module:Class or path/to/file.py:Class"
+            f"other is made by pkg.module:Class or path/to/file.py:Class, those of other frameworks by "
+            f"{', '.join(f'{each}:NAME' for each in sorted(_PREFIXES))}"
         )
     return _Entry(name, {})
 

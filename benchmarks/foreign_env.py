@@ -1,0 +1,139 @@
+"""Environments of other frameworks: episodes a second through our runner over those of the framework's own client.
+
+64 episodes at a time on every side, and a model that takes the same time for each turn (``SECONDS``), so that what is
+compared is what stands around the model. Two environments:
+
+- reasoning-gym's ``chain_sum``: the framework alone (an item of its dataset, the model, ``score_answer``) against our
+  runner with the framework in its process (``ratio_in_process``), and in a worker of another interpreter.
+- a guessing game on OpenEnv's server, in its own process: OpenEnv's client (a session, a reset and four steps) against
+  our runner, whose worker has the same client (part of ``ratio_own_python``, the lesser of both).
+
+Our side does more: it renders each prompt to ids, keeps every token, and makes a trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.chat import chat_dir
+from harness.measure import ROOT, clean_environment, interleave, machine, median, parse, parser, report, run_process
+from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task
+from turnwise.chat.renderer import load_renderer
+from turnwise.envs.foreign import tasks
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.core import RolloutParts
+
+SIDES = Path(__file__).parent / "env_sides"
+GAMES = ROOT / ".venv-foreign-games"
+OPENENV = ROOT / ".venv-foreign-openenv"
+SECONDS = 0.5
+AT_ONCE = 64
+
+
+async def ours(env: dict[str, Any], number: int, turns: int) -> dict[str, float]:
+    """Return what the runner reaches."""
+    renderer = load_renderer(chat_dir())
+
+    async def model(_request: Any) -> str:
+        await asyncio.sleep(SECONDS)
+        return "<answer>12</answer>" if turns == 1 else "\\boxed{5}"
+
+    config = RolloutConfig.model_validate({"env": env, "concurrency": AT_ONCE, "max_turns": turns})
+    client = ScriptedClient(renderer, model)
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
+    rows = list(tasks(env["name"], size=number)) if turns == 1 else [Task(f"t{at}", "") for at in range(number)]
+    await producer.gather([RolloutRequest(task, epoch=1) for task in rows[:AT_ONCE]])
+    began = time.perf_counter()
+    groups = await producer.gather([RolloutRequest(task) for task in rows])
+    seconds = time.perf_counter() - began
+    await producer.close()
+    if any(group.failed for group in groups):
+        raise RuntimeError(f"episodes failed: {[each.error for group in groups for each in group.trajectories][:3]}")
+    return {"episodes_per_s": number / seconds}
+
+
+def side(name: str, number: int, address: str) -> dict[str, float]:
+    """Return the figures of one of our sides, in this process."""
+    games, own = {"name": "reasoning-gym:chain_sum"}, {"python": str(GAMES / "bin" / "python")}
+    if name == "in process":
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        sys.path.append(str(GAMES / "lib" / version / "site-packages"))
+        return asyncio.run(ours(games, number, 1))
+    if name == "own python":
+        return asyncio.run(ours({**games, "config": own}, number, 1))
+    config = {"python": str(OPENENV / "bin" / "python")}
+    return asyncio.run(ours({"name": f"openenv:{address}", "config": config}, number, 4))
+
+
+def main() -> int:
+    made = parser(__doc__, repeats=5, quick_repeats=1)
+    made.add_argument("--side", nargs=3, metavar=("NAME", "EPISODES", "ADDRESS"), help="measure one of our sides only")
+    arguments = parse(made)
+    if arguments.side is not None:
+        name, episodes, address = arguments.side
+        print(json.dumps(side(name, int(episodes), address)))
+        return 0
+    for python in (GAMES, OPENENV):
+        if not (python / "bin" / "python").exists():
+            made.error(f"{python} does not exist: `make {python.name}/.turnwise-installed` builds it")
+    number = 256 if arguments.quick else 1024
+    theirs = partial(_theirs, number)
+    serving = subprocess.Popen(
+        [str(OPENENV / "bin" / "python"), str(SIDES / "foreign_side.py"), "serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment({"PYTHONPATH": str(SIDES)}),
+    )
+    with serving:
+        address = serving.stdout.readline().strip() if serving.stdout is not None else ""
+        samples = interleave(
+            {
+                "reasoning-gym alone": theirs(GAMES, "reasoning-gym"),
+                "reasoning-gym in process": partial(_ours, "in process", number, address),
+                "reasoning-gym own python": partial(_ours, "own python", number, address),
+                "openenv alone": theirs(OPENENV, "openenv", address),
+                "openenv own python": partial(_ours, "openenv", number // 4, address),
+            },
+            arguments.repeats,
+        )
+        if serving.stdin is not None:
+            serving.stdin.close()
+    rate = {name: round(median(taken, "episodes_per_s"), 2) for name, taken in samples.items()}
+    alone, served = rate["reasoning-gym alone"], rate["openenv alone"]
+    own = {"reasoning-gym": rate["reasoning-gym own python"] / alone, "openenv": rate["openenv own python"] / served}
+    report(
+        {
+            "benchmark": "foreign_env",
+            "ratio_in_process": round(rate["reasoning-gym in process"] / alone, 3),
+            "ratio_own_python": round(min(own.values()), 3),
+            "ratios_own_python": {name: round(value, 3) for name, value in own.items()},
+            "episodes_per_s": rate,
+            "samples": {name: [each.values["episodes_per_s"] for each in taken] for name, taken in samples.items()},
+            "config": {"at_once": AT_ONCE, "seconds_per_turn": SECONDS, "episodes": number, "quick": arguments.quick},
+            "machine": machine("turnwise"),
+        }
+    )
+    return 0
+
+
+def _theirs(number: int, home: Path, framework: str, *address: str) -> Any:
+    count = number if framework == "reasoning-gym" else number // 4
+    command = [str(home / "bin" / "python"), str(SIDES / "foreign_side.py"), framework, str(count), str(SECONDS)]
+    return partial(run_process, [*command, *address], environment={"PYTHONPATH": str(SIDES)})
+
+
+def _ours(name: str, number: int, address: str) -> Any:
+    command = [sys.executable, str(Path(__file__)), "--side", name, str(number), address]
+    return run_process(command, environment={"PYTHONPATH": str(Path(__file__).parent)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Environments of reasoning-gym, TextArena, gem and OpenEnv: their own rewards for recorded actions, and training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chat.toy_renderer import ToyRenderer
+from support.envs import foreign_plays
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from turnwise.envs.core import invoke, schemas
+from turnwise.envs.foreign import tasks
+from turnwise.envs.registration import make
+from turnwise.errors import EnvError
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+from turnwise.trainer.run.train import run_train
+from turnwise.types import ToolCall
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).parents[2]
+PLAYS = ROOT / "tests" / "support" / "envs" / "foreign_plays.py"
+INTERPRETERS = {
+    "reasoning-gym": ROOT / ".venv-foreign-games/bin/python",
+    "textarena": ROOT / ".venv-foreign-games/bin/python",
+    "gem": ROOT / ".venv-foreign-gem/bin/python",
+    "openenv": ROOT / ".venv-foreign-openenv/bin/python",
+}
+
+
+def interpreter(framework: str) -> str:
+    python = INTERPRETERS[framework]
+    if not python.exists():
+        pytest.skip(f"{framework} is not installed: make test-real installs it into {python.parents[1].name}")
+    return str(python)
+
+
+@pytest.fixture
+def installed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the interpreters of the games have is importable here, too, after all that is installed here."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for name in ("reasoning-gym", "gem"):
+        folder = Path(interpreter(name)).parents[1] / "lib" / version / "site-packages"
+        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    return
+
+
+@pytest.fixture(params=["in process", "own python"])
+def place(request: pytest.FixtureRequest) -> str:
+    if request.param == "in process":
+        request.getfixturevalue("installed_here")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def plays() -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for framework in ("reasoning-gym", "textarena", "gem"):
+        done = subprocess.run(
+            [interpreter(framework), str(PLAYS), framework], capture_output=True, check=True, timeout=300
+        )
+        found[framework] = json.loads(done.stdout)
+    return found
+
+
+async def played(name: str, actions: list[Any], task: Task, **config: Any) -> list[Any]:
+    renderer = ToyRenderer()
+    rollout = RolloutConfig(env=SpecConfig(name=name, config=config), max_turns=64)
+    runner = EpisodeRunner(rollout, ScriptedClient(renderer, actions), renderer, context_length=1_000_000)
+    outcome = await runner.run(EpisodeSpec(task, "g", env_seed=foreign_plays.SEED))
+    assert outcome.error is None, outcome.error
+    return outcome.trajectories
+
+
+def config_of(framework: str, place: str) -> dict[str, Any]:
+    return {"python": interpreter(framework)} if place == "own python" else {}
+
+
+async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
+    recorded = plays["reasoning-gym"]
+    assert len({each["name"].partition("/")[0] for each in recorded}) >= 20
+    assert sum(len(each["actions"]) for each in recorded) >= 50
+    for each in recorded:
+        family, _, index = each["name"].partition("/")
+        task = Task("t", "", {"seed": foreign_plays.SEED, "size": 4, "index": int(index)})
+        name = f"reasoning-gym:{family}"
+        [trajectory] = await played(name, each["actions"], task, **config_of("reasoning-gym", place))
+        assert [reward for _, _, reward in trajectory.rewards] == each["rewards"], each["name"]
+        env = make(name, system_prompt=None, **config_of("reasoning-gym", place))
+        messages, _ = await invoke(env, "reset", task, seed=1)
+        assert messages == [{"role": "user", "content": each["first"]}]
+        await invoke(env, "close")
+
+
+async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
+    recorded = plays["textarena"]
+    assert len(recorded) >= 5
+    assert sum(len(each["actions"]) for each in recorded) >= 50
+    for each in recorded:
+        name, config = f"textarena:{each['name']}", config_of("textarena", place)
+        env = make(name, **config)
+        messages, info = await invoke(env, "reset", None, seed=foreign_plays.SEED)
+        assert messages == [{"role": "user", "content": each["first"].lstrip("\n")}]
+        players = info.get("agents", ["main"])
+        earned = dict.fromkeys(players, 0.0)
+        for action in each["actions"]:
+            actor = info.get("turn", "main")
+            result = await invoke(env, "step", {"role": "assistant", "content": action})
+            earned[actor] += result.reward
+            for player, parts in result.info.get("agent_rewards", {}).items():
+                earned[player] += sum(parts.values())
+            info = result.info
+        assert result.terminated
+        assert list(earned.values()) == each["rewards"], each["name"]
+        await invoke(env, "close")
+
+
+async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
+    [recorded] = [each for each in plays["textarena"] if each["name"] == "TicTacToe-v0"]
+    moves = {"player/0": recorded["actions"][::2], "player/1": recorded["actions"][1::2]}
+    renderer, taken = ToyRenderer(), dict.fromkeys(moves, 0)
+
+    def script(request):
+        name = "player/0" if "You are Player 0" in request.text else "player/1"
+        taken[name] += 1
+        return moves[name][taken[name] - 1]
+
+    spec = SpecConfig(name="textarena:TicTacToe-v0", config=config_of("textarena", place))
+    config = RolloutConfig(env=spec, agent=NamedConfig(name="turns"))
+    runner = EpisodeRunner(config, ScriptedClient(renderer, script), renderer, context_length=100_000)
+    outcome = await runner.run(EpisodeSpec(Task("t", ""), "g", env_seed=foreign_plays.SEED))
+    assert outcome.error is None
+    assert {each.agent: each.reward for each in outcome.trajectories} == {"player/0": 1.0, "player/1": -1.0}
+
+
+async def test_environments_of_gem_reward_as_they_do_there(plays, place) -> None:
+    recorded = plays["gem"]
+    assert len(recorded) >= 3
+    for each in recorded:
+        name, config = f"gem:{each['name']}", config_of("gem", place)
+        [trajectory] = await played(name, each["actions"], Task("t", ""), **config)
+        rewards = [reward for _, _, reward in trajectory.rewards]
+        # The runner notes no rewards of nothing.
+        assert rewards == [reward for reward in each["rewards"] if reward], each["name"]
+        assert sum(rewards) == sum(each["rewards"])
+
+
+def openenv_config(app: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[str, dict[str, Any]]:
+    monkeypatch.setenv("PYTHONPATH", str(PLAYS.parent))
+    return f"openenv:openenv_apps:{app}", {"python": interpreter("openenv"), **more}
+
+
+OPENENV_CLIENT = """
+import asyncio, json, sys
+import uvicorn, socket, importlib
+from openenv.core.generic_client import GenericEnvClient
+async def main(app, seed, actions):
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(getattr(importlib.import_module("openenv_apps"), app), log_level="error"))
+    serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+    rewards = []
+    async with GenericEnvClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
+        await client.reset(seed=seed)
+        for action in actions:
+            result = await client.step(action)
+            rewards.append(result.reward)
+            if result.done:
+                break
+    server.should_exit = True
+    await serving
+    print(json.dumps(rewards))
+asyncio.run(main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])))
+"""
+
+
+def openenv_rewards(app: str, actions: list[dict[str, Any]]) -> list[float]:
+    """Return what OpenEnv's own client gets."""
+    command = [interpreter("openenv"), "-c", OPENENV_CLIENT, app, str(foreign_plays.SEED), json.dumps(actions)]
+    environment = {**os.environ, "PYTHONPATH": str(PLAYS.parent)}
+    done = subprocess.run(command, capture_output=True, check=True, timeout=120, env=environment)
+    rewards: list[float] = json.loads(done.stdout)
+    return rewards
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", name, arguments)]}
+
+
+async def test_openenv_by_messages(monkeypatch) -> None:
+    name, config = openenv_config("guessing", monkeypatch)
+    guesses = ["4", "6", "2", "1"]
+    [trajectory] = await played(name, guesses, Task("t", ""), **config)
+    expected = openenv_rewards("guessing", [{"message": each} for each in guesses])
+    assert [reward for _, _, reward in trajectory.rewards] == expected
+    env = make(name, **config, kwargs={"reset": {"most": 3}})
+    messages, _ = await invoke(env, "reset", None, seed=1)
+    assert messages[-1]["content"] == "guess from 1 to 3"
+    with pytest.raises(EnvError, match="cannot fork"):
+        await invoke(env, "fork")
+    await invoke(env, "close")
+
+
+async def test_openenv_by_an_action_of_several_fields(monkeypatch) -> None:
+    name, config = openenv_config("walking", monkeypatch)
+    [trajectory] = await played(
+        name, [call("act", x=1, y=2), call("act", x="wide"), call("act", x=2)], Task("t", ""), **config
+    )
+    assert [reward for _, _, reward in trajectory.rewards] == openenv_rewards("walking", [{"x": 1, "y": 2}, {"x": 2}])
+    env = make(name, **config)
+    await invoke(env, "reset", None, seed=1)
+    [schema] = schemas(env)
+    assert (schema.name, schema.parameters["required"]) == ("act", ["x"])
+    answered = await invoke(env, "step", call("act", x="wide"))
+    assert "invalid_arguments" in answered.observation[0]["content"]
+    assert json.loads((await invoke(env, "step", call("act", x=3))).observation[0]["content"]) == {"x": 3, "y": 0}
+    await invoke(env, "close")
+
+
+async def test_openenv_by_mcp_tools(monkeypatch) -> None:
+    name, config = openenv_config("counting", monkeypatch)
+    env = make(name, **config)
+    await invoke(env, "reset", None, seed=1)
+    [schema] = schemas(env)
+    assert (schema.name, schema.description, sorted(schema.parameters["properties"])) == (
+        "add",
+        "Add two numbers.",
+        ["a", "b"],
+    )
+    result = await invoke(env, "step", call("add", a=2, b=40))
+    assert result.observation[0]["role"] == "tool"
+    assert result.observation[0]["content"] == "42"
+    wrong = await invoke(env, "step", call("subtract", a=1))
+    assert "there is no tool 'subtract'; there are add" in wrong.observation[0]["content"]
+    await invoke(env, "close")
+
+
+async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
+    name, config = openenv_config("unpaid", monkeypatch)
+    env = make(name, **config)
+    await invoke(env, "reset", None, seed=1)
+    with pytest.raises(EnvError, match="the server gave no reward in all of it"):
+        await invoke(env, "step", {"role": "assistant", "content": "1"})
+    await invoke(env, "close")
+
+
+async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
+    env = make("openenv:http://127.0.0.1:9", python=interpreter("openenv"))
+    with pytest.raises(EnvError, match=r"127\.0\.0\.1:9/schema does not answer as an OpenEnv server"):
+        await invoke(env, "reset", None, seed=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["reasoning-gym:chain_sum", "textarena:GuessTheNumber-v0", "gem:game:GuessTheNumber-v0-easy", "openenv"]
+)
+def test_a_step_of_training(name, tmp_path, tmp_path_factory, monkeypatch) -> None:
+    model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL
+    env = {"name": name, "config": {}}
+    if name == "openenv":
+        env["name"], env["config"] = openenv_config("guessing", monkeypatch)
+    else:
+        env["config"]["python"] = interpreter(name.partition(":")[0])
+    source = f"turnwise.envs.foreign.core:tasks?env={env['name']}&size=4"
+    rollout = {"env": env, "group_size": 2, "max_turns": 2, "max_tokens_per_turn": 8}
+    run_train(train_config(model, tmp_path, steps=1, tasks=source, rollout=rollout), console=silent())
+    [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    assert step["step"] == 1
+
+
+def test_tasks_are_its_own_questions() -> None:
+    first, second = list(tasks("reasoning-gym:chain_sum", size=2, seed=5))
+    assert (first.data, second.data) == ({"seed": 5, "size": 2, "index": 0}, {"seed": 5, "size": 2, "index": 1})

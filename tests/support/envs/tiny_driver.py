@@ -1,0 +1,79 @@
+"""The driver of a framework that tests make up: count down from a number by saying how much. No package is needed."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+
+PACKAGE = "turnwise-tiny"
+
+
+def names():
+    return ["countdown", "silent"]
+
+
+def load(name, kwargs, system_prompt):
+    if "broken" in kwargs:
+        raise ValueError("broken is no argument")
+    return Source(name, system_prompt, **kwargs)
+
+
+class Source:
+    def __init__(self, name, system_prompt, start=5, trouble=""):
+        self.system_prompt, self.start, self.trouble = system_prompt, start, trouble
+
+    def episode(self):
+        return Episode(self)
+
+    def tasks(self, split, start, count):
+        rows = [{"prompt": f"from {n}", "data": {"start": n}} for n in range(3, 3 + (700 if split == "train" else 2))]
+        return rows[start : start + count]
+
+
+class Episode:
+    def __init__(self, source):
+        self.source = source
+
+    def reset(self, data, seed):
+        if self.source.trouble == "reset":
+            raise LookupError("no such level")
+        self.left = (data or {}).get("start", self.source.start)
+        said = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}"
+        head = [{"role": "system", "content": self.source.system_prompt}] if self.source.system_prompt else []
+        tools = [{"name": "take", "description": "Take some.", "parameters": {"type": "object", "properties": {}}}]
+        return {"messages": [*head, {"role": "user", "content": said}], "tools": tools, "info": {"state": self.left}}
+
+    def step(self, message):
+        getattr(self, "_" + (self.source.trouble or "none"), lambda: None)()
+        amount = int(message["content"])
+        self.left -= amount
+        reward = {"nan": float("nan"), "words": "much", "missing": None}.get(self.source.trouble, float(amount))
+        said = {"role": "user", "content": f"{self.left} left, lucky {random.randrange(1000)}"}
+        info = {"metrics": {"taken": amount}, "notes": {"left": str(self.left)}}
+        return {"messages": [said], "reward": reward, "terminated": self.left <= 0, "truncated": False, **info}
+
+    def score(self, message):
+        return {"left": -float(self.left)}
+
+    def _raise(self):
+        raise ArithmeticError("the counter broke")
+
+    def _exit(self):
+        sys.exit("enough")
+
+    def _die(self):
+        print("last words", file=sys.stderr, flush=True)
+        os._exit(7)
+
+    def _hang(self):
+        time.sleep(600)
+
+    def _flood(self):
+        for _ in range(200):
+            print("x" * 100_000)
+            print("y" * 100_000, file=sys.stderr)
+
+    def _memory(self):
+        self.hog = bytearray(16 * 2**30)

@@ -1,0 +1,65 @@
+"""docs/environments-from-elsewhere.md: its code runs, and its tables are complete."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import yaml
+
+from support.doc_pages import blocks, page, section
+from turnwise.config import load_config
+from turnwise.envs.core import invoke
+from turnwise.envs.foreign import core
+from turnwise.envs.registration import _PREFIXES, env_class
+from turnwise.rollout.config import SpecConfig
+from turnwise.tasks import load_tasks
+
+PAGE = "environments-from-elsewhere.md"
+TEXT = page(PAGE)
+SHIPPED = ("gem", "openenv", "reasoning-gym", "textarena")
+
+
+async def test_the_driver_of_the_page_works() -> None:
+    [code] = blocks(section(PAGE, "Another framework"), "python")
+    names: dict = {"__name__": "page"}
+    exec(compile(code, PAGE, "exec"), names)
+    env = names["env"]
+    messages, _ = await invoke(env, "reset", None, seed=1)
+    assert messages == [{"role": "user", "content": "5 left"}]
+    results = [await invoke(env, "step", {"role": "assistant", "content": ""}) for _ in range(5)]
+    assert [each.terminated for each in results] == [False] * 4 + [True]
+    await invoke(env, "close")
+
+
+def test_every_framework_is_in_the_tables() -> None:
+    names = section(PAGE, "Names")
+    header = section(PAGE, "What maps").split("\n\n")[1].splitlines()[0]
+    for prefix in SHIPPED:
+        framework = core._FRAMEWORKS[prefix]
+        assert prefix in _PREFIXES
+        assert f"| `{prefix}:" in names
+        assert f"`{framework.requirement}`" in names
+        assert framework.version in names
+    assert re.findall(r"\| ([\w-]+) (?=\|)", header) == ["reasoning-gym", "TextArena", "gem", "OpenEnv"]
+
+
+def test_every_setting_is_described_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section(PAGE, "Settings"), re.MULTILINE))
+    parameters = inspect.signature(env_class("reasoning-gym:chain_sum")).parameters
+    assert list(rows) == list(parameters)
+    said = {"kwargs": "`{}`", "python": "none", "system_prompt": "the framework's"}
+    for name, parameter in parameters.items():
+        assert rows[name] == (said.get(name) or f"{parameter.default:.0f}")
+
+
+def test_the_configurations_of_the_page_are_valid() -> None:
+    [first] = blocks(TEXT.partition("## Names")[0], "yaml")
+    env = load_config(SpecConfig, defaults=yaml.safe_load(first)["rollout"]["env"])
+    assert env.name == "reasoning-gym:chain_sum"
+    [second] = blocks(section(PAGE, "Tasks"), "yaml")
+    sources = yaml.safe_load(second)
+    train, test = load_tasks(sources["tasks"]), load_tasks(sources["evaluation"]["tasks"])
+    assert (len(train), len(test)) == (5000, 200)
+    assert not {each.id for each in train} & {each.id for each in test}
+    assert test[0].data["seed"] - train[0].data["seed"] == 2 * 500_000_000

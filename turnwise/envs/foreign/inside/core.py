@@ -1,0 +1,276 @@
+"""Station: the episodes of one framework in this process, addressed by JSON requests.
+
+A driver is a module with ``PACKAGE`` (the distribution's name), ``names()`` (the known environments) and
+``load(name, kwargs, system_prompt)``, which returns a source. A source has ``episode()`` and optionally
+``tasks(split, start, count)``. An episode has ``reset(data, seed)``, ``step(message)``, and optionally
+``score(message)``, ``fork()`` and ``close()``. Those of an episode may be ``async def``.
+
+``reset`` returns a dict with ``messages``, and optionally ``tools`` (schemas), ``agents``, ``turn`` and ``info``.
+``step`` returns one with ``messages``, ``reward``, ``terminated`` and ``truncated``, and optionally ``rewards``,
+``metrics``, ``notes``, ``turn``, ``agent_rewards`` and ``info``. ``score`` returns a number or named parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import math
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+_STACK = 1500
+_MOST_SOURCES = 64
+
+
+class Failure(Exception):
+    """A request that failed.
+
+    Attributes:
+        kind: ``missing`` (a package), ``unknown`` (an environment), ``config`` (arguments), ``raised`` (the framework's
+            code raised) or ``protocol``.
+        message: What happened.
+        details: Further values: ``known`` names, the ``stack``.
+    """
+
+    def __init__(self, kind: str, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.details = details
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the failure as JSON values."""
+        return {"kind": self.kind, "message": self.message, **self.details}
+
+
+def framework(name: str) -> Any:
+    """Import a framework. Raises Failure of kind ``missing``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Failure("missing", f"{type(error).__name__}: {error}", module=name) from error
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def opening(system_prompt: str | None, text: str) -> list[dict[str, Any]]:
+    """Return a system message, if any, and a user message."""
+    head = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*head, {"role": "user", "content": text}]
+
+
+def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Answer the tool calls of a message by errors, where an environment has no tools."""
+    answers = []
+    for call in message.get("tool_calls") or ():
+        said = {"error": {"type": "unknown_tool", "message": f"there is no tool {call['name']!r}", "available": []}}
+        content = json.dumps(said, ensure_ascii=False)
+        answers.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content})
+    return answers
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON values: numpy's scalars as numbers, numbers that are not finite and all else as text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        return plain(item())
+    return repr(value)[:200]
+
+
+class RandomState:
+    """The state of ``random`` and ``numpy.random`` that one episode sees; frameworks draw from these generators."""
+
+    def __init__(self) -> None:
+        self._own: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def used(self, seed: int | None = None) -> Iterator[None]:
+        """Use it in a block, and restore what was there before; with a seed it begins anew."""
+        before = _states()
+        if seed is not None:
+            _seed(seed)
+        elif self._own is not None:
+            _restore(self._own)
+        try:
+            yield
+        finally:
+            self._own = _states()
+            _restore(before)
+
+
+def _states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _restore(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+class _Playing:
+    """An episode with its random state."""
+
+    def __init__(self, episode: Any) -> None:
+        self.episode = episode
+        self.random = RandomState()
+
+
+class Station:
+    """The episodes of one driver in this process.
+
+    Args:
+        driver: The driver's module.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._sources: dict[str, Any] = {}
+        self._playing: dict[int, _Playing] = {}
+
+    async def handle(self, request: Mapping[str, Any]) -> Any:
+        """Answer a request. Raises Failure."""
+        operations = {
+            "names": self._names,
+            "open": self._open,
+            "tasks": self._tasks,
+            "reset": self._reset,
+            "step": self._step,
+            "score": self._score,
+            "fork": self._fork,
+            "close": self._close,
+        }
+        operation = operations.get(request.get("op", ""))
+        if operation is None:
+            raise Failure("protocol", f"there is no operation {request.get('op')!r}")
+        try:
+            answer = plain(await operation(request))
+        except Failure:
+            raise
+        except (Exception, SystemExit) as error:  # a framework's code may raise anything: it becomes data
+            stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_STACK:]
+            raise Failure("raised", f"{type(error).__name__}: {error}", stack=stack) from error
+        return answer
+
+    def at_once(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a request that awaits nothing (``names``, ``open``, ``tasks``), without a loop. Raises Failure."""
+        answering = self.handle(request)
+        try:
+            answering.send(None)
+        except StopIteration as done:
+            answer: dict[str, Any] = done.value
+            return answer
+        answering.close()
+        raise Failure("protocol", f"{request.get('op')} awaits something")
+
+    async def _names(self, request: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        return {"names": list(self._driver.names()), "version": self._version()}
+
+    async def _open(self, request: Mapping[str, Any]) -> Any:
+        self._source(request)
+        return {"version": self._version()}
+
+    def _version(self) -> str:
+        try:
+            return metadata.version(self._driver.PACKAGE)
+        except metadata.PackageNotFoundError:
+            return ""
+
+    def _source(self, request: Mapping[str, Any]) -> Any:
+        key = json.dumps([request["name"], request["kwargs"], request["system_prompt"]], sort_keys=True)
+        if key not in self._sources:
+            name = request["name"]
+            known = list(self._driver.names())
+            if known and name not in known:
+                raise Failure("unknown", f"there is no {name!r}", known=known)
+            try:
+                source = self._driver.load(name, dict(request["kwargs"]), request["system_prompt"])
+            except Failure:
+                raise
+            except (TypeError, ValueError, AssertionError, KeyError) as error:
+                raise Failure("config", f"{type(error).__name__}: {error}") from error
+            if len(self._sources) >= _MOST_SOURCES:
+                self._sources.clear()
+            self._sources[key] = source
+        return self._sources[key]
+
+    async def _tasks(self, request: Mapping[str, Any]) -> Any:
+        return {"rows": self._source(request).tasks(request["split"], request["start"], request["count"])}
+
+    async def _reset(self, request: Mapping[str, Any]) -> Any:
+        await self._close(request)
+        playing = _Playing(self._source(request).episode())
+        seed = request.get("seed")
+        answer = await _run(playing, playing.episode.reset, request.get("data"), seed, seed=seed)
+        self._playing[request["episode"]] = playing
+        return answer
+
+    async def _step(self, request: Mapping[str, Any]) -> Any:
+        playing = self._at(request)
+        return await _run(playing, playing.episode.step, request["message"])
+
+    async def _score(self, request: Mapping[str, Any]) -> Any:
+        playing = self._at(request)
+        score = getattr(playing.episode, "score", None)
+        return {"score": 0.0 if score is None else await _run(playing, score, request.get("message"))}
+
+    async def _fork(self, request: Mapping[str, Any]) -> Any:
+        playing = self._at(request)
+        fork = getattr(playing.episode, "fork", None)
+        made = copy.deepcopy(playing) if fork is None else _Playing(await _result(fork()))
+        self._playing[request["to"]] = made
+        return {}
+
+    async def _close(self, request: Mapping[str, Any]) -> Any:
+        playing = self._playing.pop(request["episode"], None)
+        close = None if playing is None else getattr(playing.episode, "close", None)
+        if playing is not None and close is not None:
+            await _run(playing, close)
+        return {}
+
+    def _at(self, request: Mapping[str, Any]) -> _Playing:
+        try:
+            return self._playing[request["episode"]]
+        except KeyError:
+            raise Failure("protocol", "no episode runs: call reset() first") from None
+
+
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _run(playing: _Playing, function: Any, *args: Any, seed: int | None = None) -> Any:
+    # Coroutines are not held to a random state: others run between their steps.
+    with playing.random.used(seed):
+        found = function(*args)
+    return await _result(found)

@@ -1,0 +1,215 @@
+"""Driver of OpenEnv: environments behind its server, at a URL or as an application that is served here.
+
+OpenEnv has no form for what a model reads and writes, but schemas of actions and observations. An environment whose
+action has one required text is played by messages, one of MCP tools by them, and any other by the tool ``act``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from .core import Failure, framework, opening, refusals, text_of
+
+PACKAGE = "openenv-core"
+_SECONDS = 30.0
+_SCHEMES = ("http", "https", "ws", "wss")
+
+
+def names() -> list[str]:
+    """Return nothing: what there is, only its place says."""
+    framework("openenv.core.generic_client")
+    return []
+
+
+def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Place:
+    """Return the environment at a URL, or of a module (``pkg.server.app``, ``pkg.server.app:app``)."""
+    known = ("action_field", "observation_field", "reset")
+    unknown = [each for each in kwargs if each not in known]
+    if unknown:
+        raise Failure("config", f"kwargs has {', '.join(unknown)}; it may have {', '.join(known)}")
+    place = Place(name, kwargs, system_prompt)
+    if not place.is_url:
+        place.application()
+    return place
+
+
+class Place:
+    """Where an environment is served."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any], system_prompt: str | None) -> None:
+        self._name = name
+        self.system_prompt = system_prompt
+        self.action_field: str | None = kwargs.get("action_field")
+        self.observation_field: str | None = kwargs.get("observation_field")
+        self.reset: dict[str, Any] = dict(kwargs.get("reset") or {})
+        self.is_url = urllib.parse.urlsplit(name).scheme in _SCHEMES
+        self._served: tuple[Any, asyncio.Task[Any], str] | None = None
+        self._schema: dict[str, Any] | None = None
+
+    def application(self) -> Any:
+        """Return the application of a module. Raises Failure."""
+        module, _, attribute = self._name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute or "app")
+        except ImportError as error:
+            raise Failure("config", f"{type(error).__name__}: {error}: name a URL, or a module with an app") from error
+        except AttributeError as error:
+            raise Failure("config", f"{error}: name its application, as in {module}:app") from error
+
+    async def address(self) -> str:
+        """Return the URL; an application is served on a port of this machine, in this event loop."""
+        if self.is_url:
+            return self._name
+        loop = asyncio.get_running_loop()
+        if self._served is None or self._served[0] is not loop or self._served[1].done():
+            uvicorn = framework("uvicorn")
+            bound = socket.create_server(("127.0.0.1", 0))
+            server = uvicorn.Server(uvicorn.Config(self.application(), log_level="warning", lifespan="on"))
+            server.install_signal_handlers = lambda: None
+            task = asyncio.ensure_future(server.serve(sockets=[bound]))
+            self._served = (loop, task, f"http://127.0.0.1:{bound.getsockname()[1]}")
+        return self._served[2]
+
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the schema of its actions, without what OpenEnv adds to all of them."""
+        if self._schema is None:
+            address = (await self.address()).rstrip("/")
+            if address.startswith("ws"):
+                address = "http" + address[2:]
+            found = (await asyncio.to_thread(_fetched, f"{address}/schema"))["action"]
+            properties = {key: value for key, value in found.get("properties", {}).items() if key != "metadata"}
+            required = [key for key in found.get("required", ()) if key in properties]
+            definitions = {"$defs": found["$defs"]} if "$defs" in found else {}
+            self._schema = {"type": "object", "properties": properties, "required": required, **definitions}
+        return self._schema
+
+    def episode(self) -> Session:
+        """Return an episode."""
+        return Session(self)
+
+
+class Session:
+    """One session of a server."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._client: Any = None
+        self._field: str | None = None
+        self._tools: list[dict[str, Any]] = []
+        self._mcp = False
+        self._rewarded = False
+
+    async def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
+        """Open a session, and reset it with the seed, ``kwargs.reset`` and the ``reset`` of the task's data."""
+        schema = await self._place.action_schema()
+        address = await self._place.address()
+        client = framework("openenv.core.generic_client").GenericEnvClient
+        self._client = client(base_url=address, message_timeout_s=3600.0)
+        given = {**self._place.reset, **((data or {}).get("reset") or {})}
+        result = await self._client.reset(**({} if seed is None else {"seed": seed}), **given)
+        self._mcp = not schema["properties"] or {"tool_name", "arguments"} <= set(schema["properties"])
+        if self._mcp:
+            listed = (await self._client.step({"type": "list_tools"})).observation["tools"]
+            self._tools = [
+                {"name": each["name"], "description": each["description"], "parameters": each["input_schema"]}
+                for each in listed
+            ]
+        else:
+            self._field = self._place.action_field or _text_field(schema)
+            if self._field is None:
+                self._tools = [{"name": "act", "description": "Act in the environment.", "parameters": schema}]
+        text = self._text(result.observation) or "Begin."
+        return {"messages": opening(self._place.system_prompt, text), "tools": self._tools}
+
+    async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the text of a message, or its calls in order, as actions."""
+        if self._field is not None:
+            result = await self._client.step({self._field: text_of(message)})
+            said = {"role": "user", "content": self._text(result.observation)}
+            return self._answer([*refusals(message), said], self._reward(result), result.done)
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            # Who has tools and calls none is done; nothing is left to take as an action.
+            return self._answer([], 0.0, True)
+        answers, reward, done = [], 0.0, False
+        for call in calls:
+            text = "the episode is over: this action was not taken"
+            if not done:
+                text, gained, done = await self._called(call)
+                reward += gained
+            answers.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": text})
+        return self._answer(answers, reward, done)
+
+    async def close(self) -> None:
+        """Close the session."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _called(self, call: Mapping[str, Any]) -> tuple[str, float, bool]:
+        names = [each["name"] for each in self._tools]
+        if call.get("error") or call["name"] not in names:
+            why = call.get("error") or f"there is no tool {call['name']!r}; there are {', '.join(names)}"
+            return json.dumps({"error": {"type": "invalid_call", "message": why}}), 0.0, False
+        if self._mcp:
+            action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
+        else:
+            action = dict(call["arguments"])
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:
+            # What the server refuses (an action that does not fit its schema) the model may correct.
+            if "VALIDATION_ERROR" not in str(error):
+                raise
+            return json.dumps({"error": {"type": "invalid_arguments", "message": str(error)}}), 0.0, False
+        return self._text(result.observation), self._reward(result), bool(result.done)
+
+    def _reward(self, result: Any) -> Any:
+        self._rewarded = self._rewarded or result.reward is not None
+        return 0.0 if result.reward is None else result.reward
+
+    def _answer(self, messages: list[dict[str, Any]], reward: Any, done: Any) -> dict[str, Any]:
+        if done and not self._rewarded:
+            raise Failure("raised", "the episode ended, and the server gave no reward in all of it")
+        return {"messages": messages, "reward": reward, "terminated": bool(done), "truncated": False}
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """Return what the model reads: the field that was named, the only text, or all as JSON."""
+        if self._mcp and "result" in observation:
+            error = observation.get("error")
+            value = {"error": error} if error else observation["result"]
+            if isinstance(value, Mapping) and "data" in value and "content" in value:
+                value = value["data"]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        field = self._place.observation_field
+        if field is not None:
+            if field not in observation:
+                raise Failure("raised", f"the observation has no {field!r}; it has {', '.join(observation)}")
+            return str(observation[field])
+        if len(observation) == 1 and isinstance(next(iter(observation.values())), str):
+            return str(next(iter(observation.values())))
+        return json.dumps(dict(observation), ensure_ascii=False) if observation else ""
+
+
+def _text_field(schema: Mapping[str, Any]) -> str | None:
+    """Return the only required field of a schema where it is a text."""
+    required = schema["required"]
+    if len(required) == 1 and schema["properties"][required[0]].get("type") == "string":
+        return str(required[0])
+    return None
+
+
+def _fetched(url: str) -> Any:
+    local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    handlers = [urllib.request.ProxyHandler({})] if local else []
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        raise Failure("raised", f"{url} does not answer as an OpenEnv server: {error}") from error

@@ -1,0 +1,82 @@
+"""Driver of reasoning-gym: a family of questions, each with one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .core import framework, opening, refusals, text_of
+
+PACKAGE = "reasoning-gym"
+_MOST_DATASETS = 8
+
+
+def names() -> list[str]:
+    """Return the families."""
+    framework("reasoning_gym")
+    return sorted(framework("reasoning_gym.factory").DATASETS)
+
+
+def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Family:
+    """Return a family, whose questions are drawn with the arguments of its configuration."""
+    family = Family(name, kwargs, system_prompt)
+    family.dataset(0, 1)
+    return family
+
+
+class Family:
+    """Datasets of one family, by seed and size."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any], system_prompt: str | None) -> None:
+        reserved = sorted({"seed", "size"} & set(kwargs))
+        if reserved:
+            raise ValueError(f"kwargs has {' and '.join(reserved)}, which the tasks set")
+        self._make = framework("reasoning_gym").create_dataset
+        self._name = name
+        self._kwargs = kwargs
+        prompts = framework("reasoning_gym.utils").SYSTEM_PROMPTS
+        self.system_prompt = None if system_prompt is None else prompts.get(system_prompt, system_prompt)
+        self._datasets: dict[Any, Any] = {}
+
+    def dataset(self, seed: int, size: int) -> Any:
+        """Return the dataset of a seed and a size."""
+        if (seed, size) not in self._datasets:
+            if len(self._datasets) >= _MOST_DATASETS:
+                self._datasets.clear()
+            self._datasets[seed, size] = self._make(self._name, **self._kwargs, seed=seed, size=size)
+        return self._datasets[seed, size]
+
+    def episode(self) -> Question:
+        """Return an episode."""
+        return Question(self)
+
+
+class Question:
+    """One question of a dataset."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._extract = framework("reasoning_gym.utils").extract_answer
+
+    def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
+        """Ask the question of a task (``seed``, ``size`` and ``index`` of the dataset), or one of the seed."""
+        given = data or {}
+        self._dataset = self._family.dataset(given.get("seed", seed or 0), given.get("size", 1))
+        self._entry = self._dataset[given.get("index", 0)]
+        return {"messages": opening(self._family.system_prompt, self._entry["question"])}
+
+    def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Score the answer."""
+        found = self.score(message)
+        ended = {"reward": found, "rewards": {"score": found}, "terminated": True, "truncated": False}
+        return {"messages": refusals(message), **ended}
+
+    def score(self, message: Mapping[str, Any] | None) -> Any:
+        """Return the dataset's score of what stands between ``<answer>`` and ``</answer>``."""
+        answer = None if message is None else self._extract(text_of(message))
+        return self._dataset.score_answer(answer, self._entry)
+
+    def __deepcopy__(self, memo: Any) -> Question:
+        made = Question(self._family)
+        made._dataset, made._entry = self._dataset, self._entry
+        return made
