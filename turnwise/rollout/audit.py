@@ -515,9 +515,9 @@ def _branches(trajectory: Trajectory) -> Iterator[str]:
     for turn, count in owners.items():
         if turn not in sampled or count > 1:
             yield f"turn {turn} is in {count} branches" if turn in sampled else f"a branch names turn {turn}, not there"
-    for turn, segment in sampled.items():
-        if turn not in owners and segment.trained.any():
-            yield f"turn {turn} is trained, but in no branch"
+    for name, segment in sampled.items():
+        if name not in owners and segment.trained.any():
+            yield f"turn {name} is trained, but in no branch"
     for number, branch in enumerate(trajectory.branches):
         if branch.again is None:
             continue
