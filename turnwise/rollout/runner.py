@@ -393,7 +393,8 @@ class EpisodeRunner:
         except asyncio.CancelledError:
             run.stop_reason = StopReason.CANCELLED
             raise
-        if len(tree) > 1:
+        if len(tree) > 1 or run.metrics.get("tree/failures"):
+            # What a branch sampled that failed for good is in the session, and in none of these.
             run.branches = fold(tree)
         refusals = sum(grown.record.refusals for grown in tree)
         counts = {"tree/branches": len(tree), "tree/refusals": refusals}
