@@ -32,7 +32,7 @@ from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trajectory import Trajectory, branch_paths, to_samples
+from turnwise.trajectory import Branch, Trajectory, branch_paths, to_samples
 from turnwise.types import Message, ToolCall
 
 TASK = Task("t", "Count to ten.")
@@ -438,3 +438,21 @@ async def test_a_tree_is_viewed_and_exported_way_by_way(tmp_path: Path) -> None:
     rows = list(conversations(branches(tmp_path / "trajectories.twz")))
     assert [row["reward"] for row in rows] == trajectory.returns()
     assert len({row["episode_id"] for row in rows}) == len(trajectory.branches)
+
+
+async def test_where_every_branch_fails_the_chain_alone_is_trained(tmp_path: Path) -> None:
+    one = {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": 1})]}
+
+    def fails(request: ScriptedRequest) -> Any:
+        return "done" if request.number == 1 else one if request.number % 2 == 0 else EnvError("gone")
+
+    outcome, client = await play(script=fails, branches=1, where="every_turn", ledger=tmp_path)
+    [trajectory] = outcome.trajectories
+    assert outcome.error is None
+    assert len(client.requests) == 6
+    assert trajectory.branches == [Branch(turns=("t0", "t1"))]
+    trained = {turn.turn_id for turn in trajectory.turns() if turn.sampled.trained.any()}
+    assert trained == {"t0", "t1"}
+    assert trajectory.reward == 1.0
+    assert trajectory.turn_notes[""]["tree/failed"] == "EnvError: gone"
+    assert_sound(tmp_path, trajectory)
