@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -41,19 +39,12 @@ async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
-    from job import Job, run
+    from job import Job, print_by_role, run
 
-    return run(Job("proposer-solver", HERE, demonstrations, count=2000, report=report), __doc__)
-
-
-def report(summary: TrainSummary) -> None:
-    """Print the mean reward of each role, before and after."""
-    print("\nmean reward      before    after")
-    for role in ("proposer", "solver"):
-        parts = [part["sampled"].get("by_role", {}).get(role) for part in (summary.before, summary.after)]
-        figures = [part["reward"]["mean"] if part else float("nan") for part in parts]
-        print(f"{role:<12} {figures[0]:10.3f} {figures[1]:8.3f}")
-    print(f"{summary.wall_s:.0f} s wall; everything is in {summary.directory}")
+    return run(
+        Job("proposer-solver", HERE, demonstrations, count=2000, report=partial(print_by_role, ("proposer", "solver"))),
+        __doc__,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,6 +221,16 @@ def print_before_after(summary: TrainSummary, figure: str, title: str, label: st
         if all(found):
             means = " ".join(f"{part[figure]['mean']:8.3f}" for part in found if part)
             print(f"{f'{label or figure}, {kind}':<20}{means}")
+
+
+def print_by_role(roles: Sequence[str], summary: TrainSummary) -> None:
+    """Print the mean reward of each role, before and after, and what the training cost."""
+    print("\nmean reward      before    after")
+    for role in roles:
+        parts = [part["sampled"].get("by_role", {}).get(role) for part in (summary.before, summary.after)]
+        figures = [part["reward"]["mean"] if part else float("nan") for part in parts]
+        print(f"{role:<12} {figures[0]:10.3f} {figures[1]:8.3f}")
+    print_cost(summary)
 
 
 def print_cost(summary: TrainSummary) -> None:
