@@ -457,5 +457,6 @@ def _tool(schema: Mapping[str, Any]) -> FunctionTool:
     return FunctionTool(_answered_by_step, schema=copy.deepcopy(dict(schema)))
 
 
-async def _answered_by_step() -> None:
+async def _answered_by_step(**arguments: Any) -> None:
+    del arguments
     raise EnvError("tools of another framework are called by whole messages (Episode.step), not one by one")
