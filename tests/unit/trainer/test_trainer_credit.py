@@ -185,7 +185,11 @@ def test_a_function_that_raises_is_named() -> None:
 @pytest.mark.parametrize(
     ("credit", "said"),
     [
-        ("lasts", "name is 'lasts'; allowed: same, last, discounted, turns, tokens, gigpo, or pkg.module:function"),
+        (
+            "lasts",
+            "name is 'lasts'; allowed: same, last, discounted, turns, tokens, gigpo, tree_grpo, tree_value, or "
+            "pkg.module:function",
+        ),
         ("discounted", "gamma, in (0, 1]"),
         ({"name": "last", "gamma": 0.9}, "no gamma: 'last' does not discount"),
         ({"name": "discounted", "gamma": 1.5}, "allowed: at most 1.0"),
