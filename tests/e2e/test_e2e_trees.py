@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.trainer.lookup_run import lines, silent, train_config, training
+from support.processes.warm import run_command
+from support.trainer.lookup_run import environment, lines, silent, train_config, training
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
@@ -20,7 +22,8 @@ from turnwise.trajectory import Trajectory, branch_paths
 from turnwise.trajectory_file import read_trajectories
 
 KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
-GRAPH = Path(__file__).parents[2] / "examples" / "langgraph_agent" / "graph.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GRAPH = EXAMPLES / "langgraph_agent" / "graph.py"
 AGENTS: dict[str, dict[str, Any]] = {
     "react": {"name": "react"},
     "graph": {"name": "langgraph", "config": {"graph": f"{GRAPH}:make_graph"}},
@@ -88,3 +91,14 @@ def test_a_run_of_trees_survives_random_kills(lookup_model: Path, tmp_path: Path
     groups = {(found[row.trajectory].group_id, row.step) for row in rows}
     # Each step trained two groups: none was lost, none came twice.
     assert len(groups) == len({group for group, _ in groups}) == 12
+
+
+@pytest.mark.long
+def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "tree_rollouts" / "main.py"), "--smoke", "--runs", str(tmp_path)]
+    done = run_command(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "filed, sampled" in done.stdout
+    trees = check_trees(tmp_path / "trees-seed0")
+    trained = [each for each in trees if each.partition == "train"]
+    assert [len(each.branches) for each in trained] == [8, 8]
