@@ -66,6 +66,7 @@ async def test_references_score_1_and_empty_answers_0(boxes: SandboxManager, for
     assert await asyncio.gather(*(one(task, "") for task in every)) == [0.0] * 12
 
 
+@pytest.mark.alike("cheats on code")
 @pytest.mark.parametrize(("form", "name", "code"), CHEATS, ids=[f"{form}: {name}" for form, name, _ in CHEATS])
 async def test_no_cheat_scores(boxes: SandboxManager, form: str, name: str, code: str) -> None:
     task = Task.from_record(row(rows()[form]), default_id=name)

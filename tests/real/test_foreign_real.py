@@ -259,6 +259,7 @@ async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
         await invoke(env, "reset", None, seed=1)
 
 
+@pytest.mark.alike("foreign trainings")
 @pytest.mark.parametrize(
     "name", ["reasoning-gym:chain_sum", "textarena:GuessTheNumber-v0", "gem:game:GuessTheNumber-v0-easy", "openenv"]
 )

@@ -211,6 +211,7 @@ def ended(cluster: ThreeNodes) -> None:
     )
 
 
+@pytest.mark.alike("real jobs", "ray")
 def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     cluster: ThreeNodes, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ OFF: list[tuple[set[str], dict[str, Any], set[str]]] = [
 ]
 
 
+@pytest.mark.alike("attacks on containers")
 @pytest.mark.parametrize(("off", "given", "through"), OFF, ids=lambda each: "+".join(sorted(map(str, each)))[:30])
 async def test_an_attack_on_a_container_gets_through_where_its_containment_is_off(
     docker_engine: TestEngine, off: set[str], given: dict[str, Any], through: set[str]

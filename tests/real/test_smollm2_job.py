@@ -16,7 +16,7 @@ from turnwise.trajectory_file import read_trajectories
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".cache" / "smollm2"
 # On two idle cores it takes a third of that; here other tests run beside it.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("real jobs", "smollm2"), pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,7 @@ async def test_every_row_is_solved_by_its_solution_and_not_by_nothing(local: San
     assert {row.id: problems for row, problems in zip(rows, found, strict=True) if problems} == {}
 
 
+@pytest.mark.alike("cheats on real rows")
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_a_cheat_is_worth_nothing(local: SandboxManager, tmp_path_factory, cheat: str) -> None:
     cache = str(tmp_path_factory.getbasetemp() / "swe-cache")

@@ -79,6 +79,7 @@ def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
     assert all(0 < step["sync/bytes"] < 0.5 * whole for step in steps), whole
 
 
+@pytest.mark.alike("real jobs", "vllm")
 def test_a_model_learns_on_vllm_though_a_server_is_killed(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
