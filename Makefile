@@ -41,9 +41,9 @@ FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
 CREWAI_BIN := .venv-crewai/bin
 # Environments of other frameworks. gem pins an older reasoning-gym than the newest.
-FOREIGN_GAMES ?= reasoning-gym==0.1.25 textarena==0.7.4
-FOREIGN_GEM ?= gem-llm==0.1.0
-FOREIGN_OPENENV ?= openenv-core==0.3.0
+FOREIGN_games ?= reasoning-gym==0.1.25 textarena==0.7.4
+FOREIGN_gem ?= gem-llm==0.1.0
+FOREIGN_openenv ?= openenv-core==0.3.0
 FOREIGN_STAMPS := .venv-foreign-games/.turnwise-installed .venv-foreign-gem/.turnwise-installed .venv-foreign-openenv/.turnwise-installed
 # Beside the package's own environment, which has all else that they need.
 LANGCHAIN_SUITES ?= langchain-tests==1.1.9 syrupy==5.5.3 vcrpy==8.5.0 pytest-recording==0.14.1 pytest-benchmark==5.3.1 pytest-codspeed==5.0.4 pytest-socket==0.8.1 wrapt==2.5.2 py-cpuinfo==9.0.0
@@ -238,22 +238,10 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
 	@touch $@
 
-.venv-foreign-games/.turnwise-installed:
+.venv-foreign-%/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x .venv-foreign-games/bin/python || $(PYTHON) -m venv .venv-foreign-games
-	.venv-foreign-games/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_GAMES)
-	@touch $@
-
-.venv-foreign-gem/.turnwise-installed:
-	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x .venv-foreign-gem/bin/python || $(PYTHON) -m venv .venv-foreign-gem
-	.venv-foreign-gem/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_GEM)
-	@touch $@
-
-.venv-foreign-openenv/.turnwise-installed:
-	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x .venv-foreign-openenv/bin/python || $(PYTHON) -m venv .venv-foreign-openenv
-	.venv-foreign-openenv/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_OPENENV)
+	test -x .venv-foreign-$*/bin/python || $(PYTHON) -m venv .venv-foreign-$*
+	.venv-foreign-$*/bin/python -m pip install $(PIP_OPTIONS) $(FOREIGN_$*)
 	@touch $@
 
 $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)

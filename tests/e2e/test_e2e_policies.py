@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.trainer.lookup_run import lines, silent, training
+from support.trainer.lookup_run import kill_at_random_moments, lines, silent
 from turnwise.errors import ConfigError
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
@@ -178,15 +176,8 @@ def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(look
 @pytest.mark.long
 def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
     config = two_policies(lookup_model, tmp_path, steps=6, mode="colocate_async")
-    draw, run = random.Random(7), tmp_path / "run"
-    for _ in range(KILLS):
-        with training(config) as process:
-            deadline = time.monotonic() + draw.uniform(3, 9)
-            while process.poll() is None and time.monotonic() < deadline:
-                # No synchronisation: which moment the kill hits is what is drawn.
-                time.sleep(0.02)
-            process.kill()
-            process.wait()
+    run = tmp_path / "run"
+    kill_at_random_moments(config, KILLS, seed=7)
     run_train(config, console=silent())
     found = check_attribution(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.processes.warm import run_command
-from support.trainer.lookup_run import environment, lines, silent, train_config, training
+from support.trainer.lookup_run import environment, kill_at_random_moments, lines, silent, train_config
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
@@ -76,15 +74,8 @@ def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp
 @pytest.mark.long
 def test_a_run_of_trees_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
     config = forked_config(lookup_model, tmp_path, steps=6, mode="colocate_async")
-    draw, run = random.Random(11), tmp_path / "run"
-    for _ in range(KILLS):
-        with training(config) as process:
-            deadline = time.monotonic() + draw.uniform(3, 9)
-            while process.poll() is None and time.monotonic() < deadline:
-                # No synchronisation: which moment the kill hits is what is drawn.
-                time.sleep(0.02)
-            process.kill()
-            process.wait()
+    run = tmp_path / "run"
+    kill_at_random_moments(config, KILLS, seed=11)
     run_train(config, console=silent())
     check_trees(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []

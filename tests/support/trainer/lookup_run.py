@@ -212,6 +212,19 @@ def training(config: TrainConfig) -> Turnwise:
     return Turnwise(config.runs / f"{config.name}.log", "train", file)
 
 
+def kill_at_random_moments(config: TrainConfig, kills: int, *, seed: int) -> None:
+    """Start a run so often, and kill its trainer 3 to 9 seconds later."""
+    draw = random.Random(seed)
+    for _ in range(kills):
+        with training(config) as process:
+            deadline = time.monotonic() + draw.uniform(3, 9)
+            while process.poll() is None and time.monotonic() < deadline:
+                # No synchronisation: which moment the kill hits is what is drawn.
+                time.sleep(0.02)
+            process.kill()
+            process.wait()
+
+
 def wait_until(
     holds: Callable[[], bool], what: str, process: Turnwise | None = None, *, within: float = DEADLINE_S
 ) -> None:

@@ -150,7 +150,7 @@ class Worker:
                 future = self._waiting.pop(answer.get("id", 0), None)
                 if future is not None and not future.done():
                     future.set_result(answer)
-        # Its end, or a line that is too long or no JSON. What it printed at last comes before its death is told.
+        # The end, or a line that is too long or no JSON. The error quotes the last output, which is read before it.
         if self.ended is None:
             self._kill()
             code = await self._process.wait()
