@@ -7,12 +7,12 @@ TORCH ?= torch==2.13.0
 # Python compiles a module when it is first imported: compiling all of them takes a third of an installation.
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 SEED ?= 0
-# Tests side by side. They wait for processes now and then: three of them keep two cores busy, of long and real ones four.
+# Tests side by side. They wait for processes now and then: three of them keep two cores busy, of long ones four.
 JOBS ?= 3
 LONG_JOBS ?= 4
 # Of the examples of property tests `make test` draws a share; `make test-long` draws all.
 SHARE ?= 0.25
-REAL_JOBS ?= 4
+REAL_JOBS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/.turnwise-installed

@@ -178,7 +178,8 @@ class Retrying:
             history += [{"role": "tool", "tool_call_id": call["id"], "content": "none"} for call in calls]
         while not (await self.admin_sends("GET", f"/sessions/{name}", {}))[1]["rewards"]:
             key = {"authorization": f"Bearer {opened['reward_key']}"}
-            status, raw = await self.send("POST", f"/sessions/{name}/rewards", {"value": 1, "turn_id": "t1"}, key)
+            body = {"value": 1, "turn_id": "t1", "id": "once"}
+            status, raw = await self.send("POST", f"/sessions/{name}/rewards", body, key)
             assert status == 200, raw
         status, ended = await self.admin_sends("POST", f"/sessions/{name}/finalize", {})
         # It ended, and the gateway was killed before it could say so.

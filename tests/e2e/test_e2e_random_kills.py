@@ -167,6 +167,7 @@ def test_a_few_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.real
+@pytest.mark.alike("random kills")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("victim", "mode", "kills"),

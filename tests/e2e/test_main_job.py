@@ -35,7 +35,7 @@ from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
+pytestmark = [pytest.mark.long, pytest.mark.alike("lookup", "main"), pytest.mark.xdist_group("main-job")]
 
 
 def start(runs: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
@@ -164,7 +164,6 @@ def test_its_first_five_steps_on_ranks_are_those_of_one_process(runs: Path, summ
     assert_ranks_train_alike(runs / "seed0")
 
 
-@pytest.mark.alike("lookup")
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
 def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
     runs: Path, warm_lookup: Path, summary: dict[str, Any], mode: str

@@ -47,6 +47,7 @@ CASES = {
 }
 
 
+@pytest.mark.alike("clients")
 @pytest.mark.parametrize("name", CASES)
 async def test_a_framework_leaves_one_branch_where_it_appends(name: str, tmp_path: Path) -> None:
     place, script, route, turns, final, wire, kinds, branches = CASES[name]

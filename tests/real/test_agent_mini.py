@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
+@pytest.mark.alike("clients")
 @pytest.mark.parametrize("route", ["chat", "responses", "messages"])
 async def test_a_linear_run_is_one_branch(route: str, tmp_path: Path) -> None:
     file = tmp_path / "work" / "calc.py"

@@ -60,6 +60,7 @@ async def play(recipe: str, env: str, run_dir: Path) -> list[dict[str, Any]]:
 
 
 # opencode, which takes long to start, is held to the harder half.
+@pytest.mark.alike("rows by programs")
 @pytest.mark.parametrize(
     ("recipe", "env"), [(name, env) for name in PROGRAMS for env in ("repair", "lookup") if (name, env) != SLOW]
 )

@@ -16,7 +16,7 @@ import pytest
 from support.trainer.lookup_run import environment
 from turnwise.trainer.run.directory import RunDirectory
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.alike("loggers")]
 
 _TWO_PROCESSES = """
     import sys

@@ -60,6 +60,8 @@ class ThreeNodes:
         # By default what Ray starts gives way to everything else on the machine.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         head = {"num_cpus": head_cpus, "include_dashboard": True, "dashboard_port": 0, "_system_config": HASTY}
+        # The agent takes jobs at a fixed port unless it may choose one, and there are two clusters here at times.
+        head["dashboard_agent_listen_port"] = None
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self.dashboard = f"http://{self._cluster.webui_url}"
@@ -234,6 +236,7 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     assert audit_run(tmp_path / "main", at_most=4, console=silent()).contradictions == []
 
 
+@pytest.mark.alike("real jobs", "vllm on ray")
 def test_vllm_servers_are_actors_too(
     cluster: ThreeNodes, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

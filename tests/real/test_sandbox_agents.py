@@ -29,7 +29,7 @@ from turnwise.trajectory import to_samples
 from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import Message, ToolCall
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("rows by programs"), pytest.mark.timeout(400)]
 
 CONTEXT = 400_000
 PROGRAMS = {

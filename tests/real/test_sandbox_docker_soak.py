@@ -13,7 +13,7 @@ import pytest
 from support.sandboxes.docker_engine import engine
 from support.sandboxes.soak import processes, soak
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("soaks"), pytest.mark.timeout(900)]
 COUNT = 200
 """A container takes this machine about a tenth of a second of all its cores, so these are fewer than local ones."""
 

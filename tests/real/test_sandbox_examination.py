@@ -32,12 +32,14 @@ def whole(report: SandboxReport) -> SandboxReport:
     return report
 
 
+@pytest.mark.alike("examinations")
 async def test_bubblewrap_holds_everything_back() -> None:
     report = whole(await check_sandbox(SandboxConfig(config={"isolation": "bubblewrap"})))
     assert {each.status for each in report.attacks} == {"held"}
     assert {each.status for each in report.outcomes} == {"held", "passed"}
 
 
+@pytest.mark.alike("examinations")
 async def test_bubblewrap_holds_everything_back_for_a_plain_user() -> None:
     """In a mount namespace of its own, where this interpreter and this package are seen by everybody."""
     report = await as_user("isolation=bubblewrap")
@@ -47,6 +49,7 @@ async def test_bubblewrap_holds_everything_back_for_a_plain_user() -> None:
     assert [name for name in CHECKS if told[name] != "passed"] == []
 
 
+@pytest.mark.alike("examinations")
 async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
     report = await as_user("isolation=landlock")
     assert report["summary"].startswith("local (landlock)")
@@ -99,6 +102,7 @@ class Exposing(LocalBackend):
         return sandbox
 
 
+@pytest.mark.alike("examinations")
 async def test_bubblewrap_holds_everything_back_while_something_is_exposed() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -116,6 +120,7 @@ async def test_bubblewrap_holds_everything_back_while_something_is_exposed() -> 
     assert [each.name for each in report.outcomes if each.status != "held"] == ["attack: outlive the host"]
 
 
+@pytest.mark.alike("examinations")
 @pytest.mark.parametrize("isolation", ["landlock", "plain"])
 async def test_weaker_rungs_hold_back_what_they_say(isolation: str) -> None:
     config = {"isolation": isolation, "unsafe": isolation == "plain"}
@@ -125,6 +130,7 @@ async def test_weaker_rungs_hold_back_what_they_say(isolation: str) -> None:
     assert ("filesystem" in open_) == (isolation == "plain")
 
 
+@pytest.mark.alike("examinations")
 async def test_e2b_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("E2B_API_KEY", KEY)
     async with e2b_cloud() as (cloud, config):

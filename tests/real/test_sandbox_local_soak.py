@@ -16,7 +16,7 @@ from support.sandboxes.soak import processes, soak
 from turnwise.sandboxes.local import LocalBackend
 from turnwise.sandboxes.local.mount_plan import find_groups
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("soaks"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture

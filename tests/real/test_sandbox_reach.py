@@ -119,6 +119,7 @@ async def all_attacks(kind: type[ExposedLocal] | type[OpenContainers], config: d
     assert kind.opened >= 5
 
 
+@pytest.mark.alike("examinations")
 async def test_all_attacks_are_held_back_of_sandboxes_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # A host that is killed is a process of its own, which finds the class by its name.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
@@ -134,6 +135,7 @@ async def test_it_is_the_missing_network_that_holds_it_back() -> None:
     assert found["paths"] == [404] * 7
 
 
+@pytest.mark.alike("examinations")
 def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
     if os.geteuid() != 0:
         return  # It did, above.
@@ -168,6 +170,7 @@ def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
     assert "2 passed" in done.stdout
 
 
+@pytest.mark.alike("examinations")
 async def test_it_is_so_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     with engine() as running:

@@ -90,6 +90,7 @@ def leaves(value: Any, at: str = "") -> dict[str, Any]:
     return {key: leaf for name, each in value.items() for key, leaf in leaves(each, f"{at}.{name}".strip(".")).items()}
 
 
+@pytest.mark.alike("clients")
 @pytest.mark.parametrize(("name", "route"), CASES)
 async def test_a_client_leaves_the_tokens_of_a_direct_session(name: str, route: str, tmp_path: Path) -> None:
     place, script, _, added = CLIENTS[name]

@@ -9,7 +9,7 @@ import pytest
 
 from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("rows by programs"), pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(("agent", "worth"), [("Reference", 1.0), ("Idle", 0.0)])

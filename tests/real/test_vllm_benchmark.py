@@ -10,7 +10,7 @@ import pytest
 
 from support.engine.vllm_server import ROOT, vllm_python
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.real, pytest.mark.alike("real jobs", "vllm benchmark"), pytest.mark.timeout(1200)]
 
 
 def test_the_benchmark_measures_vllm_too() -> None:

@@ -63,6 +63,7 @@ def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]
     return found
 
 
+@pytest.mark.alike("real jobs", "vllm adapters")
 def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

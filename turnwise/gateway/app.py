@@ -327,7 +327,8 @@ def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
     value = fields.number("value", -1e9, 1e9)
     if value is None:
         raise invalid("value", "is required")
-    entry.note_reward(fields.text("turn_id", "") or None, read_id(fields, "name") or "reward", value)
+    name = read_id(fields, "name") or "reward"
+    entry.note_reward(fields.text("turn_id", "") or None, name, value, read_id(fields, "id"))
     return {"id": entry.id, "rewards": len(entry.rewards)}
 
 

@@ -61,6 +61,7 @@ class SavedSession:
         turns: Its turns, each with the place (``at``) of its call in the ledger; -1 for text.
         responses: Its stored responses: id, origin and items.
         rewards: Its rewards.
+        reward_ids: Those with an id, by it.
         failures: The errors of its requests since the last turn, each with the session's counters.
     """
 
@@ -74,6 +75,7 @@ class SavedSession:
     turns: list[tuple[int, TurnRecord]] = field(default_factory=list)
     responses: list[tuple[str, Origin, list[Mapping[str, Any]]]] = field(default_factory=list)
     rewards: list[tuple[str | None, str, float]] = field(default_factory=list)
+    reward_ids: dict[str, tuple[str | None, str, float]] = field(default_factory=dict)
     failures: list[tuple[TurnwiseError, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
@@ -98,6 +100,8 @@ class SavedSession:
             self.responses.append((str(event["id"]), origin, list(event["items"])))
         elif kind == "reward":
             self.rewards.append((event["turn"], str(event["name"]), float(event["value"])))
+            if event["id"]:
+                self.reward_ids[str(event["id"])] = self.rewards[-1]
         elif kind == "failed":
             self.failures.append((failure_of(event), event["counters"]))
         else:
@@ -359,9 +363,9 @@ class SessionLog:
         fields = {"id": name, "turn": origin.turn_id, "instructions": origin.instructions, "items": items}
         self._append("response", session, fields)
 
-    def reward(self, session: str, turn_id: str | None, name: str, value: float) -> None:
-        """Append a reward."""
-        self._append("reward", session, {"turn": turn_id, "name": name, "value": value})
+    def reward(self, session: str, turn_id: str | None, name: str, value: float, reward_id: str = "") -> None:
+        """Append a reward, with the id that it was sent with."""
+        self._append("reward", session, {"turn": turn_id, "name": name, "value": value, "id": reward_id})
 
     def failed(self, session: str, error: TurnwiseError, counters: Mapping[str, Any]) -> None:
         """Append the error of a request, unless it is of no matter for the session or equals the last one."""

@@ -117,6 +117,7 @@ class GatewaySession:
         conversations: Stored Responses conversations.
         trajectory: Fields of its trajectory besides tokens (group, task, partition ...).
         rewards: In order of arrival.
+        reward_ids: The rewards that were sent with an id, by it.
         running: Requests in flight.
         expires: End of its lifetime (``time.monotonic``).
         used: When its last request came or ended (``time.monotonic``).
@@ -142,6 +143,7 @@ class GatewaySession:
     expires: float
     conversations: Conversations = field(default_factory=Conversations)
     rewards: list[tuple[str | None, str, float]] = field(default_factory=list)
+    reward_ids: dict[str, tuple[str | None, str, float]] = field(default_factory=dict)
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     used: float = field(default_factory=time.monotonic)
     closed: bool = False
@@ -172,11 +174,17 @@ class GatewaySession:
             "rewards": [list(reward) for reward in self.rewards],
         }
 
-    def note_reward(self, turn_id: str | None, name: str, value: float) -> None:
-        """Add a reward.
+    def note_reward(self, turn_id: str | None, name: str, value: float, reward_id: str = "") -> None:
+        """Add a reward; one that was added with the same id is not added again.
 
-        Raises ApiError if it is not finite, names an unknown turn, or exceeds the maximum number; DiskError.
+        Raises ApiError if it is not finite, names an unknown turn, differs from the reward of the same id, or exceeds
+        the maximum number; DiskError.
         """
+        known = self.reward_ids.get(reward_id)
+        if known is not None:
+            if known != (turn_id, name, value):
+                raise invalid("id", f"is {shown(reward_id)}, the id of another reward: {known[1]} = {known[2]:g}")
+            return
         if turn_id is not None and turn_id not in self._turn_ids():
             raise invalid("turn_id", f"is {shown(turn_id)}, which is not a turn of session {self.id}")
         if not math.isfinite(value):
@@ -184,8 +192,10 @@ class GatewaySession:
         if len(self.rewards) >= _MOST_REWARDS:
             raise ApiError(429, f"session {self.id} has {_MOST_REWARDS} rewards, the maximum")
         if self.log is not None:
-            self.log.reward(self.id, turn_id, name, value)
+            self.log.reward(self.id, turn_id, name, value, reward_id)
         self.rewards.append((turn_id, name, value))
+        if reward_id:
+            self.reward_ids[reward_id] = self.rewards[-1]
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
         """Record the outcome of a request; a success clears an earlier failure. The error loses its traceback."""
@@ -400,7 +410,7 @@ class Sessions:
         expires = time.monotonic() + saved.ends - time.time()
         entry = self._enter(session, reader, saved.about, expires, saved.keys)
         entry.conversations = conversations
-        entry.rewards = list(saved.rewards)
+        entry.rewards, entry.reward_ids = list(saved.rewards), dict(saved.reward_ids)
         entry.temperatures = saved.temperatures
         if not saved.turns:
             entry.reopened = entry.used, (saved.about, saved.settings)

@@ -15,6 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+_FIRST_UID = 10**6
+_KEPT_UID = 1000
+"""Who owns the user's files in a snapshot."""
+
 # Reaps orphans, as the init of a machine does.
 _INIT = """
 import os, signal
@@ -63,8 +67,10 @@ class Box:
         self.root.chmod(0o755)
         self._init: asyncio.subprocess.Process | None = None
         self.pid = 0
+        # The kernel counts the processes of a user over all machines, so each has a user of its own.
+        self._uid = _FIRST_UID + int(name[:8], 16) % 2**24 if os.getuid() == 0 else 0
         if files is not None:
-            self._copy(files, self.root)
+            self._copy(files, self.root, {_KEPT_UID: self._uid})
         self._furnish()
 
     async def start(self) -> None:
@@ -113,9 +119,9 @@ class Box:
 
     def keep(self, where: Path) -> None:
         """Copy the files to a folder, as a snapshot does."""
-        self._copy(self.root, where)
+        self._copy(self.root, where, {self._uid: _KEPT_UID})
 
-    def _copy(self, source: Path, target: Path) -> None:
+    def _copy(self, source: Path, target: Path, owners: dict[int, int]) -> None:
         for name in ("work", "tmp", "home", "root", "var", "srv", "mnt"):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, symlinks=True, dirs_exist_ok=True)
@@ -125,9 +131,8 @@ class Box:
                         path = Path(root) / each
                         with contextlib.suppress(OSError):
                             status = path.lstat()
-                            os.chown(
-                                target / path.relative_to(source), status.st_uid, status.st_gid, follow_symlinks=False
-                            )
+                            uid, gid = (owners.get(each, each) for each in (status.st_uid, status.st_gid))
+                            os.chown(target / path.relative_to(source), uid, gid, follow_symlinks=False)
 
     def _furnish(self) -> None:
         for name in ("proc", "dev", "etc", "opt/bin", "root", "home/user", "tmp", "var/tmp", "run", "mnt"):
@@ -135,7 +140,7 @@ class Box:
         for name in ("tmp", "var/tmp"):
             (self.root / name).chmod(0o1777)
         (self.root / "root").chmod(0o700)
-        uid = 1000 if os.getuid() == 0 else 0
+        uid = self._uid
         if uid:
             os.chown(self.root / "home/user", uid, uid)
         passwd = f"root:x:0:0::/root:/bin/bash\nuser:x:{uid}:{uid}::/home/user:/bin/bash\n"

@@ -322,8 +322,14 @@ async def test_a_reward_names_a_turn_of_its_session() -> None:
         assert (await post(served, "/sessions/one/rewards", told, **reward))[0] == 200
         status, body = await post(served, "/sessions/one/rewards", {**told, "turn_id": "t9"}, **reward)
         assert (status, body["error"]["param"]) == (400, "turn_id")
+        # One whose answer was lost is sent again.
+        for _ in range(2):
+            assert (await post(served, "/sessions/one/rewards", {"value": 2, "id": "r"}, **reward))[0] == 200
+        status, body = await post(served, "/sessions/one/rewards", {"value": 3, "id": "r"}, **reward)
+        assert (status, body["error"]["param"]) == (400, "id")
+        assert "another reward: reward = 2" in body["error"]["message"]
         _, body = await post(served, "/sessions/one/finalize", {}, **ADMIN_HEADERS)
-        assert body["trajectory"]["rewards"] == [[turns[1], "reward", 1.0]]
+        assert body["trajectory"]["rewards"] == [[turns[1], "reward", 1.0], [None, "reward", 2.0]]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,9 @@ _CLAUDE_CODE: Final = Recipe(
         # Sub-agents ask for another model otherwise.
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
         "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
+        # By default it waits 5 s for the environment's tools, and on a busy machine begins without them.
+        "MCP_CONNECTION_NONBLOCKING": "0",
+        "MCP_CONNECT_TIMEOUT_MS": "60000",
     },
     tool_arguments=("--strict-mcp-config", "--mcp-config", "{home}/mcp.json"),
     tool_files={"{home}/mcp.json": '{"mcpServers": {"turnwise": {"type": "http", "url": {mcp_url!j}}}}'},
