@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
-from turnwise.agents.forks import EpisodeRecord
+from turnwise.agents.forks import EpisodeRecord, ForkGate
 from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
@@ -306,7 +305,8 @@ class Episode:
             session = self._sessions[name] = self._open_session(check_name(name), wanted)
             self._policies[name] = wanted
             if self.record is not None:
-                session.before_request = partial(self._before_request, self.record, name)
+                self.record.sessions = self._sessions
+                session.gate = ForkGate(self.record, name, self._keep_state)
         elif policy is not None and policy != self._policies[name]:
             raise AgentError(
                 f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}: a session has "
@@ -314,11 +314,9 @@ class Episode:
             )
         return self._sessions[name]
 
-    async def _before_request(self, record: EpisodeRecord, name: str) -> None:
+    async def _keep_state(self, record: EpisodeRecord, name: str, *, first: bool) -> None:
         """Keep the state before a model call; the first one of a fork ends the repetition of what was before it."""
-        if not record.live:
-            record.check_repeated(name, self._sessions)
-            record.live = True
+        if first:
             # All until here was noted in the original.
             self._note_nothing()
             self.states = {}
@@ -329,7 +327,7 @@ class Episode:
         except (EnvError, SandboxError) as error:
             record.refused, record.refusals = str(error), record.refusals + 1
             return
-        record.asks(name, fork, self._sessions, len(self.rewards))
+        record.asks(name, fork, len(self.rewards))
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL of the session's model endpoint, valid until the agent returns.
@@ -540,7 +538,9 @@ class Episode:
     async def _invoke(self, method: str, argument: Message | ToolCall) -> Any:
         record = self.record
         if record is not None and not record.live:
-            return record.again(method, argument)
+            known = await record.again(method, argument)
+            if known is not None:
+                return known.result
         try:
             with contextlib.nullcontext() if record is None else record.acting():
                 result = await invoke(self._env, method, argument, executor=self._executor)

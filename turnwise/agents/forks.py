@@ -6,11 +6,12 @@ to the fork its model calls and its environment answer as they did in the origin
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from turnwise.envs.core import Env, StepResult
@@ -18,6 +19,9 @@ from turnwise.errors import AgentError
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.types import Message, ToolCall
+
+STILL_S = 5.0
+"""Seconds without a step towards the fork after which an episode is taken to have diverged."""
 
 
 class ForkDiverged(AgentError):
@@ -67,6 +71,7 @@ class EpisodeRecord:
         point: Where it was forked itself; None for the initial episode.
         left: Answers before its own fork that were not given again yet.
         live: Whether it acts and samples, rather than repeating what was before its fork.
+        sessions: The episode's sessions.
         refused: Why the environment could not be forked, the last time.
         refusals: How often it could not.
     """
@@ -77,9 +82,11 @@ class EpisodeRecord:
     point: BranchPoint | None = None
     left: list[EnvAnswer] = field(default_factory=list)
     live: bool = True
+    sessions: Mapping[str, Session] = field(default_factory=dict)
     refused: str = ""
     refusals: int = 0
     _busy: int = 0
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fork(self, point: BranchPoint) -> EpisodeRecord:
         """Return the record of a fork at a point."""
@@ -109,55 +116,116 @@ class EpisodeRecord:
         """Keep an answer of the environment."""
         self.answers.append(EnvAnswer(method, _given(argument), _copy(result)))
 
-    def again(self, method: str, argument: Message | ToolCall) -> Any:
-        """Return what the environment answered before the fork.
+    async def again(self, method: str, argument: Message | ToolCall) -> EnvAnswer | None:
+        """Return what the environment answered before the fork; None where it is to act, once it may.
 
         Raises:
-            ForkDiverged: This was not done in the original.
+            ForkDiverged: This was not done in the original, and the episode does not get to its fork.
         """
         given = _given(argument)
         for answer in self.left:
             if (answer.method, answer.given) == (method, given):
                 self.left.remove(answer)
-                return _copy(answer.result)
-        raise ForkDiverged(
-            f"the agent called {method} with {given[:200]} before the fork, which it did not in the original episode: "
-            f"{_REMEDY}"
-        )
+                self.repeated()
+                return replace(answer, result=_copy(answer.result))
+        # Another part of the agent may still have to get there.
+        await self._until(lambda: self.live, f"calls {method} with {given[:200]}")
+        return None
 
-    def check_repeated(self, session: str, sessions: Mapping[str, Session]) -> None:
-        """Check, when the first request samples, that all before the fork was done again, and nothing else.
+    def repeated(self) -> None:
+        """Note that something before the fork was done again."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def passes(self, session: str, *, first: bool) -> bool:
+        """Wait until a request may sample; return whether it is the first that does.
+
+        That is the one of the turn that the fork samples again, once all before the fork was done again. Requests of
+        other parts of the agent, which the original sampled after the fork, wait for it.
+
+        Args:
+            session: The session that makes the request.
+            first: Whether it asks what that turn answered.
 
         Raises:
-            ForkDiverged: Something was not, or another session makes the request.
+            ForkDiverged: The agent does not get to its fork.
         """
+        if self.live:
+            return False
         assert self.point is not None
-        if session != self.point.session:
-            raise ForkDiverged(
-                f"the agent asks session {session!r} where the original asked {self.point.session!r}: {_REMEDY}"
-            )
-        missing = [name for name, turns in self.before.items() if turns and name not in sessions]
-        missing += [name for name, session in sessions.items() if session.replaying]
-        if missing or self.left:
-            what = f"turns of session {missing[0]!r}" if missing else f"a call of {self.left[0].method}"
-            raise ForkDiverged(f"the agent left out {what} before the fork: {_REMEDY}")
+        asked = f"asks session {session!r}"
+        if session != self.point.session or not (first or self.point.turn is None):
+            await self._until(lambda: self.live, asked)
+            return False
+        await self._until(lambda: self.live or not self._missing(), asked)
+        # A fork without a turn to sample again takes whichever request comes first.
+        if self.live:
+            return False
+        self.live = True
+        self.repeated()
+        return True
 
-    def asks(self, session: str, env: Env, sessions: Mapping[str, Session], rewards: int) -> None:
+    async def _until(self, holds: Callable[[], bool], doing: str) -> None:
+        """Wait for something before the fork to be done again, as long as anything is. Raises ForkDiverged."""
+        while not holds():
+            moved = self._moved
+            try:
+                async with asyncio.timeout(STILL_S):
+                    await moved.wait()
+            except TimeoutError:
+                left = self._missing() or f"the next request of session {self.point.session!r}" if self.point else ""
+                raise ForkDiverged(
+                    f"the agent {doing}, which it did not before the fork in the original, and left out {left}: "
+                    f"{_REMEDY}"
+                ) from None
+
+    def _missing(self) -> str:
+        """Return what was done before the fork and not done again yet, or nothing."""
+        names = [name for name, turns in self.before.items() if turns and name not in self.sessions]
+        names += [name for name, session in self.sessions.items() if session.replaying]
+        if names:
+            return f"turns of session {names[0]!r}"
+        return f"a call of {self.left[0].method}" if self.left else ""
+
+    def asks(self, session: str, env: Env, rewards: int) -> None:
         """Keep the state before a model call: a fork of the environment, and the number of rewards."""
         turns = {
             name: (*self.before.get(name, ()), *each.own_turns)
-            for name, each in sessions.items()
+            for name, each in self.sessions.items()
             if name in self.before or each.own_turns
         }
         inherited = 0 if self.point is None else self.point.rewards
         self.points.append(BranchPoint(env, len(self.answers), self.before | turns, inherited + rewards, session))
 
-    def settle(self, sessions: Mapping[str, Session]) -> None:
+    def settle(self) -> None:
         """Name the turn of each point, once the episode is over; the last of several for one turn is kept."""
         for point in self.points:
-            path = (*self.before.get(point.session, ()), *sessions[point.session].own_turns)
+            path = (*self.before.get(point.session, ()), *self.sessions[point.session].own_turns)
             at = len(point.turns.get(point.session, ()))
             point.turn = path[at] if at < len(path) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkGate:
+    """The gate of a session whose episode may be forked.
+
+    Attributes:
+        record: Of the episode.
+        session: Name of the session.
+        keep: Keeps the state before a request; ``first``: it is the first that samples after the episode's own fork.
+    """
+
+    record: EpisodeRecord
+    session: str
+    keep: Callable[..., Awaitable[None]]
+
+    def repeated(self) -> None:
+        """Note that a turn before the fork was given again."""
+        self.record.repeated()
+
+    async def passes(self, *, first: bool) -> None:
+        """Wait until a request may sample, and keep the state before it. Raises ForkDiverged."""
+        await self.keep(self.record, self.session, first=await self.record.passes(self.session, first=first))
 
 
 _REMEDY = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -16,67 +17,93 @@ from turnwise.recorder.tree import NO_IDS, Node, PromptPlacement, joined, path_t
 from turnwise.types import Completion, Message, TokenIds
 
 
+class RequestGate(Protocol):
+    """What a request passes before it samples: the place where a forked episode goes on from its fork."""
+
+    def repeated(self) -> None:
+        """Note that a turn before the fork was given again."""
+
+    async def passes(self, *, first: bool) -> None:
+        """Wait until a request may sample; what this raises the request raises.
+
+        Args:
+            first: Whether it is the request of the turn that the fork samples again.
+        """
+
+
 @dataclass(slots=True)
 class Prefix:
     """The turns before a fork.
 
-    A forked session answers the requests of these turns with what was sampled, until the last of them is given; the
-    next request is the first that samples.
+    A forked session answers the requests of these turns with what was sampled. Every other request samples: the one of
+    ``again`` first.
 
     Attributes:
         session_id: For error messages.
         said: Messages of turns as they were returned, by turn id.
         left: The turns that were not asked for yet, in commit order.
-        first: What the first request that samples ends in; None where it may be anything.
+        again: The turn that the first request samples again, until it does; None where that may be any request.
     """
 
     session_id: str
     said: Mapping[str, Message]
     left: list[Node] = field(default_factory=list)
-    first: Node | None = None
+    again: Node | None = None
 
-    def take(self, messages: Sequence[Canonical], key: RootKey) -> RecordedTurn:
-        """Return the turn that answers a request.
+    @property
+    def over(self) -> bool:
+        """Whether no request is any more one of the original."""
+        return not self.left and self.again is None
+
+    async def given(self, asks: Callable[[Node], bool], gate: RequestGate | None, asked: str) -> RecordedTurn | None:
+        """Return the turn before the fork that answers a request; None for one that samples, once it may.
 
         Args:
-            messages: The canonical messages of the request.
-            key: Its root key.
+            asks: Whether a turn answered this request.
+            gate: Of the session.
+            asked: The request, for error messages.
 
         Raises:
-            SessionError: None of the turns that are left answered this request.
+            SessionError: Turns before the fork are left, none of which answered this request, and there is no gate to
+                wait at.
         """
-        found = next((node for node in self.left if node.key == key and _asked(node, messages)), None)
-        return self._taken(found, f"the last message is {messages[-1].text[:200]!r}")
+        turn = next(filter(asks, self.left), None)
+        if turn is not None:
+            self.left.remove(turn)
+            if gate is not None:
+                gate.repeated()
+            return self._taken(turn)
+        first = self.again is not None and asks(self.again)
+        if gate is not None:
+            await gate.passes(first=first)
+        elif self.left or not (first or self.again is None):
+            raise SessionError(
+                f"session {self.session_id}: the agent asks for something else than in the episode that was forked "
+                f"({asked}; {len(self.left)} turns before the fork are left): an agent that is forked must repeat "
+                "itself when it sees the same answers"
+            )
+        if first:
+            self.again = None
+        return None
 
-    def take_ids(self, prompt: TokenIds) -> RecordedTurn:
-        """Return the turn that answers a prompt of these ids; raises as :meth:`take`."""
-        found = next((node for node in self.left if np.array_equal(joined(node.parent, NO_IDS), prompt)), None)
-        return self._taken(found, f"a prompt of {len(prompt)} ids")
-
-    def check_first(self, prompt: TokenIds) -> None:
-        """Check the prompt of a request that samples, the first time. Raises SessionError where it is another one."""
-        first, self.first = self.first, None
-        if first is not None and not np.array_equal(joined(first, NO_IDS), prompt):
-            raise self._diverged(f"a prompt of {len(prompt)} ids, which is not that of the turn to sample again")
-
-    def _taken(self, turn: Node | None, asked: str) -> RecordedTurn:
-        if turn is None:
-            raise self._diverged(asked)
+    def _taken(self, turn: Node) -> RecordedTurn:
         assert turn.parent is not None
         assert turn.completion is not None
-        self.left.remove(turn)
         sampled = turn.completion
         completion = Completion(turn.token_ids, sampled.logprobs, sampled.finish_reason, sampled.weight_versions)
         prompt = path_tokens(turn.parent)
         placement = PromptPlacement(prompt, prompt, turn.parent.token_ids)
         return RecordedTurn(placement, completion, snapshot(self.said[turn.turn_id or ""]))
 
-    def _diverged(self, asked: str) -> SessionError:
-        return SessionError(
-            f"session {self.session_id}: the agent asks for something else than in the episode that was forked "
-            f"({asked}; {len(self.left)} turns before the fork are left): an agent that is forked must repeat itself "
-            "when it sees the same answers"
-        )
+
+def asked_ids(turn: Node, prompt: TokenIds) -> bool:
+    """Return whether a turn answered a prompt of exactly these ids."""
+    return np.array_equal(joined(turn.parent, NO_IDS), prompt)
+
+
+def asked_messages(turn: Node, messages: Sequence[Canonical], key: RootKey) -> bool:
+    """Return whether a turn answered a request of exactly these messages, under the same root key."""
+    return turn.key == key and _asked(turn, messages)
 
 
 def _asked(turn: Node, messages: Sequence[Canonical]) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -26,7 +27,7 @@ from turnwise.recorder.completion import (
     read_completion,
     token_budget,
 )
-from turnwise.recorder.fork import Prefix
+from turnwise.recorder.fork import Prefix, RequestGate, asked_messages
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
@@ -85,7 +86,7 @@ class Session:
     Attributes:
         journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
             the request raises, and the turn stays committed.
-        before_request: Awaited before each request that samples; what it raises the request raises.
+        gate: What each request passes before it samples.
         own_turns: Ids of the turns sampled by this object, in commit order: not by its forks, nor before its own fork.
     """
 
@@ -107,7 +108,7 @@ class Session:
     ) -> None:
         self.id = id
         self.journal: Callable[[TurnRecord], None] | None = None
-        self.before_request: Callable[[], Awaitable[None]] | None = None
+        self.gate: RequestGate | None = None
         self.own_turns: list[str] = []
         self.limits = limits
         self.params = params or SamplingParams()
@@ -239,10 +240,8 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
         """Like :meth:`chat`, but return placement and completion with the message."""
-        if self.replaying:
-            return await self._given_again(messages, tools, template_args)
-        if self.before_request is not None:
-            await self.before_request()
+        if (given := await self._enter(messages, tools, template_args)) is not None:
+            return given
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
@@ -266,12 +265,10 @@ class Session:
             The placement, the deltas, then the message of :meth:`chat`. The turn is committed before the last delta;
             closing the stream earlier commits nothing.
         """
-        if self.replaying:
-            for piece in (await self._given_again(messages, tools, template_args)).pieces():
-                yield piece
+        if (given := await self._enter(messages, tools, template_args)) is not None:
+            for known in given.pieces():
+                yield known
             return
-        if self.before_request is not None:
-            await self.before_request()
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         yield request.opened()
         pieces: list[TokenDelta] = []
@@ -380,10 +377,9 @@ class Session:
         if unknown := [turn for turn in (*turns, again) if turn is not None and turn not in nodes]:
             raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
         made = copy.copy(self)
-        first = None if again is None else nodes[again].parent
-        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], first)
+        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], again and nodes[again])
         made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
-        made._last = made._failure = made.before_request = None
+        made._last = made._failure = made.gate = None
         made.own_turns, made._forks, made._seed = [], [], seed
         path = {node for turn in turns for node in nodes[turn].path()}
         made._requests, made._spent = len(turns), sum(node.tokens for node in path)
@@ -391,15 +387,20 @@ class Session:
         self._forks.append(made)
         return made
 
-    async def _given_again(
+    async def _enter(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, given: Mapping[str, Any] | None
-    ) -> RecordedTurn:
-        """Answer a request before the fork with the turn that answered it first."""
-        assert self._prefix is not None
+    ) -> RecordedTurn | None:
+        """Return the turn before the fork that answers a request; None for one that samples, once it may."""
+        if self._prefix is None or self._prefix.over:
+            if self.gate is not None:
+                await self.gate.passes(first=False)
+            return None
         renderer = self.renderer.under(template_arguments(given)) if given else self.renderer
-        canonical, (_, key) = await self._reduce(_THREADED, messages, tuple(tools or ()))
-        turn = self._prefix.take(canonical, (key, renderer.arguments))
-        self._last = snapshot(turn.message)
+        canonical, (_, tools_key) = await self._reduce(_THREADED, messages, tuple(tools or ()))
+        asks = partial(asked_messages, messages=canonical, key=(tools_key, renderer.arguments))
+        turn = await self._prefix.given(asks, self.gate, f"the last message is {canonical[-1].text[:200]!r}")
+        if turn is not None:
+            self._last = snapshot(turn.message)
         return turn
 
     def close(self) -> None:
@@ -454,8 +455,6 @@ class Session:
         canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
         match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
         prompt = TokenPrompt(self._prompt(match), joined_media(match.parent, match.media))
-        if self._prefix is not None:
-            self._prefix.check_first(prompt.token_ids)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))

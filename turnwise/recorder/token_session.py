@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from turnwise.errors import InferenceError, SessionError
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.completion import check_completion, read_completion
+from turnwise.recorder.fork import asked_ids
 from turnwise.recorder.matching import RootKey
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.session import Session
@@ -81,10 +83,12 @@ class TokenSession(Session):
             InferenceError: The server failed. Nothing was committed.
         """
         prompt = _ids("prompt_ids", prompt_ids)
-        if self._prefix is not None and self._prefix.left:
-            return self._prefix.take_ids(prompt)
-        if self.before_request is not None:
-            await self.before_request()
+        if self._prefix is not None and not self._prefix.over:
+            asks = partial(asked_ids, prompt=prompt)
+            if (given := await self._prefix.given(asks, self.gate, f"a prompt of {len(prompt)} ids")) is not None:
+                return given
+        elif self.gate is not None:
+            await self.gate.passes(first=False)
         request = self._place(prompt, params)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
@@ -128,8 +132,6 @@ class TokenSession(Session):
         meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
         match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
         asked = TokenPrompt(prompt)
-        if self._prefix is not None:
-            self._prefix.check_first(prompt)
         limited = self._limited(params or self.params, asked)
         self._requests += 1
         return PendingRequest([], match, asked, limited, self._reason(match, prompt), self.renderer)

@@ -504,7 +504,7 @@ def _events(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _branches(trajectory: Trajectory) -> Iterator[str]:
-    """Check that each trained turn is of one branch, and that a branch leaves its parent where its first turn does."""
+    """Check that each trained turn is of one branch, and that a branch samples again the turn that it names."""
     sampled = {segment.turn_id: segment for segment in trajectory.segments if segment.sampled}
     owners = Counter(turn for branch in trajectory.branches for turn in branch.turns)
     try:
@@ -521,10 +521,12 @@ def _branches(trajectory: Trajectory) -> Iterator[str]:
     for number, branch in enumerate(trajectory.branches):
         if branch.again is None:
             continue
-        first, sibling = sampled.get(branch.turns[0] if branch.turns else ""), sampled.get(branch.again)
+        sibling = sampled.get(branch.again)
+        # Not its first one: where parts of an agent act at the same time, another's may have been sampled sooner.
+        begins = {sampled[turn].parent for turn in branch.turns if turn in sampled}
         if branch.again not in paths[branch.parent] or sibling is None:
             yield f"branch {number} samples turn {branch.again} again, which its parent does not have"
-        elif first is not None and first.parent != sibling.parent:
+        elif begins and sibling.parent not in begins:
             yield f"branch {number} does not begin where turn {branch.again}, which it samples again, does"
 
 

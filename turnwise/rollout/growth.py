@@ -59,7 +59,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
     """
     choose, draw = config.chooser(), random.Random(seed)
     tree, asked = [first], 0
-    first.record.settle(first.episode.sessions)
+    first.record.settle()
     for number in range(config.rounds):
         left = config.rounds - number
         count = (config.branches - asked + left - 1) // left
@@ -75,7 +75,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
             ]
         for grown in (task.result() for task in running):
             if grown is not None:
-                grown.record.settle(grown.episode.sessions)
+                grown.record.settle()
                 tree.append(grown)
     return tree
 

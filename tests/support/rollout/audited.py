@@ -34,5 +34,5 @@ def assert_sound(folder: Path, *trajectories: Trajectory) -> AuditReport:
     write_trajectories(folder, trajectories)
     train_once(folder)
     report = audit_files(folder)
-    assert report.contradictions == []
+    assert report.contradictions == [], report.contradictions
     return report

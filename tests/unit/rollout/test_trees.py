@@ -16,6 +16,7 @@ from rich.console import Console
 
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.audited import assert_sound, write_trajectories
+from turnwise.agents import forks
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env
@@ -126,6 +127,37 @@ class TwoMinds(Agent):
             if result.terminated or result.truncated:
                 return
             messages += [{"role": "user", "content": str(plan.get("content"))}, message, *result.observation]
+
+
+@register_agent("test-two-parts")
+class TwoParts(Agent):
+    """Two parts talk and call tools at the same time, then one of them ends the episode."""
+
+    sessions = ("main", "main")
+
+    async def run(self, episode: Episode) -> None:
+        async def part(name: str, number: int) -> list[Message]:
+            messages: list[Message] = [*episode.observation, {"role": "user", "content": f"part {number}"}]
+            for _ in range(3):
+                message = await episode.session_for(name).chat(messages, episode.tools)
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    break
+                for call in message["tool_calls"]:
+                    response = await episode.call(call)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": response.content()})
+            return messages
+
+        messages, other = await asyncio.gather(*(part(name, number) for number, name in enumerate(self.sessions)))
+        said = {"role": "user", "content": f"the other said {len(other)} messages"}
+        await episode.step(await episode.session.chat([*messages, said], episode.tools))
+
+
+@register_agent("test-two-parts-apart")
+class TwoPartsApart(TwoParts):
+    """The same, each in a session of its own."""
+
+    sessions = ("main", "scout")
 
 
 @register_agent("test-forgetful")
@@ -261,7 +293,32 @@ def talk(request: ScriptedRequest) -> Message | str:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": number % 3 + 1})]}
 
 
-async def test_an_agent_that_does_not_repeat_itself_is_refused_and_its_chain_stays() -> None:
+@pytest.mark.parametrize("agent", ["test-two-parts", "test-two-parts-apart"])
+async def test_parts_that_act_at_the_same_time_fork(agent: str, tmp_path: Path) -> None:
+    latency = random.Random(agent)
+
+    async def late(request: ScriptedRequest) -> Message | str:
+        await asyncio.sleep(latency.random() / 200)
+        return drawn(request)
+
+    for seed in range(6):
+        outcome, client = await play(agent, script=late, seed=seed, rounds=3, ledger=tmp_path / f"{seed}")
+        assert outcome.error is None
+        for trajectory in outcome.trajectories:
+            assert trajectory.metrics.get("tree/failures", 0) == 0, trajectory.turn_notes
+            own = [turn for branch in trajectory.branches for turn in branch.turns]
+            assert sorted(own) == sorted(str(turn.turn_id) for turn in trajectory.turns())
+            assert len(trajectory.branches) == 6
+        assert len(client.requests) == sum(1 for each in outcome.trajectories for _ in each.turns())
+        assert_sound(tmp_path / f"{seed}", *outcome.trajectories)
+    assert sum(OPEN) == 0
+
+
+async def test_an_agent_that_does_not_repeat_itself_is_refused_and_its_chain_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing is left that could still come.
+    monkeypatch.setattr(forks, "STILL_S", 0.1)
     for agent in ("test-forgetful", "test-hands-on"):
         outcome, client = await play(agent)
         [trajectory] = outcome.trajectories
