@@ -153,17 +153,12 @@ class EpisodeRecord:
         if self.live:
             return False
         assert self.point is not None
-        asked = f"asks session {session!r}"
-        if session != self.point.session or not (first or self.point.turn is None):
-            await self._until(lambda: self.live, asked)
-            return False
-        await self._until(lambda: self.live or not self._missing(), asked)
         # A fork without a turn to sample again takes whichever request comes first.
-        if self.live:
-            return False
-        self.live = True
+        may_begin = session == self.point.session and (first or self.point.turn is None)
+        await self._until(lambda: self.live or (may_begin and not self._missing()), f"asks session {session!r}")
+        begun, self.live = self.live, True
         self.repeated()
-        return True
+        return not begun
 
     async def _until(self, holds: Callable[[], bool], doing: str) -> None:
         """Wait for something before the fork to be done again, as long as anything is. Raises ForkDiverged."""

@@ -377,7 +377,7 @@ class Session:
         if unknown := [turn for turn in (*turns, again) if turn is not None and turn not in nodes]:
             raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
         made = copy.copy(self)
-        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], again and nodes[again])
+        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], nodes.get(again))
         made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
         made._last = made._failure = made.gate = None
         made.own_turns, made._forks, made._seed = [], [], seed
