@@ -175,8 +175,8 @@ class Branch:
     Attributes:
         parent: Index of the branch that it was forked from; -1 for the first one.
         after: The session's last turn before the fork; None where it was forked before the first.
-        again: The turn of the parent in whose place the first call of the branch was made, from the same prompt; None for
-            the first branch, and where another session of the episode makes that call.
+        again: The turn of the parent in whose place the first call of the branch was made, from the same prompt; None
+            for the first branch, and where another session of the episode makes that call.
         turns: The turns that were sampled in this branch, in order; those before the fork are the parent's.
         rewards: Reward events that other branches with the turn do not have, as in ``Trajectory.rewards``; among them
             those of the branch as a whole.

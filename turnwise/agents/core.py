@@ -363,7 +363,7 @@ class Episode:
         if self.ended:
             raise AgentError("episode.step was called after the episode ended: stop when a step ends it")
         try:
-            result: StepResult = await self._invoke("step", message)
+            result: StepResult = await self._invoke("step", message, agent)
         except asyncio.CancelledError:
             if self._env.pending_score is not None:
                 # The message was the answer and is being judged: what interrupts that does not change how it ended.
@@ -410,7 +410,7 @@ class Episode:
         if self.ended and self.stop_reason is not StopReason.INVALID_CALLS:
             raise AgentError("episode.call was called after the episode ended: stop when a step ends it")
         self._check_invalid(self._env)
-        response: ToolResponse = await self._invoke("call", call)
+        response: ToolResponse = await self._invoke("call", call, agent)
         session = self.session_for(agent)
         turn = session.turn_of_call(call.id)
         if response.reward is not None:
@@ -535,10 +535,10 @@ class Episode:
         last = self._sessions[agent].last if agent in self._sessions else None
         return None if last is None else last["turn_id"]
 
-    async def _invoke(self, method: str, argument: Message | ToolCall) -> Any:
+    async def _invoke(self, method: str, argument: Message | ToolCall, agent: str) -> Any:
         record = self.record
         if record is not None and not record.live:
-            known = await record.again(method, argument)
+            known = await record.again(method, argument, agent)
             if known is not None:
                 return known.result
         try:
@@ -548,7 +548,7 @@ class Episode:
             self._failure = error
             raise
         if record is not None:
-            record.note(method, argument, result)
+            record.note(method, argument, agent, result)
         return result
 
     def _check_threads(self) -> None:

@@ -112,17 +112,17 @@ class EpisodeRecord:
         """Whether no call of the environment runs."""
         return not self._busy
 
-    def note(self, method: str, argument: Message | ToolCall, result: Any) -> None:
-        """Keep an answer of the environment."""
-        self.answers.append(EnvAnswer(method, _given(argument), _copy(result)))
+    def note(self, method: str, argument: Message | ToolCall, agent: str, result: Any) -> None:
+        """Keep an answer of the environment to a session's message or call."""
+        self.answers.append(EnvAnswer(method, _given(argument, agent), _copy(result)))
 
-    async def again(self, method: str, argument: Message | ToolCall) -> EnvAnswer | None:
+    async def again(self, method: str, argument: Message | ToolCall, agent: str) -> EnvAnswer | None:
         """Return what the environment answered before the fork; None where it is to act, once it may.
 
         Raises:
             ForkDiverged: This was not done in the original, and the episode does not get to its fork.
         """
-        given = _given(argument)
+        given = _given(argument, agent)
         for answer in self.left:
             if (answer.method, answer.given) == (method, given):
                 self.left.remove(answer)
@@ -229,12 +229,14 @@ _REMEDY = (
 )
 
 
-def _given(argument: Message | ToolCall) -> str:
-    """Return what identifies an argument: a message by its turn, else by what it says."""
+def _given(argument: Message | ToolCall, agent: str) -> str:
+    """Return what identifies an argument: its session, and a message by its turn, else by what it says."""
     if isinstance(argument, ToolCall):
-        return f"{argument.id} {argument.name} {json.dumps(argument.arguments, sort_keys=True, default=repr)}"
-    turn = argument.get("turn_id")
-    return turn or json.dumps([argument.get("content"), argument.get("tool_calls")], default=repr)
+        said = f"{argument.id} {argument.name} {json.dumps(argument.arguments, sort_keys=True, default=repr)}"
+    else:
+        turn = argument.get("turn_id")
+        said = turn or json.dumps([argument.get("content"), argument.get("tool_calls")], default=repr)
+    return f"{agent}: {said}"
 
 
 def _copy(result: Any) -> Any:

@@ -144,7 +144,7 @@ class TwoParts(Agent):
                 if not message.get("tool_calls"):
                     break
                 for call in message["tool_calls"]:
-                    response = await episode.call(call)
+                    response = await episode.call(call, agent=name)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": response.content()})
             return messages
 
