@@ -142,6 +142,7 @@ async def _train_once(
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.init_end()
+            _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it goes on")
             if run.state.step == 0:
                 await run.evaluate("step-0")
             async with run.hooks.training():
@@ -169,9 +170,12 @@ async def _train_once(
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
         console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
-    said = f"turnwise report {directory} --open shows curves and trajectories"
-    console.print(said, style="dim", highlight=False, markup=False, soft_wrap=True)
+    _hint(console, f"turnwise report {directory} --open shows curves and trajectories")
     return summary
+
+
+def _hint(console: Console, text: str) -> None:
+    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
