@@ -159,7 +159,7 @@ test-real-again: $(STAMP)
 real-installs: $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray,transfer_queue]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray,transfer-queue]"
 	@touch $@
 
 # What no target installs is looked for before anything is built.

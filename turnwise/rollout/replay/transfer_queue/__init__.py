@@ -26,7 +26,7 @@ try:
     from omegaconf import OmegaConf
     from tensordict import TensorDict
 except ImportError as error:
-    raise MissingExtraError("TransferQueue", "transfer_queue", "replay.backend 'transfer_queue'") from error
+    raise MissingExtraError("TransferQueue", "transfer-queue", "replay.backend 'transfer_queue'") from error
 
 T = TypeVar("T")
 
