@@ -50,7 +50,7 @@ def main() -> int:
         "solver-critic",
         HERE,
         demonstrations,
-        count=2000,
+        count=6000,
         report=partial(print_by_role, ("solver", "critic")),
         policies=("solver", "critic"),
     )
