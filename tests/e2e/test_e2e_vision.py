@@ -24,7 +24,6 @@ from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.recorder.session import SessionLimits
-from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
@@ -91,7 +90,7 @@ async def test_images_of_both_sdks_are_seen_recorded_and_trained_on(served: Serv
     config = PolicyConfig(model=ModelConfig(path=vision_model(), device="cpu"), optim=OptimConfig(lr=1e-3))
     learner = TorchLearner.create(config, 2)
     for sample in samples:
-        sampled = sample.logprobs[sample.loss_mask]
+        sampled = sample.rollout_logprobs[sample.loss_mask]
         assert 0 < len(sampled) <= 8
         np.testing.assert_allclose(scores(learner, sample), sampled, atol=1e-4)
         # The same ids behind another image are other log-probabilities: the server has seen this one.
@@ -99,8 +98,7 @@ async def test_images_of_both_sdks_are_seen_recorded_and_trained_on(served: Serv
         swapped = replace(sample, media=(replace(first, data=OTHER), *sample.media[1:]))
         assert np.abs(scores(learner, swapped) - sampled).max() > 1e-3
     before = {name: tensor.clone() for name, tensor in learner.export_weights()}
-    weighed, _ = weigh([TrainRow(each, advantage=1.0) for each in samples], "token")
-    for batch in pack(weighed, 4096):
+    for batch in pack([TrainRow(each, advantage=1.0) for each in samples], 4096):
         (-learner.policy.forward(batch).logprobs.mean()).backward()
     learner.optim_step()
     moved = {name for name, tensor in learner.export_weights() if not torch.equal(tensor, before[name])}
