@@ -41,7 +41,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 # 50 were made by hand (docs/scaling.md).
 KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "6"))
 SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2, "in order": 1}

@@ -339,14 +339,17 @@ async def _check_nodes(nodes: Sequence[Mapping[str, Any]], paths: Mapping[str, P
         ).remote(given)
         for node in nodes
     ]
-    try:
-        answers = await asyncio.gather(*map(_awaited, asked))
-    except RayError as error:
-        raise ConfigError(
-            f"a node of the cluster cannot run turnwise ({' '.join(str(error).split())[-300:]}): install the same "
-            "version on all nodes"
-        ) from error
-    for node, theirs in zip(nodes, answers, strict=True):
+    for node, theirs in zip(nodes, await asyncio.gather(*map(_awaited, asked), return_exceptions=True), strict=True):
+        if isinstance(theirs, RayError):
+            if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node["NodeID"]):
+                # It was lost meanwhile, and nothing will be placed there.
+                continue
+            raise ConfigError(
+                f"a node of the cluster cannot run turnwise ({' '.join(str(theirs).split())[-300:]}): install the same "
+                "version on all nodes"
+            ) from theirs
+        if isinstance(theirs, BaseException):
+            raise theirs
         where = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         for name, version in ours.items():
             if theirs[name] != version:
