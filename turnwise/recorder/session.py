@@ -367,7 +367,7 @@ class Session:
 
         Args:
             turns: Ids of the turns before the fork, in commit order.
-            again: The turn that the first request samples again: its prompt must be the same.
+            again: The turn that the first request samples again: it must ask the same.
             seed: Its sampling seed.
 
         Raises:
