@@ -22,11 +22,13 @@ class DeviceKind:
         name: Such as ``cuda``, which is also ROCm's.
         collectives: The backend of ``torch.distributed`` for collective operations.
         compiles_attention: Whether flex attention has compiled kernels on it.
+        records_graphs: Whether launches of kernels can be recorded, and repeated as one (``torch.cuda.CUDAGraph``).
     """
 
     name: str
     collectives: str
     compiles_attention: bool = False
+    records_graphs: bool = False
 
 
 CPU = "cpu"
@@ -35,7 +37,7 @@ KINDS: dict[str, DeviceKind] = {
     each.name: each
     for each in (
         DeviceKind(CPU, "gloo"),
-        DeviceKind(CUDA, "nccl", compiles_attention=True),
+        DeviceKind(CUDA, "nccl", compiles_attention=True, records_graphs=True),
         DeviceKind("xpu", "xccl", compiles_attention=True),
         DeviceKind("npu", "hccl"),
         DeviceKind("mps", "gloo"),

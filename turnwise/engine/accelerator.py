@@ -5,10 +5,11 @@ torch is imported when it is needed: commands that only look at configurations s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from turnwise.devices import AUTO, CPU, KINDS
+from turnwise.devices import AUTO, CPU, CUDA, KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,55 @@ def compiles_attention(device: torch.device) -> bool:
     """Return whether flex attention has compiled kernels on a device."""
     kind = KINDS.get(device.type)
     return kind is not None and kind.compiles_attention
+
+
+def records_graphs(device: torch.device) -> bool:
+    """Return whether launches of kernels can be recorded on a device, and repeated as one."""
+    kind = KINDS.get(device.type)
+    return kind is not None and kind.records_graphs
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton is there, and its kernels can be recorded on a device."""
+    return records_graphs(device) and importlib.util.find_spec("triton") is not None
+
+
+class GraphMemory:
+    """Memory that recorded graphs of a device share: they run one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool: Any = _module().graph_pool_handle() if records_graphs(device) else None
+
+
+def recorded(work: Callable[[], None], memory: GraphMemory) -> Callable[[], None]:
+    """Run work, which reads and writes tensors at fixed addresses, and return a call that repeats its kernels.
+
+    On a device without graphs the call is the work itself.
+    """
+    if memory.pool is None:
+        work()
+        return work
+    module = _module()
+    # What allocates or chooses kernels at its first call does so before the recording, on another stream.
+    side = module.Stream(memory.device)
+    side.wait_stream(module.current_stream(memory.device))
+    with module.stream(side):
+        work()
+    module.current_stream(memory.device).wait_stream(side)
+    graph = module.CUDAGraph()
+    with module.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
+        work()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def avoid_planned_attention(device: torch.device) -> None:
+    """Leave out attention kernels that are planned anew for each length: a plan takes longer than decoding a token."""
+    import torch
+
+    if device.type == CUDA:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def device_count() -> int:

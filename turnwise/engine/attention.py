@@ -21,6 +21,8 @@ from turnwise.engine.batching.kv_cache import Geometry, KVPool
 IMPLEMENTATION = "turnwise"
 _MASK_ELEMENTS = 1 << 23
 """Most elements of one prefill mask; longer pieces are attended in blocks of queries."""
+_LENGTHS = 64
+"""Keys that decoding reads are rounded up to a multiple of this, except on a CPU."""
 
 
 class AttentionPlan(Protocol):
@@ -90,7 +92,7 @@ class GeometryProbe:
 
 
 @dataclass(slots=True)
-class _Masks:
+class Masks:
     """Additive attention masks by sliding window, made on demand."""
 
     positions: torch.Tensor
@@ -129,7 +131,7 @@ class DecodeBlock:
     stop: int
     region: int
     places: torch.Tensor | None
-    masks: _Masks
+    masks: Masks
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class PrefillBlock:
     packed: torch.Tensor
     kept: tuple[torch.Tensor, torch.Tensor]
     fresh: bool
-    masks: _Masks
+    masks: Masks
 
 
 @dataclass(slots=True)
@@ -282,7 +284,7 @@ def _prefill(
         for start in range(0, width, rows):
             masks = block.masks
             if rows < width:
-                masks = _Masks(masks.positions[:, start : start + rows], masks.length, masks.dtype)
+                masks = Masks(masks.positions[:, start : start + rows], masks.length, masks.dtype)
             parts.append(
                 scaled_dot_product_attention(
                     padded[:, :, start : start + rows],
@@ -298,13 +300,18 @@ def _prefill(
 
 
 def decode_block(
-    rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device
+    rows: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    capacity: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> DecodeBlock:
     """Plan the tokens of decoding sequences.
 
     Args:
         rows: Rows in the pool, ascending.
         positions: Position of each token.
+        capacity: Tokens of a row.
         dtype: Of the masks.
         device: Of the masks.
     """
@@ -315,7 +322,11 @@ def decode_block(
         spread = np.zeros(region, dtype=np.int64)
         spread[rows] = positions
         positions = spread
-    masks = _Masks(torch.from_numpy(positions).to(device).unsqueeze(1), int(positions.max()) + 1, dtype)
+    length = int(positions.max()) + 1
+    if not on_cpu(device):
+        # Kernels are chosen, and some are planned, anew for each length.
+        length = min(-(-length // _LENGTHS) * _LENGTHS, capacity)
+    masks = Masks(torch.from_numpy(positions).to(device).unsqueeze(1), length, dtype)
     return DecodeBlock(len(rows), region, places, masks)
 
 
@@ -359,7 +370,7 @@ def prefill_blocks(
                 packed=torch.from_numpy(packed).to(device),
                 kept=(torch.from_numpy(kept).to(device), torch.from_numpy(packed.reshape(-1)[kept]).to(device)),
                 fresh=not starts[chosen].any(),
-                masks=_Masks(torch.from_numpy(starts[chosen][:, None] + steps).to(device), length, dtype),
+                masks=Masks(torch.from_numpy(starts[chosen][:, None] + steps).to(device), length, dtype),
             )
         )
         first += len(chosen)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear
 
-from turnwise.engine.accelerator import chosen, on_cpu, peak_bytes
+from turnwise.engine.accelerator import avoid_planned_attention, chosen, on_cpu, peak_bytes
 from turnwise.engine.attention import (
     IMPLEMENTATION,
     AttentionPlan,
@@ -132,6 +132,7 @@ class CausalLM:
             raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
         AttentionInterface.register(IMPLEMENTATION, attention)
         self.device = chosen(device)
+        avoid_planned_attention(self.device)
         try:
             base, adapters = adapter_chain(path)
             config = AutoConfig.from_pretrained(str(base))
@@ -185,11 +186,25 @@ class CausalLM:
             ).last_hidden_state[0]
             seen: torch.Tensor = self._model.get_output_embeddings()(states[torch.from_numpy(keep).to(self.device)])
             return seen
+        ids, places, kept = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions, keep))
+        return self.logits(ids, places, plan, kept)
+
+    def logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run one packed step of text, all of it on the model's device; return logits [len(keep), vocabulary].
+
+        Args:
+            ids: int64 of shape [T].
+            positions: int64 of shape [T].
+            plan: Attention plan.
+            keep: int64: as in :meth:`forward`; None for all tokens.
+        """
         output = self._model(
-            input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0),
-            position_ids=torch.from_numpy(positions).to(self.device).unsqueeze(0),
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.from_numpy(keep).to(self.device),
+            logits_to_keep=0 if keep is None else keep,
             plan=plan,
         )
         logits: torch.Tensor = output.logits[0]
@@ -326,7 +341,7 @@ class CausalLM:
         index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
         decode, prefills = None, []
         if size == 1 and not whole:
-            decode = decode_block(rows, positions, self.dtype, self.device)
+            decode = decode_block(rows, positions, pool.capacity, self.dtype, self.device)
         else:
             prefills = prefill_blocks(rows, starts, sizes, 0, self.dtype, self.device)
         flat = torch.from_numpy(index.reshape(-1)).to(self.device)

@@ -28,6 +28,7 @@ from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.batching.prompt_images import PromptImages
 from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.sampling import sample
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Logprobs
@@ -93,6 +94,7 @@ class Engine:
         prefix_cache: bool = True,
         weight_version: int = 0,
         tokenizer: Tokenizer | None = None,
+        decode_kernels: DecodeKernels | None = None,
     ) -> None:
         """Create an engine.
 
@@ -107,6 +109,7 @@ class Engine:
             prefix_cache: Whether shared prefixes are reused.
             weight_version: Version of the weights as loaded.
             tokenizer: For stop strings.
+            decode_kernels: Kernels of recorded decoding steps; None for those of the device, if it has any.
         """
         self.model = model
         self.max_context = min(max_context or model.context_length, model.context_length)
@@ -128,6 +131,7 @@ class Engine:
             prefix_cache=prefix_cache,
         )
         self._images = None if model.vision is None else PromptImages(model.vision)
+        self._graphs = DecodeGraphs.of(model, self._cache, max_seqs, decode_kernels)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -237,13 +241,16 @@ class Engine:
             step = self._plan()
             places, targets = self._targets(step)
             keep = np.concatenate([step.keep, places]) if len(places) else step.keep
-            logits = self._forward(step, keep)
+            logits = self._forward(step, keep, plain=not len(places))
             if len(places):
                 self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
             self._advance(step, logits[: len(step.keep)])
         return True
 
-    def _forward(self, step: ModelInput, keep: Slots) -> torch.Tensor:
+    def _forward(self, step: ModelInput, keep: Slots, *, plain: bool) -> torch.Tensor:
+        recorded = self._graphs.logits(step) if self._graphs is not None and plain else None
+        if recorded is not None:
+            return recorded
         if self._images is None:
             return self.model.forward(step.token_ids, step.positions, step.plan, keep)
         positions, placed = self._images.prepare(step, self._roster.seeing)

@@ -270,6 +270,16 @@ def test_tiles_are_equal_and_as_few_as_fit(tokens: int, vocabulary: int, tile_by
     assert tiles == -(-vocabulary // max(1, tile_bytes // (4 * max(1, tokens)))) or columns == vocabulary
 
 
+@given(st.integers(1, 40_000), st.integers(600, 300_000))
+@settings(max_examples=examples(30))
+def test_wide_tiles_are_aligned(tokens: int, vocabulary: int) -> None:
+    """On a GPU: 256 MiB."""
+    columns = tile_columns(tokens, vocabulary, 1 << 28)
+    assert columns == vocabulary or (columns % 64 == 0 and 4 * tokens * columns <= 1 << 28)
+    # Not a tile more than tiles of the largest aligned width take.
+    assert -(-vocabulary // columns) == -(-vocabulary // min(vocabulary, (1 << 28) // (4 * tokens) // 64 * 64))
+
+
 class _Largest(TorchDispatchMode):
     """Remembers how many elements the largest tensor has that any operation made."""
 

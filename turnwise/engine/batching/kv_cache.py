@@ -160,6 +160,14 @@ class KVPool:
                 if start < end:
                     reserved.madvise(mmap.MADV_DONTNEED, start, end - start)
 
+    def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the address of each row in the first layer's keys, and the elements from one layer to the next.
+
+        Values come after the keys of all layers.
+        """
+        data = self._data
+        return data.data_ptr() + rows * (data.stride(2) * data.element_size()), data.stride(1)
+
     def copy_row(self, row: int, source: KVPool, source_row: int, tokens: int) -> None:
         """Copy the first ``tokens`` keys and values of a row, of this pool or another."""
         self._data[:, :, row, :, :tokens].copy_(source._data[:, :, source_row, :, :tokens])

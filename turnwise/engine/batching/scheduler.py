@@ -88,7 +88,7 @@ def build_model_input(
         start, stop = int(begins[first]), int(ends[last - 1])
         pool = cache.pools[int(pools[first])]
         decode, prefills = _blocks(
-            cache.row_of[slots[first:last]], starts[first:last], sizes[first:last], dtype, device
+            cache.row_of[slots[first:last]], starts[first:last], sizes[first:last], pool.capacity, dtype, device
         )
         parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
     complete = starts + sizes == cache.length[slots]
@@ -107,12 +107,13 @@ def _blocks(
     rows: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
+    capacity: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[DecodeBlock | None, list[PrefillBlock]]:
     """Plan one pool's tokens; decoding sequences come first, in order of their rows."""
     count = int((sizes == 1).sum())
-    decode = decode_block(rows[:count], starts[:count], dtype, device) if count else None
+    decode = decode_block(rows[:count], starts[:count], capacity, dtype, device) if count else None
     return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)
 
 

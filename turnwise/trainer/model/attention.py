@@ -49,7 +49,7 @@ def flex_tree_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap),
+        score_mod=None if softcap is None else _capped(softcap, query.device),
         block_mask=block_mask(layout, window),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -65,9 +65,13 @@ def flex_tree_attention(
     return kept_out
 
 
-def _capped(softcap: float) -> Callable[..., Tensor]:
+@cache
+def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
+    # A number that a compiled function closes over becomes a symbol there, which flex attention's kernels do not take.
+    cap = torch.tensor(softcap, device=device)
+
     def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     return capped
 

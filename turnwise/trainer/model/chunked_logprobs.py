@@ -25,6 +25,7 @@ HELD_BYTES = 1 << 26
 # Where they are larger: on a CPU the passes over a tile have to find it in the cache, elsewhere few calls are better.
 _TILE_BYTES = 1 << 22
 _TILE_BYTES_ELSEWHERE = 1 << 28
+_ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,12 @@ def score_states(
 def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
     """Return the ids per tile of the vocabulary: as few and as equal tiles as possible."""
     most = max(1, tile_bytes // (4 * max(1, tokens)))
+    # Matrix kernels of a GPU take odd widths at a third of their speed.
+    unit = _ALIGNED if most >= 8 * _ALIGNED else 1
+    most -= most % unit
     tiles = -(-vocabulary // most)
-    return -(-vocabulary // tiles)
+    columns = -(-vocabulary // tiles)
+    return min(-(-columns // unit) * unit, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

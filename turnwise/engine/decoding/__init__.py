@@ -1,0 +1,1 @@
+"""Decoding steps that are recorded once and repeated by a GPU."""
