@@ -106,6 +106,7 @@ def turns_of(tree: Sequence[Grown]) -> tuple[list[TreeTurn], list[BranchPoint]]:
     forks = Counter((grown.parent, grown.point.turn) for grown in tree if grown.point is not None)
     turns: list[TreeTurn] = []
     points: list[BranchPoint] = []
+    ways = _ways(tree)
     for branch, grown in enumerate(tree):
         sessions = grown.episode.sessions
         sampled = {name: _sampled(session) for name, session in sessions.items()}
@@ -125,10 +126,23 @@ def turns_of(tree: Sequence[Grown]) -> tuple[list[TreeTurn], list[BranchPoint]]:
                     tool_calls=int(sum(measured.get(each, {}).get("tool_calls", 0) for each in after)),
                     tool_errors=int(measured.get((name, turn_id), {}).get("tool_errors", 0)),
                     forks=forks[branch, turn_id],
+                    rewards=tuple(total for way, total in ways if _passes(way, point)),
                 )
             )
             points.append(point)
     return turns, points
+
+
+def _ways(tree: Sequence[Grown]) -> list[tuple[dict[str, tuple[str, ...]], float]]:
+    """Return the turns of each branch by session, those before its fork included, and its reward."""
+    names = list(dict.fromkeys(name for grown in tree for name in grown.episode.sessions))
+    paths = {name: branch_paths([_branch(grown, name) for grown in tree]) for name in names}
+    totals = [sum(event.value for event in events) for events in _events(tree)]
+    return [({name: paths[name][branch] for name in names}, total) for branch, total in enumerate(totals)]
+
+
+def _passes(way: dict[str, tuple[str, ...]], point: BranchPoint) -> bool:
+    return all(way[name][: len(turns)] == turns for name, turns in point.turns.items() if turns)
 
 
 def _sampled(session: Session) -> dict[str, Segment]:

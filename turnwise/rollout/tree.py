@@ -29,6 +29,7 @@ class TreeTurn:
         tool_calls: Tool calls that its branch made in it and after it.
         tool_errors: Tool calls of the turn that failed.
         forks: Branches that begin at it already.
+        rewards: Rewards of the ways through the episode that pass the state before it.
     """
 
     branch: int
@@ -40,6 +41,22 @@ class TreeTurn:
     tool_calls: int
     tool_errors: int
     forks: int = 0
+    rewards: tuple[float, ...] = ()
+
+    @property
+    def value(self) -> float:
+        """The mean of :attr:`rewards`: an estimate of the value of the state before the turn; 0 without any."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+
+    def uncertainty(self, more: int = 0) -> float:
+        """Return the squared standard error of :attr:`value`, as it were after ``more`` samples of equal variance.
+
+        The variance of the rewards by their number: 0 while all are equal.
+        """
+        if not self.rewards:
+            return 0.0
+        variance = sum((reward - self.value) ** 2 for reward in self.rewards) / len(self.rewards)
+        return variance / (len(self.rewards) + more)
 
 
 Chooser: TypeAlias = Callable[[Sequence[TreeTurn], int, random.Random], Sequence[int]]
@@ -92,11 +109,30 @@ def failed_tool_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random
     return [failed[index] for index in random_turns([turns[each] for each in failed], count, draw)]
 
 
+def undecided_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    """Return the turns before which the value is least certain, each fork counting as one more sample of it.
+
+    While a state has been passed once, nothing is known of how its continuations differ: the first round, and what is
+    left of a later one where all rewards are equal, is drawn as :func:`random_turns` does.
+    """
+    chosen: list[int] = []
+    picked = [0] * len(turns)
+    while len(chosen) < count:
+        claims = [turn.uncertainty(picked[index]) for index, turn in enumerate(turns)]
+        index = max(range(len(turns)), key=claims.__getitem__, default=-1)
+        if index < 0 or claims[index] <= 0:
+            break
+        picked[index] += 1
+        chosen.append(index)
+    return chosen + random_turns(turns, count - len(chosen), draw)
+
+
 CHOOSERS: Final[dict[str, Chooser]] = {
     "random": random_turns,
     "every_turn": every_turn,
     "entropy": uncertain_turns,
     "tool_error": failed_tool_turns,
+    "value": undecided_turns,
 }
 """The choices of turns that have a name."""
 
@@ -106,8 +142,9 @@ class TreeConfig(BaseModel):
 
     Attributes:
         branches: Forks of an episode; so many ways through it besides the first.
-        where: The turns that are sampled again: ``random``, ``every_turn``, ``entropy``, ``tool_error``, or
-            ``pkg.module:function`` (called with turns, number of branches and a random generator; returns indices).
+        where: The turns that are sampled again: ``random``, ``every_turn``, ``entropy``, ``tool_error``,
+            ``value``, or ``pkg.module:function`` (called with turns, number of
+            branches and a random generator; returns indices).
         rounds: Rounds in which the branches are grown; a later one may fork what an earlier one has grown.
         max_tokens: Sampled tokens of an episode with its branches; a branch that would exceed it, judged by what its
             original sampled from there on, is not grown.

@@ -414,8 +414,10 @@ async def test_a_custom_choice_is_checked() -> None:
     assert "must return at most as many indices" in str(outcome.error)
 
 
-def turn(number: int, *, entropy: float = 0.0, errors: int = 0, forks: int = 0) -> TreeTurn:
-    return TreeTurn(0, f"t{number}", "main", number, 1, entropy, 0, errors, forks)
+def turn(
+    number: int, *, entropy: float = 0.0, errors: int = 0, forks: int = 0, rewards: tuple[float, ...] = ()
+) -> TreeTurn:
+    return TreeTurn(0, f"t{number}", "main", number, 1, entropy, 0, errors, forks, rewards)
 
 
 def test_choices() -> None:
@@ -429,6 +431,41 @@ def test_choices() -> None:
     assert CHOOSERS["tool_error"](turns, 2, draw) == [1, 1]
     assert CHOOSERS["tool_error"](turns[:1], 2, draw) == []
     assert all(CHOOSERS[name]([], 3, draw) == [] for name in CHOOSERS)
+
+
+def test_the_value_that_is_least_certain_is_sampled_next() -> None:
+    draw = random.Random(0)
+    # Squared standard errors: 0, 0.25 / 2, (2 / 9) / 3; a fork of the second makes it 0.25 / 3, and another 0.25 / 4.
+    turns = [turn(0, rewards=(1.0, 1.0)), turn(1, rewards=(0.0, 1.0)), turn(2, rewards=(0.0, 0.0, 1.0))]
+    assert [each.value for each in turns] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert CHOOSERS["value"](turns, 4, draw) == [1, 1, 2, 1]
+    # Nothing is known of the differences: drawn.
+    alike = [turn(0, rewards=(1.0,)), turn(1, rewards=(1.0,)), turn(2)]
+    assert sorted(CHOOSERS["value"](alike, 3, draw)) == [0, 1, 2]
+
+
+SEEN: list[list[TreeTurn]] = []
+
+
+def looks(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    SEEN.append(list(turns))
+    return CHOOSERS["value"](turns, count, draw)
+
+
+async def test_turns_know_the_rewards_of_the_ways_that_pass_them() -> None:
+    SEEN.clear()
+    outcome, _ = await play(branches=9, rounds=3, where=f"{__name__}:looks")
+    assert outcome.error is None
+    [trajectory] = outcome.trajectories
+    paths = branch_paths(trajectory.branches)
+    totals = [sum(each.values()) for each in trajectory.branch_rewards()]
+    assert len(SEEN) == 3
+    for turns, count in zip(SEEN, (1, 4, 7), strict=True):
+        for each in turns:
+            before = paths[each.branch][: paths[each.branch].index(each.turn_id)]
+            ways = [total for path, total in zip(paths[:count], totals, strict=False) if path[: len(before)] == before]
+            assert sorted(each.rewards) == sorted(ways)
+    assert any(turn.uncertainty() > 0 for turn in SEEN[-1])
 
 
 def test_a_fork_of_a_session_that_has_no_such_turn() -> None:
