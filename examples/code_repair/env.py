@@ -42,6 +42,10 @@ class Bench:
         self._worker: SandboxProcess | None = None
         self._rest = b""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bench:
+        """Return the bench of a fork: in the fork's sandbox, which has the files and no process."""
+        return Bench(memo[id(self._sandbox)])
+
     async def start(self) -> None:
         """Start the worker; the first run waits for it."""
         self._worker = await self._sandbox.spawn(["python3", "-I", "-S", "-c", WORKER])

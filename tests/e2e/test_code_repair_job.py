@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,20 @@ def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
     rows = [each for each in lines(run / "trajectories.twz") if each["error"] is None]
     assert {reward[1] for each in rows for reward in each["rewards"]} <= {"solved", "errors"}
     assert audit_files(run).contradictions == []
+    bisects(run, rows)
+
+
+def bisects(run: Path, rows: list[dict[str, Any]]) -> None:
+    """An episode that failed is won from one of its turns by the trained model; where it was lost is named."""
+    failed = next(
+        each for each in rows if "step-0-sampled" in each["id"] and not any(value for _, _, value in each["rewards"])
+    )
+    [checkpoint] = (run / "checkpoints").glob("step_*")
+    command = [sys.executable, "-m", "turnwise", "bisect", str(run), failed["id"], "--model", str(checkpoint), "--json"]
+    done = run_command(command, check=False, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert (found["episode_id"], found["failed"]) == (failed["episode_id"], 0)
+    assert all(len(turn["rewards"]) == 4 for turn in found["turns"])
+    assert max(reward for turn in found["turns"] for reward in turn["rewards"]) == 1.0
+    assert f"The episode was lost at turn {found['decisive']}" in found["verdict"]

@@ -397,6 +397,8 @@ class EpisodeRunner:
             # What a branch sampled that failed for good is in the session, and in none of these.
             run.branches = fold(tree)
         refusals = sum(grown.record.refusals for grown in tree)
+        if refusals and len(tree) == 1:
+            run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", tree[0].record.refused)
         counts = {"tree/branches": len(tree), "tree/refusals": refusals}
         run.metrics |= {name: float(count) for name, count in counts.items()}
 

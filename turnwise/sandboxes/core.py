@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Final, Self, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 from turnwise.sandboxes.forwarding import PortForwarding
 
@@ -153,6 +153,17 @@ class Capabilities:
 
 class SandboxProcess(ABC):
     """A running command with interactive input and output; its two output streams are merged in order."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse a copy, as of an environment that is forked: a fork of a sandbox has its files, and no process.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a process of a sandbox cannot be copied: start it when it is next used, and leave it out of the copy of "
+            "what holds it (__deepcopy__)"
+        )
 
     @abstractmethod
     async def write(self, data: bytes) -> None:

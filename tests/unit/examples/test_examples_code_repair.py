@@ -126,6 +126,23 @@ async def test_programs_cannot_answer_for_their_tests() -> None:
         await invoke(env, "close")
 
 
+async def test_a_fork_has_a_worker_of_its_own() -> None:
+    env, task = of("CodeRepair")(), row()
+    find, replace = task.data["fix"]
+    await invoke(env, "reset", task)
+    assert await said(env, "run_tests") == task.data["failure"]
+    fork = await invoke(env, "fork")
+    try:
+        assert await said(fork, "edit", find=find, replace=replace) == "all passed"
+        assert await said(env, "view") == task.data["file"]
+        assert await said(env, "edit", find=find, replace=find) == task.data["failure"]
+        assert (await final(fork))["solved"] == 1.0
+        assert (await final(env))["solved"] == 0.0
+    finally:
+        await invoke(fork, "close")
+        await invoke(env, "close")
+
+
 async def test_what_the_tests_tell_can_be_kept_back() -> None:
     task = row()
     find, replace = task.data["fix"]

@@ -31,6 +31,7 @@ from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
+from turnwise.sandboxes import SandboxProcess
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Branch, Trajectory, branch_paths, to_samples
@@ -402,6 +403,32 @@ def test_a_group_reward_and_agents_elsewhere_know_no_branches() -> None:
     for other in ({"group_reward": "rank_by"}, {"remote": {"key_file": "key"}}):
         with pytest.raises(ValueError, match="tree, but"):
             RolloutConfig.model_validate({"env": {"name": "test-tally"}, "tree": {"branches": 2}, **other})
+
+
+class Holding(Tally):
+    """Holds what no fork may have a copy of."""
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.process = HeldProcess()
+        return super().reset(task, seed=seed)
+
+
+class HeldProcess(SandboxProcess):
+    write = read = close_stdin = interrupt = kill = wait = None  # type: ignore[assignment]
+
+
+register("test-tally-holding", Holding)
+
+
+async def test_why_nothing_could_be_forked_is_noted() -> None:
+    outcome, _ = await play(env="test-tally-holding")
+    assert outcome.error is None
+    [trajectory] = outcome.trajectories
+    assert trajectory.metrics["tree/refusals"] > 0
+    notes = [each["tree/failed"] for each in trajectory.turn_notes.values() if "tree/failed" in each]
+    assert len(notes) == 1
+    assert "'process' holds" in notes[0]
+    assert "a process of a sandbox cannot be copied: start it when it is next used" in notes[0]
 
 
 def picks_too_many(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
