@@ -59,5 +59,5 @@ def bisects(run: Path, rows: list[dict[str, Any]]) -> None:
     found = json.loads(done.stdout)
     assert (found["episode_id"], found["failed"]) == (failed["episode_id"], 0)
     assert all(len(turn["rewards"]) == 4 for turn in found["turns"])
-    assert max(reward for turn in found["turns"] for reward in turn["rewards"]) == 1.0
+    assert max(reward for turn in found["turns"] for reward in turn["rewards"]) >= 0.7
     assert f"The episode was lost at turn {found['decisive']}" in found["verdict"]
