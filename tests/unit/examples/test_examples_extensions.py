@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from support.chat.model_dirs import Family, write_model_dir
+from support.chat.model_dirs import Family, renderer_for, write_model_dir
 from turnwise import plugins
 from turnwise.chat.formats import FORMATS, find_format, register_format
 from turnwise.chat.renderer import load_renderer, save_format
@@ -35,7 +36,7 @@ from turnwise.tasks.mix import load_mix
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.weight_sync import TRANSPORTS, open_transport
 from turnwise.trajectory import Trajectory
-from turnwise.types import ToolSchema
+from turnwise.types import ToolSchema, as_ids
 
 FOLDER = Path(__file__).parents[3] / "examples" / "extensions"
 FORMAT = f"{FOLDER}/chat_format.py:Brackets"
@@ -119,8 +120,8 @@ async def test_a_chat_format_records_an_episode_token_by_token(model: Path, name
 )
 def test_what_a_model_may_write_in_it(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
     renderer = load_renderer(model, format=FORMAT)
-    ids = [*renderer.encode(text), min(renderer.stop_ids)]
-    found = renderer.parse(np.array(ids, np.int32), np.array([], np.int32), [LOOKUP]).get("tool_calls") or []
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(f"{text}<|im_end|>", add_special_tokens=False).ids
+    found = renderer.parse(as_ids(ids), as_ids([]), [LOOKUP]).get("tool_calls") or []
     assert [(each.name, each.arguments) for each in found] == [(name, arguments) for name, arguments, _ in calls]
     for each, (_, _, error) in zip(found, calls, strict=True):
         assert (each.error is None) == (error is None)
@@ -146,12 +147,14 @@ def test_a_format_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(CHOSEN, "ext_brackets")
     assert load_extensions() == ["ext_brackets"]
     assert find_format("brackets").__module__ == "ext_brackets"
-    with pytest.raises(RegistryError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):
+    with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):
         find_format(FORMAT)
-    with pytest.raises(RegistryError, match=r"'bracket' is unknown; did you mean 'brackets'\? allowed: auto, hermes"):
+    with pytest.raises(
+        RegistryError, match=r"'bracket' is unknown \(did you mean 'brackets'\?\); allowed: auto, hermes"
+    ):
         find_format("bracket")
     with pytest.raises(RegistryError, match="does not derive from"):
-        find_format(f"{FOLDER}/chat_format.py:ToolCall")
+        find_format("ext_brackets:ToolCall")
 
 
 ISOLATION = "landlock" if landlock.version() else "plain"
@@ -176,12 +179,9 @@ async def test_a_sandbox_backend_keeps_the_contract_and_logs_an_episode(tmp_path
     report.raise_for_failures()
     assert len(report.outcomes) >= len(QUICK)
     log = tmp_path / "episode.jsonl"
-    from support.chat.model_dirs import renderer_for
-
     config = RolloutConfig(env=SpecConfig(name="terminal", config={"twins": False}), sandbox=logged(log))
     task = Task("csv-merge", "", {"folder": "shipped:csv-merge"})
-    lines = [{"role": "assistant", "content": "", "tool_calls": []}, "Nothing more."]
-    client = ScriptedClient(renderer_for("qwen3"), lines)
+    client = ScriptedClient(renderer_for("qwen3"), ["Nothing."])
     with ThreadPoolExecutor(2) as executor:
         runner = EpisodeRunner(config, client, renderer_for("qwen3"), context_length=100_000, executor=executor)
         await runner.prepare()

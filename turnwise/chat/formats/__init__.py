@@ -64,7 +64,7 @@ def find_format(name: str) -> type[ChatFormat]:
         return FORMATS[name]
     if ":" not in name:
         close = difflib.get_close_matches(name, FORMATS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise RegistryError(
             f"format: {name!r} is unknown{hint}; allowed: auto, {', '.join(FORMATS)}, or a custom one as pkg.mod:Class"
         )
