@@ -70,7 +70,8 @@ def find_format(name: str) -> type[ChatFormat]:
         )
     found: Any = load_object(name, "chat format")
     # A checkpoint names its format by its own name.
-    return register_format(found)
+    made: type[ChatFormat] = register_format(found)
+    return made
 
 
 __all__ = ["FORMATS", "Block", "ChatFormat", "Parsed", "Probe", "TurnText", "find_format", "register_format"]
