@@ -502,11 +502,16 @@ async def _watched(
     return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
 
 
-async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack, limit: AdaptiveLimit | None) -> ServedModel:
+async def _model(
+    config: EvalConfig, folder: Path, stack: AsyncExitStack, limit: AdaptiveLimit | None, console: Console
+) -> ServedModel:
     if config.hosted is not None:
         endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key(), limit)
-        return ServedModel(HostedClient(endpoint, model=config.hosted.model))
-    return await open_model(config.inference, config.directory, config.urls, folder / "logs", stack)
+        model = ServedModel(HostedClient(endpoint, model=config.hosted.model))
+    else:
+        model = await open_model(config.inference, config.directory, config.urls, folder / "logs", stack)
+    _follow(limit, model.client, console, stack)
+    return model
 
 
 async def open_model(
