@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +13,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from support.chat.model_dirs import renderer_for
+from support.chat.model_dirs import model_dir, renderer_for
 from support.envs.sandboxed_episodes import fenced
 from support.envs.swe_episodes import task as swe_row
+from turnwise.cli import main
+from turnwise.config import dump_config
 from turnwise.envs import SANDBOX_VARIES, ToolEnv
 from turnwise.envs.core import schemas
 from turnwise.envs.library.code import problem_of, tasks
 from turnwise.envs.library.terminal import read_folder
+from turnwise.envs.library.terminal import tasks as terminal_tasks
 from turnwise.envs.registration import make
 from turnwise.envs.solution import tool_call
 from turnwise.errors import ConfigError
+from turnwise.evaluation import EvalConfig
 from turnwise.evaluation.replay.replay import Variance, replay
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -29,6 +35,7 @@ from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 
 ISOLATION = "landlock" if landlock.version() else "plain"
 SANDBOX = SandboxConfig(config={"isolation": ISOLATION, "unsafe": ISOLATION == "plain"})
@@ -36,7 +43,7 @@ SANDBOX = SandboxConfig(config={"isolation": ISOLATION, "unsafe": ISOLATION == "
 COMMANDS = (
     "pwd; ls -la; date; date +%s; date -Iseconds; mktemp -d",
     "python3 -c 'import tempfile; print(tempfile.mkdtemp(), set(\"abcdef\"), object())'; python3 missing.py",
-    "echo 'def test_it(): assert 1 + 1 == 2' > test_it.py; python3 -m pytest -q test_it.py; time true; rm test_it.py",
+    "export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1; echo 'def test_it(): pass' > test_it.py; python3 -m pytest -q test_it.py; time true; rm test_it.py",
     "mkdir own; cd own; git init -q; git -c user.name=a -c user.email=a@b.c commit --allow-empty -m one; git log",
     "cd ..; rm -rf own .pytest_cache; sleep 0.01 & wait",
 )
@@ -174,3 +181,28 @@ async def test_what_varies_is_a_regular_expression() -> None:
     recorded = await record(configured("code", arguments), task, lines)
     with pytest.raises(ConfigError, match=r"varies\['clock'\] is '\(': it must be a regular expression"):
         await replay(recorded, {task.id: task}, configured(f"{__name__}:Unusable", {}), renderer_for("qwen3"))
+
+
+async def test_the_command_says_what_varied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = next(each for each in terminal_tasks() if each.id == "broken-build")
+    config = configured("terminal", {"twins": False})
+    recorded = await record(config, task, explored(shell("cat build.sh"), commands=COMMANDS[:1]))
+    evaluation = EvalConfig(model=model_dir("qwen3"), rollout=config, samples=1, greedy=False)
+    (tmp_path / "config.yaml").write_text(dump_config(evaluation))
+    writer = TrajectoryWriter(tmp_path / TRAJECTORIES)
+    for each in recorded:
+        writer.write(each)
+    writer.close()
+
+    def replayed(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", str(tmp_path), *words])
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    code, printed = await asyncio.to_thread(replayed)
+    assert code == 0, printed
+    assert "varied, as the environment says: temporary name in 1 messages" in printed
+    assert "1 episodes replayed, 0 diverge" in printed
+    code, printed = await asyncio.to_thread(replayed, "--strict", "--json")
+    found = json.loads(printed)
+    assert (code, found["episodes"], len(found["divergences"]), found["varied"]) == (1, 1, 1, {})

@@ -28,8 +28,8 @@ _JSON = ((b"content-type", b"application/json"),)
 _SHOWN = 300
 _MOST_RETRIES, _FAULT_RETRIES = 20, 3
 """Of requests that come too soon, and of other failures of an endpoint."""
-_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
-"""Where the endpoint does not say how long to wait: doubled with each retry."""
+_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 30.0
+"""The least wait before a retry, doubled with each, whatever the endpoint says; it may say more."""
 _UNKNOWN = ("top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
@@ -139,7 +139,7 @@ class HostedClient(LLMClient):
             if number >= most or not (status in OVERLOADED or status >= 500):
                 break
             grown = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**number)
-            await asyncio.sleep((grown if wait is None else wait) * random.uniform(1.0, 1.25))
+            await asyncio.sleep(max(wait or 0.0, grown) * random.uniform(1.0, 1.25))
         return status, raw
 
 
