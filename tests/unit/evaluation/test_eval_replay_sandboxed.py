@@ -43,7 +43,8 @@ SANDBOX = SandboxConfig(config={"isolation": ISOLATION, "unsafe": ISOLATION == "
 COMMANDS = (
     "pwd; ls -la; date; date +%s; date -Iseconds; mktemp -d",
     "python3 -c 'import tempfile; print(tempfile.mkdtemp(), set(\"abcdef\"), object())'; python3 missing.py",
-    "export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1; echo 'def test_it(): pass' > test_it.py; python3 -m pytest -q test_it.py; time true; rm test_it.py",
+    "echo 'def test_it(): pass' > test_it.py; PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -m pytest -q test_it.py; "
+    "time true; rm test_it.py",
     "mkdir own; cd own; git init -q; git -c user.name=a -c user.email=a@b.c commit --allow-empty -m one; git log",
     "cd ..; rm -rf own .pytest_cache; sleep 0.01 & wait",
 )
