@@ -132,18 +132,18 @@ def test_files_are_counted_by_folder_and_in_all() -> None:
 
     assert broken("folders are not too full", tree(15, "a")) == ["turnwise/a/: 15 Python files, at most 14"]
     assert broken("folders are not too full", tree(14, "a")) == []
-    assert broken("files are not too many", tree(428, "a")) == []
-    assert broken("files are not too many", tree(500, "envs/library")) == []
-    assert broken("files are not too many", tree(429, "a")) == [
-        "outside turnwise/envs/library/: 429 files, at most 428"
+    assert broken("files are not too many", tree(429, "a")) == []
+    assert broken("files are not too many", tree(501, "envs/library")) == []
+    assert broken("files are not too many", tree(430, "a")) == [
+        "outside turnwise/envs/library/: 430 files, at most 429"
     ]
-    assert broken("files are not too many", tree(501, "envs/library")) == ["turnwise/: 501 files, at most 500"]
+    assert broken("files are not too many", tree(502, "envs/library")) == ["turnwise/: 502 files, at most 501"]
 
 
 def test_lines_are_counted() -> None:
-    assert broken("lines are not too many", files(a="\n" * 59_000, b="\n" * 59_000)) == []
-    over = files(a="\n" * 59_000, b="\n" * 59_001)
-    assert broken("lines are not too many", over) == ["turnwise/: 118001 lines, at most 118000"]
+    assert broken("lines are not too many", files(a="\n" * 59_350, b="\n" * 59_350)) == []
+    over = files(a="\n" * 59_350, b="\n" * 59_351)
+    assert broken("lines are not too many", over) == ["turnwise/: 118701 lines, at most 118700"]
 
 
 def test_cycles_are_found() -> None:

@@ -186,20 +186,26 @@ def replay(
     ],
     number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Only the newest N episodes.")] = None,
     task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Compare what the environment says varies (times, paths), too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
     from turnwise.evaluation.replay.replay import replay_run
 
-    found = replay_run(source, number=number, task=task)
+    found = replay_run(source, number=number, task=task, strict=strict)
     if as_json:
         differing = [each.to_json() for each in found.divergences]
-        typer.echo(json.dumps({"episodes": found.episodes, "divergences": differing, "left_out": found.left_out}))
+        counts = {"episodes": found.episodes, "left_out": found.left_out, "varied": found.varied}
+        typer.echo(json.dumps({**counts, "divergences": differing}))
     else:
         for each in found.divergences:
             typer.secho(str(each), fg="red")
         for reason, count in found.left_out.most_common():
             typer.echo(f"left out: {count} episodes, {reason}")
+        for name, count in found.varied.most_common():
+            typer.echo(f"varied, as the environment says: {name} in {count} messages")
         typer.echo(f"{found.episodes} episodes replayed, {len(found.divergences)} diverge")
     if found.divergences or not found.episodes:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from turnwise.envs.core import Env, Solution, StepResult, as_messages, invoke, s
 from turnwise.envs.demonstrations import conversation, solved_conversation
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
+from turnwise.envs.results import SANDBOX_VARIES
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.envs.tool_env import ToolEnv
@@ -19,6 +20,7 @@ from turnwise.envs.wrappers import (
 )
 
 __all__ = [
+    "SANDBOX_VARIES",
     "CheckReport",
     "Env",
     "EnvSpec",

@@ -172,6 +172,8 @@ class Env(Sandboxed):
         forks: How :meth:`fork` works: ``copy`` by a deep copy of the attributes, ``replay`` by taking the episode's
             actions again in a new environment; None: it does not.
         fork_shares: Names of attributes that forks share: what no episode changes (a corpus, a table), or may not copy.
+        varies: Regular expressions, by a name, of parts of messages that differ between episodes with equal seeds and
+            actions (the clock, a temporary path); a replay compares the rest, and counts where they differed.
     """
 
     tools: Sequence[Any] = ()
@@ -187,6 +189,7 @@ class Env(Sandboxed):
     conversation: Sequence[Message] = ()
     forks: ClassVar[Literal["copy", "replay"] | None] = "copy"
     fork_shares: ClassVar[Collection[str]] = ()
+    varies: ClassVar[Mapping[str, str]] = {}
     uncopied: ClassVar[frozenset[str]] = frozenset({"pending_score", "conversation", "_in_use", "_script"})
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 

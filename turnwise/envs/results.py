@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from turnwise.errors import EnvError, shown
 from turnwise.types import Message, Role, StopReason
@@ -17,6 +17,25 @@ AgentRewards: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
 """Rewards by agent: a number, or named parts."""
 
 _ROLES = frozenset(get_args(Role))
+
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+SANDBOX_VARIES: Final[Mapping[str, str]] = {
+    "time": rf"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? {_MONTH} +\d+ \d\d:\d\d:\d\d (?:[A-Z]+ )?\d{{4}}(?: [+-]\d{{4}})?"
+    rf"|\b{_MONTH} [ \d]\d (?:\d\d:\d\d| \d{{4}})(?= )"
+    r"|\b20\d\d-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z| ?[+-]\d\d:?\d\d)?"
+    r"|\b1[7-9]\d{8}(?:\.\d+)?\b",
+    "duration": r"(?<=\bin )\d+\.\d+ ?s\b|(?m:^(?:real|user|sys)\t\d+m\d+\.\d+s$)"
+    r"|(?m:^\d+\.\d\ds (?=call|setup|teardown))",
+    "folder": r"(?:/[\w.-]+)*/turnwise-\d+-\d+-\d+-\d+\b",
+    "temporary name": r"\btmp(?:\.[A-Za-z0-9]{10}|[a-z0-9_]{8})(?![A-Za-z0-9])",
+    "address": r"(?<=\bat )0x[0-9a-f]{6,16}\b",
+    "process": r"(?m:^\[\d+\] \d+$)",
+    "commit": r"(?m:^commit [0-9a-f]{40}\b|^[0-9a-f]{7,40}(?= )|(?<= )[0-9a-f]{7,40}(?=\] )"
+    r"|(?<=HEAD is now at )[0-9a-f]{7,40})",
+}
+"""What commands in a sandbox print that no seed decides, for :attr:`turnwise.Env.varies`: the clock, durations of test
+runners and of ``time``, the folder of a sandbox without namespaces, names of temporary files, addresses of objects,
+processes in the background, ids of new commits."""
 
 
 class Remark(str):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -142,6 +142,8 @@ class EvalConfig(EvalPlan):
             every turn; ``null`` leaves only the context limit. A hosted endpoint has its own limit instead.
         renderer: Chat template and format.
         inference: How the model is served.
+        concurrency: ``auto``: how many episodes run at the same time follows what the endpoint or the servers take, up
+            to ``rollout.concurrency``; None: always so many.
         budget: What it may spend. The same command with a larger one continues it.
         prices: What its tokens cost, for ``budget.money`` and the cost in the summary.
         out: Output directory of trajectories, ledger and summary; by default a new one in ``runs/``.
@@ -154,6 +156,7 @@ class EvalConfig(EvalPlan):
     rollout: RolloutConfig
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
+    concurrency: Literal["auto"] | None = None
     budget: EvalBudget = EvalBudget()
     prices: TokenPrices | None = None
     out: ConfigPath | None = None

@@ -65,6 +65,7 @@ _FREE = (
     ("url",),
     ("budget",),
     ("prices",),
+    ("concurrency",),
     ("rollout", "concurrency"),
     ("rollout", "retries"),
     ("out",),

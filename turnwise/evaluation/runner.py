@@ -24,6 +24,7 @@ from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.gateway.concurrency import AdaptiveLimit, follow_queues
 from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.gateway.proxy.client import HostedClient
@@ -125,10 +126,12 @@ class EvalProgress:
         requests: Sequence[RolloutRequest],
         *,
         restored: int = 0,
+        limit: AdaptiveLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with ``restored`` episodes that earlier processes finished."""
+        """Begin with ``restored`` episodes that earlier processes finished; ``limit`` is shown."""
         self._restored = restored
+        self._limit = limit
         self.total = sum(request.group_size for request in requests)
         self._plan = plan
         self._requests = list(requests)
@@ -214,14 +217,21 @@ class EvalProgress:
         )
         with Progress(*columns, console=console, transient=True) as bars:
             bar = bars.add_task("evaluating", total=self.total)
-            self._show = lambda: bars.update(bar, completed=self.ended, description=f"success {self._share}")
+            self._show = lambda: bars.update(
+                bar, completed=self.ended, description=f"success {self._share}{self._at_a_time}"
+            )
             yield
 
     def __str__(self) -> str:
         elapsed = _clock_time(self._clock() - self._started)
         left = self.time_left
         rest = "" if left is None else f", about {_clock_time(left)} left"
-        return f"{self.ended} of {self.total} episodes, success {self._share}, {elapsed} elapsed{rest}"
+        shown = f"{self.ended} of {self.total} episodes, success {self._share}{self._at_a_time}"
+        return f"{shown}, {elapsed} elapsed{rest}"
+
+    @property
+    def _at_a_time(self) -> str:
+        return "" if self._limit is None else f", {self._limit}"
 
     @property
     def _share(self) -> str:
@@ -409,7 +419,8 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         console.print(f"{folder}: {finished.restored} episodes are finished; the others are rolled out", soft_wrap=True)
     async with AsyncExitStack() as stack:
         stack.callback(finished.close)
-        model = await _model(config, folder, stack)
+        limit = AdaptiveLimit(config.rollout.concurrency) if config.concurrency == "auto" else None
+        model = await _model(config, folder, stack, limit, console)
         # The ledger closes the client too, and marks its end: nothing is in flight any more. Hosted endpoints return
         # text, so there are no tokens to record.
         policies = config.rollout.frozen
@@ -429,7 +440,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         spending = Spending(config.budget, config.prices)
         if finished.restored:
             spending.add_file(folder / TRAJECTORIES)
-        progress = EvalProgress(config, eval_requests(config, loaded.tasks), restored=finished.restored)
+        progress = EvalProgress(config, eval_requests(config, loaded.tasks), restored=finished.restored, limit=limit)
 
         def write(trajectory: Trajectory) -> None:
             finished.write(trajectory)
@@ -441,6 +452,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         parts = RolloutParts(
             renderer, run_part=str(finished.part), write=write, finished=finished, recover=recover,
             policies=frozen.policies, custom=config.custom, notify=console.print,
+            slots=None if limit is None else limit.episodes,
         )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
@@ -451,6 +463,20 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         # Before anything is closed: a second interrupt does not lose it.
         result.write(folder)
         return result
+
+
+def _follow(limit: AdaptiveLimit | None, client: LLMClient, console: Console, stack: AsyncExitStack) -> None:
+    """Adapt a limit to the queues of servers until the stack closes, which then prints it."""
+
+    def say(text: str) -> None:
+        console.print(Text(text, style="dim"), soft_wrap=True)
+
+    if limit is None:
+        return
+    stack.callback(lambda: say(f"concurrency: {limit}"))
+    if isinstance(client, HTTPClient):
+        following = asyncio.ensure_future(follow_queues(limit, lambda: client.urls, say))
+        stack.callback(following.cancel)
 
 
 async def _watched(
@@ -476,11 +502,16 @@ async def _watched(
     return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
 
 
-async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> ServedModel:
+async def _model(
+    config: EvalConfig, folder: Path, stack: AsyncExitStack, limit: AdaptiveLimit | None, console: Console
+) -> ServedModel:
     if config.hosted is not None:
-        endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
-        return ServedModel(HostedClient(endpoint, model=config.hosted.model))
-    return await open_model(config.inference, config.directory, config.urls, folder / "logs", stack)
+        endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key(), limit)
+        model = ServedModel(HostedClient(endpoint, model=config.hosted.model))
+    else:
+        model = await open_model(config.inference, config.directory, config.urls, folder / "logs", stack)
+    _follow(limit, model.client, console, stack)
+    return model
 
 
 async def open_model(

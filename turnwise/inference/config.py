@@ -241,7 +241,8 @@ class RendererConfig(BaseModel):
     """Chat template and format of a model.
 
     Attributes:
-        format: The chat format; ``auto`` detects it by rendering probes with the model's template.
+        format: The chat format by name, or a custom one as ``pkg.mod:Class``; ``auto`` detects it by rendering probes
+            with the model's template.
         special_in_text: Special tokens spelled in messages: ``escape`` keeps them text, ``template`` lets them become
             control ids.
         chat_template: A jinja file instead of the model's own template, or a shipped one: ``hermes``, ``hermes-short``.
@@ -253,7 +254,7 @@ class RendererConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: str = "auto"
+    format: ConfigReference = "auto"
     special_in_text: Literal["escape", "template"] = "escape"
     chat_template: ConfigReference | None = None
     check_template: bool = True

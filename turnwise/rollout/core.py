@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 from urllib.parse import quote
@@ -95,6 +95,7 @@ class RolloutParts:
         notify: Called with messages for the user (runners that come and go).
         workers: Starts the rollout workers that play the episodes; None plays them in this process.
         settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
+        slots: Held by every episode that runs; None: ``rollout.concurrency`` of them.
     """
 
     renderer: Renderer
@@ -111,6 +112,7 @@ class RolloutParts:
     settings: BaseModel | None = None
     notify: Callable[[str], None] | None = None
     workers: Workers | None = None
+    slots: AbstractAsyncContextManager[None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

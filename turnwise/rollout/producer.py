@@ -258,7 +258,7 @@ class RolloutProducer(RolloutManager):
         self._buffer = buffer
         self._parts = parts
         self._threads = threads
-        self._slots = asyncio.Semaphore(config.concurrency)
+        self._slots = parts.slots or asyncio.Semaphore(config.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._given: set[str] = set()
         self._failures = FailureWatch(config.max_failed_groups)

@@ -1,20 +1,25 @@
-"""How new weights reach the inference servers: the contract of weight writers, and one through shared memory."""
+"""How new weights reach the inference servers: the contract of weight transports, and one through shared memory."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from turnwise.engine.weights import weights_directory, write_weights
-from turnwise.errors import InferenceError, TrainError
+from turnwise.errors import InferenceError, RegistryError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
+from turnwise.plugins import load_object
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find, register_entry
+from turnwise.trainer.config.policy import WeightTransportConfig
 
 
 class WeightWriter(ABC):
@@ -54,6 +59,14 @@ class WeightWriter(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove the written files. Idempotent."""
+
+
+async def load_everywhere(manifest: WeightManifest, replicas: Sequence[Replica]) -> None:
+    """Have every replica load a manifest's weights. Raises InferenceError where one does not, or serves others."""
+    served = await asyncio.gather(*(replica.update_weights(manifest) for replica in replicas))
+    for replica, version in zip(replicas, served, strict=True):
+        if version != manifest.version:
+            raise InferenceError(f"{replica.url} serves weight version {version} after an update to {manifest.version}")
 
 
 _NAME = "weights-{pid}"
@@ -102,10 +115,7 @@ class SharedMemoryWriter(WeightWriter):
         if not manifest.same_weights(self._last):
             self.written_bytes += manifest.nbytes
         self._last = manifest
-        served = await asyncio.gather(*(replica.update_weights(manifest) for replica in replicas))
-        for replica, answer in zip(replicas, served, strict=True):
-            if answer != version:
-                raise InferenceError(f"{replica.url} serves weight version {answer} after an update to {version}")
+        await load_everywhere(manifest, replicas)
         await asyncio.to_thread(self._remove_older, Path(manifest.path))
         return manifest
 
@@ -117,3 +127,52 @@ class SharedMemoryWriter(WeightWriter):
     def close(self) -> None:
         """Remove the directory. Idempotent."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+W = TypeVar("W", bound=type[WeightWriter])
+
+TRANSPORTS: dict[str, type[WeightWriter] | str] = {"shared_memory": SharedMemoryWriter}
+"""Weight transports by the name that ``policies.main.weight_transport`` uses: classes, or references to them."""
+
+
+def register_weight_transport(name: str) -> Callable[[W], W]:
+    """Register a weight transport's class. Raises RegistryError where the name is taken, or the class is none."""
+
+    def register(cls: W) -> W:
+        _check(name, cls)
+        register_entry(name, cls, TRANSPORTS, "weight transport")
+        return cls
+
+    return register
+
+
+def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
+    """Return a weight transport's class with its validated options.
+
+    Raises:
+        RegistryError: No such transport, or a wrong option.
+    """
+    found = find(config.name, TRANSPORTS, "weight_transport.name")
+    cls = load_object(found, "weight transport") if isinstance(found, str) else found
+    _check(config.name, cls)
+    return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
+
+
+def open_transport(config: WeightTransportConfig) -> WeightWriter:
+    """Make the configured weight transport.
+
+    Raises:
+        RegistryError: As :func:`chosen_transport`.
+        TrainError: There is no room for weights.
+    """
+    made: WeightWriter = chosen_transport(config)()
+    return made
+
+
+def _check(name: str, cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, WeightWriter)):
+        raise RegistryError(
+            f"weight transport {name!r} is {cls!r}: it must derive from turnwise.trainer.weight_sync.WeightWriter"
+        )
+    if inspect.isabstract(cls):
+        raise RegistryError(f"weight transport {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")

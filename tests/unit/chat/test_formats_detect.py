@@ -155,7 +155,7 @@ def test_a_template_that_writes_no_calls_is_plain(tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_names_the_known_ones() -> None:
-    with pytest.raises(RenderError, match="format: 'herms' is unknown; allowed: auto, hermes"):
+    with pytest.raises(RenderError, match=r"'herms' is unknown \(did you mean 'hermes'\?\); allowed: auto, hermes"):
         load_renderer(model_dir("own"), format="herms")
 
 

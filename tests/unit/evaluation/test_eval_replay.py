@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from support.chat.model_dirs import renderer_for
+from support.chat.sees import seeing
+from support.envs.shipped import SHIPPED
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.registration import env_class, make
 from turnwise.envs.solution import play_solution
@@ -27,7 +29,8 @@ from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 
 HERE = f"{__name__}:"
-SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "retail", "search", "sql", "trail")
+SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "picture", "retail", "search", "sql", "trail")
+SANDBOXED = ("code", "swe", "terminal")  # test_eval_replay_sandboxed.py
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
     "gymnasium_tools": ({"env_id": "FrozenLake-v1"}, ["I stay."]),
@@ -67,9 +70,14 @@ def configured(name: str, **config: Any) -> RolloutConfig:
     return RolloutConfig(env=SpecConfig(name=name, config=config), max_turns=8)
 
 
+def test_every_shipped_environment_is_replayed() -> None:
+    assert {*SOLVED, *SPOKEN, *SANDBOXED} == set(SHIPPED)
+
+
 @pytest.mark.parametrize("name", SOLVED)
 async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
-    renderer, config = renderer_for("qwen3"), configured(name)
+    renderer = seeing()[0] if name == "picture" else renderer_for("qwen3")
+    config = configured(name)
     tasks = load_mix(env_class(name).default_tasks, limit=2).tasks
     recorded: list[Trajectory] = []
     for task in tasks:

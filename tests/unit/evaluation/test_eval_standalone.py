@@ -62,10 +62,10 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
 ) -> None:
     before = children()
     out = tmp_path / "out"
-    assert evaluate(model, out) == 0
+    assert evaluate(model, out, "concurrency=auto") == 0
     assert children() <= before, "the server ended with the evaluation"
     text = capsys.readouterr().out
-    for part in ("chat format: hermes", "success", "0.000 ± 0.000", "sampled", "greedy", str(out)):
+    for part in ("chat format: hermes", "success", "0.000 ± 0.000", "sampled", "greedy", "concurrency: ", str(out)):
         assert part in re.sub(r"\n", "", text)
     summary = orjson.loads((out / "summary.json").read_bytes())
     assert summary["sampled"]["success"]["episodes"] == 6

@@ -12,8 +12,10 @@ from support.processes.warm import run_command
 from turnwise.engine.weights import read_weights
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.model.core import Replica, WeightManifest
+from turnwise.trainer import weight_sync
+from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trainer.weight_sync import TRANSPORTS, SharedMemoryWriter, WeightWriter, open_transport
 
 
 class ReadingReplica(Replica):
@@ -48,6 +50,9 @@ class ReadingReplica(Replica):
     async def close(self) -> None: ...
 
 
+FOLDER = str(Path(__file__).parents[3] / "examples" / "extensions" / "weight_transport.py") + ":FolderTransport"
+
+
 @pytest.fixture
 def writer() -> Iterator[SharedMemoryWriter]:
     writer = SharedMemoryWriter()
@@ -55,51 +60,74 @@ def writer() -> Iterator[SharedMemoryWriter]:
     writer.close()
 
 
-async def test_every_replica_gets_the_bits(writer: SharedMemoryWriter, model_dir: Callable[..., Path]) -> None:
+@pytest.fixture(params=["shared_memory", FOLDER], ids=["shared_memory", "folder"])
+def transport(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WeightWriter]:
+    """What keeps the contract of weight transports: the one that ships, and that of ``examples/extensions``."""
+    monkeypatch.setattr(weight_sync, "TRANSPORTS", dict(TRANSPORTS))
+    config = {} if request.param == "shared_memory" else {"directory": str(tmp_path)}
+    opened = open_transport(WeightTransportConfig(name=request.param, config=config))
+    yield opened
+    opened.close()
+
+
+async def test_every_replica_gets_the_bits(transport: WeightWriter, model_dir: Callable[..., Path]) -> None:
     policy = load_model(model_dir("qwen3"))
     replicas = [ReadingReplica(), ReadingReplica()]
     for version in (1, 2, 3):
         with torch.no_grad():
             policy.model.model.norm.weight.add_(1.0)
-        manifest = await writer.sync(policy.named_weights(), replicas, version)
+        manifest = await transport.sync(policy.named_weights(), replicas, version)
         assert manifest.version == version
         for replica in replicas:
             assert set(replica.loaded) == {name for name, _ in policy.named_weights()}
             for name, tensor in policy.named_weights():
                 assert torch.equal(replica.loaded[name], tensor)
-        # The one before is removed when all have loaded this one.
-        assert [str(file) for file in writer.directory.iterdir()] == [manifest.path]
     read_weights(manifest)
-    writer.close()
+    transport.close()
+    transport.close()
+    assert not Path(manifest.path).exists()
+
+
+async def test_an_older_version_is_removed_when_all_have_loaded_the_next(
+    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+) -> None:
+    policy = load_model(model_dir("qwen3"))
+    for version in (1, 2):
+        with torch.no_grad():
+            policy.model.model.norm.weight.add_(1.0)
+        manifest = await writer.sync(policy.named_weights(), [ReadingReplica()], version)
+        assert [str(file) for file in writer.directory.iterdir()] == [manifest.path]
     writer.close()
     assert not writer.directory.exists()
 
 
 async def test_weights_that_did_not_change_are_named_and_not_written(
-    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+    transport: WeightWriter, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
     replica = ReadingReplica()
-    first = await writer.sync(policy.named_weights(), [replica], 1)
-    assert writer.written_bytes == first.nbytes
-    second = await writer.sync(policy.named_weights(), [replica], 2)
+    first = await transport.sync(policy.named_weights(), [replica], 1)
+    assert transport.written_bytes == first.nbytes
+    second = await transport.sync(policy.named_weights(), [replica], 2)
     assert (second.version, second.path, second.tensors) == (2, first.path, first.tensors)
-    assert writer.written_bytes == first.nbytes
+    assert transport.written_bytes == first.nbytes
     with torch.no_grad():
         next(iter(policy.named_weights()))[1].view(-1)[0] += 1e-3
-    third = await writer.sync(policy.named_weights(), [replica], 3)
+    third = await transport.sync(policy.named_weights(), [replica], 3)
     assert not third.same_weights(second)
-    assert writer.written_bytes == 2 * first.nbytes
+    assert transport.written_bytes == 2 * first.nbytes
     for name, tensor in policy.named_weights():
         assert torch.equal(replica.loaded[name], tensor)
 
 
 async def test_a_replica_that_serves_another_version_is_an_error(
-    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+    transport: WeightWriter, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
     with pytest.raises(InferenceError, match="serves weight version 6 after an update to 7"):
-        await writer.sync(policy.named_weights(), [ReadingReplica(), ReadingReplica(6)], 7)
+        await transport.sync(policy.named_weights(), [ReadingReplica(), ReadingReplica(6)], 7)
 
 
 def test_what_a_killed_process_left_is_removed(writer: SharedMemoryWriter) -> None:

@@ -1,9 +1,14 @@
 """Chat formats: parsers of reasoning and tool calls in sampled text.
 
-:data:`FORMATS` is the registry: a new format is one new file and one line here.
+:data:`FORMATS` is the registry: a new format is one new file and one line here, or a class of another package that
+:func:`register_format` adds.
 """
 
 from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, TypeVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Parsed, Plain, Probe, TurnText
 from turnwise.chat.formats.gpt_oss import GptOss
@@ -13,10 +18,60 @@ from turnwise.chat.formats.llama3_json import Llama3Json
 from turnwise.chat.formats.mistral import Mistral
 from turnwise.chat.formats.pythonic import Pythonic
 from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder
+from turnwise.errors import RegistryError
+from turnwise.plugins import load_object
+
+F = TypeVar("F", bound=type[ChatFormat])
 
 FORMATS: dict[str, type[ChatFormat]] = {
     format_class.name: format_class
     for format_class in (Hermes, Qwen3Coder, Llama3Json, Pythonic, Mistral, Glm, GptOss, DeepSeek, Kimi, MiniMax, Plain)
 }
 
-__all__ = ["FORMATS", "Block", "ChatFormat", "Parsed", "Probe", "TurnText"]
+
+def register_format(cls: F) -> F:
+    """Register a chat format under its ``name``: ``format: auto`` tries it, too.
+
+    Raises:
+        RegistryError: It is no chat format, lacks a name or a method, or its name is taken.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, ChatFormat)):
+        raise RegistryError(f"chat format {cls!r} does not derive from turnwise.chat.formats.ChatFormat")
+    name = vars(cls).get("name")
+    if not isinstance(name, str) or not name or any(mark in name for mark in ":./"):
+        raise RegistryError(
+            f"chat format {cls.__qualname__} has the name {name!r}: set name to a word without ':', '.' and '/'"
+        )
+    if inspect.isabstract(cls):
+        raise RegistryError(f"chat format {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+    held = FORMATS.setdefault(name, cls)
+    if held is not cls and (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise RegistryError(
+            f"chat format {name!r} is taken by {held.__module__}:{held.__qualname__}: choose another name"
+        )
+    FORMATS[name] = cls
+    return cls
+
+
+def find_format(name: str) -> type[ChatFormat]:
+    """Return a chat format by its name or by reference (``pkg.mod:Class``), which registers it.
+
+    Raises:
+        RegistryError: There is none, or the reference is none.
+        ConfigError: The reference cannot be imported.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    if ":" not in name:
+        close = difflib.get_close_matches(name, FORMATS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise RegistryError(
+            f"format: {name!r} is unknown{hint}; allowed: auto, {', '.join(FORMATS)}, or a custom one as pkg.mod:Class"
+        )
+    found: Any = load_object(name, "chat format")
+    # A checkpoint names its format by its own name.
+    made: type[ChatFormat] = register_format(found)
+    return made
+
+
+__all__ = ["FORMATS", "Block", "ChatFormat", "Parsed", "Probe", "TurnText", "find_format", "register_format"]

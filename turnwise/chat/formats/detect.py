@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.chat.formats import FORMATS
+from turnwise.chat.formats import FORMATS, find_format
 from turnwise.chat.formats.core import CLOSE, OPEN, ChatFormat, Parsed, Probe, TurnText
 from turnwise.chat.formats.derive import common_start, reasoning_markers, split_added
 from turnwise.chat.template import TemplateFacts, Wire
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import RenderError
+from turnwise.errors import ConfigError, RenderError
 from turnwise.types import ToolCall, ToolSchema
 
 _USUAL = ("<think>", "</think>")
@@ -168,10 +168,15 @@ def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
 
 
 def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
-    """Return the configured format, with the template's own markers if it shows any. Raises RenderError."""
-    format_class = FORMATS.get(name)
-    if format_class is None:
-        raise RenderError(f"format: {name!r} is unknown; allowed: auto, {', '.join(FORMATS)}")
+    """Return the configured format, with the template's own markers if it shows any.
+
+    Raises:
+        RenderError: There is no such format.
+    """
+    try:
+        format_class = find_format(name)
+    except ConfigError as error:
+        raise RenderError(str(error)) from error
     markers = format_class.detect(facts.probe) or dict(format_class.defaults)
     chat_format = _made(format_class, markers, facts, tokens)
     agreed, others = prove(chat_format, facts, tokens)
@@ -183,7 +188,10 @@ def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: To
     name, markers = saved.get("format"), saved.get("markers")
     format_class = FORMATS.get(name) if isinstance(name, str) else None
     if format_class is None or not isinstance(markers, dict):
-        raise RenderError(f"{path}: format {name!r} with markers {markers!r} is not one of {', '.join(FORMATS)}")
+        raise RenderError(
+            f"{path}: format {name!r} with markers {markers!r} is not one of {', '.join(FORMATS)}; name the module of "
+            "a custom one in TURNWISE_EXTERNAL_MODULES"
+        )
     missing = sorted(set(format_class.defaults) - set(markers))
     if missing or not all(isinstance(value, str) for value in markers.values()):
         raise RenderError(f"{path}: the markers of {name} must be strings and hold {', '.join(missing) or 'text'}")

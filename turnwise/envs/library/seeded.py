@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from turnwise.errors import TaskError
 from turnwise.tasks import Task
+
+FIXED_HASHES: Final[Mapping[str, str]] = {"PYTHONHASHSEED": "0"}
+"""Environment of sandboxes in which Python's sets have one order, and hashes one value."""
 
 
 def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:

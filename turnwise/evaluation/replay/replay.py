@@ -1,24 +1,27 @@
 """Replays: recorded completions played against their environments again, and the first difference that shows.
 
 The agent of the run plays each episode from its recorded reset seed, and every request to the model is answered with
-what was recorded. Where environment, tools and rewards are deterministic and unchanged, nothing differs.
+what was recorded. Where environment, tools and rewards are deterministic and unchanged, nothing differs but what the
+environment says varies (``Env.varies``: the clock, temporary paths), and that is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from turnwise.agents.roles import MAIN
-from turnwise.errors import FormatError, SessionError
+from turnwise.envs.registration import env_class
+from turnwise.errors import ConfigError, FormatError, SessionError, shown
 from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.branches import is_later_branch
@@ -75,11 +78,55 @@ class ReplayReport:
         episodes: Number of replayed episodes.
         divergences: The first difference of each episode that has one.
         left_out: Number of episodes that cannot be replayed, by the reason.
+        varied: Number of messages that are equal but for what the environment says varies, by its names for that.
     """
 
     episodes: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    varied: Counter[str] = field(default_factory=Counter)
+
+
+class Variance:
+    """What may differ between two texts of an environment: the parts that its ``varies`` match.
+
+    Args:
+        varies: Regular expressions by a name.
+        env: Name of the environment, for errors.
+
+    Raises:
+        ConfigError: One of them is no regular expression.
+    """
+
+    def __init__(self, varies: Mapping[str, str], env: str) -> None:
+        for name, pattern in varies.items():
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ConfigError(
+                    f"environment {env!r}: varies[{name!r}] is {shown(pattern)}: it must be a regular expression "
+                    f"({error})"
+                ) from error
+        self._patterns = {name: re.compile(pattern) for name, pattern in varies.items()}
+
+    def masked(self, text: str) -> tuple[str, dict[str, list[str]]]:
+        """Return the text with names in the place of what varies, and by name what stood there."""
+        found: dict[str, list[str]] = {}
+        for name, pattern in self._patterns.items():
+            values = [match.group() for match in pattern.finditer(text)]
+            if values:
+                found[name], text = values, pattern.sub(f"<{name}>", text)
+        return text, found
+
+    def differing(self, first: str, second: str) -> list[str] | None:
+        """Return the names of what differs between two texts; None where something else does."""
+        (one, left), (other, right) = self.masked(first), self.masked(second)
+        if one != other:
+            return None
+        return [name for name in left if left[name] != right[name]]
+
+
+_EXACT: Final = Variance({}, "")
 
 
 class RecordedClient(LLMClient):
@@ -144,6 +191,7 @@ async def replay(
     policy: str = MAIN,
     others: Mapping[str, Renderer] | None = None,
     context_length: int = UNLIMITED,
+    strict: bool = False,
 ) -> ReplayReport:
     """Play recorded episodes again, and return the first difference of each.
 
@@ -158,6 +206,7 @@ async def replay(
         policy: The policy that ``renderer`` is of.
         others: Renderers of its further policies, trained and frozen, by name.
         context_length: Of the recorded model, where ``config`` has no smaller one.
+        strict: Whether what the environment says varies is a difference, too.
 
     Raises:
         ConfigError: Environment, agent or tools cannot be made.
@@ -168,6 +217,8 @@ async def replay(
     if not chosen:
         return report
     client = RecordedClient(each for members in chosen for each in members)
+    names = {tasks[members[0].task_id].env or config.env.name for members in chosen}
+    variances = {name: _EXACT if strict else Variance(env_class(name).varies, name) for name in names}
     info = ModelInfo("recorded", context_length)
     policies = {name: ServedPolicy(client, each, info) for name, each in (others or {}).items()}
     room = asyncio.Semaphore(config.concurrency)
@@ -177,8 +228,10 @@ async def replay(
         )
 
         async def one(members: list[Trajectory]) -> Divergence | None:
+            spec = spec_of(members[0], tasks)
             async with room:
-                return compare_episodes(members, await runner.run(spec_of(members[0], tasks)))
+                outcome = await runner.run(spec)
+            return compare_episodes(members, outcome, variances[spec.task.env or config.env.name], report.varied)
 
         try:
             await runner.prepare()
@@ -234,12 +287,27 @@ def spec_of(recorded: Trajectory, tasks: Mapping[str, Task]) -> EpisodeSpec:
     )  # fmt: skip
 
 
-def compare_episodes(recorded: Sequence[Trajectory], outcome: EpisodeOutcome) -> Divergence | None:
-    """Return the first difference between an episode and its replay, or None."""
+def compare_episodes(
+    recorded: Sequence[Trajectory],
+    outcome: EpisodeOutcome,
+    variance: Variance = _EXACT,
+    varied: Counter[str] | None = None,
+) -> Divergence | None:
+    """Return the first difference between an episode and its replay, or None.
+
+    Args:
+        recorded: The sessions of the episode.
+        outcome: Its replay.
+        variance: What may differ.
+        varied: Counts the messages in which it does, by its name.
+    """
     again = {each.agent: each for each in outcome.trajectories}
     for each in recorded:
         blank = replace(each, segments=[], rewards=[], states={}, stop_reason=StopReason.ERROR)
-        found = _first_difference(each, again.get(each.agent, blank))
+        comparison = _Comparison(each, again.get(each.agent, blank), variance)
+        found = comparison.first_difference()
+        if varied is not None:
+            varied.update(comparison.varied)
         if found is not None:
             turn, kind, before, after, tool = found
             shown = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in (before, after)]
@@ -250,46 +318,76 @@ def compare_episodes(recorded: Sequence[Trajectory], outcome: EpisodeOutcome) ->
 _Difference = tuple[int, Kind, str, str, str | None]
 
 
-def _first_difference(before: Trajectory, after: Trajectory) -> _Difference | None:
-    turn, calls = 0, dict[str, str]()
-    for number, segment in enumerate(before.segments):
-        other = after.segments[number] if number < len(after.segments) else None
-        if segment.sampled:
-            calls |= {call["id"]: call["function"]["name"] for call in _calls(segment)}
-            if other is None or not other.sampled:
-                return turn, "request", f"a call of the model ({segment.turn_id})", _ended(after), None
-            turn += 1
-            if (found := _of_turn(before, after, segment.turn_id, turn)) is not None:
+@dataclass(slots=True)
+class _Comparison:
+    """The comparison of a recorded session with its replay.
+
+    Attributes:
+        before: The recorded session.
+        after: Its replay.
+        variance: What may differ in messages.
+        varied: Number of messages in which it does, by its name.
+    """
+
+    before: Trajectory
+    after: Trajectory
+    variance: Variance
+    varied: Counter[str] = field(default_factory=Counter)
+
+    def first_difference(self) -> _Difference | None:
+        before, after = self.before, self.after
+        turn, calls = 0, dict[str, str]()
+        for number, segment in enumerate(before.segments):
+            other = after.segments[number] if number < len(after.segments) else None
+            if segment.sampled:
+                calls |= {call["id"]: call["function"]["name"] for call in _calls(segment)}
+                if other is None or not other.sampled:
+                    return turn, "request", f"a call of the model ({segment.turn_id})", _ended(after), None
+                turn += 1
+                if (found := _of_turn(before, after, segment.turn_id, turn)) is not None:
+                    return found
+                continue
+            if (found := self._of_context(segment, other, turn, calls)) is not None:
                 return found
-            continue
-        if (found := _of_context(segment, other, turn, calls, after)) is not None:
-            return found
-    if len(after.segments) > len(before.segments):
-        return turn, "request", _ended(before), "a further call of the model", None
-    return _of_turn(before, after, None, turn) or _of_end(before, after, turn)
+        if len(after.segments) > len(before.segments):
+            return turn, "request", _ended(before), "a further call of the model", None
+        return _of_turn(before, after, None, turn) or _of_end(before, after, turn)
 
+    def _of_context(
+        self, segment: Segment, other: Segment | None, turn: int, calls: Mapping[str, str]
+    ) -> _Difference | None:
+        if other is None or other.sampled:
+            return turn, "request", "a request that goes on", _ended(self.after), None
+        heard, varied = list(other.messages), 0
+        for place, message in enumerate(segment.messages):
+            answer = heard[place] if place < len(heard) else None
+            if answer == message:
+                continue
+            names = None if answer is None else self._varying(message, answer)
+            if names:
+                self.varied.update(names)
+                varied += 1
+                continue
+            tool = calls.get(str(message.get("tool_call_id"))) if message.get("role") == "tool" else None
+            kind: Kind = "observation" if message.get("role") != "tool" else "tool answer"
+            # Of long texts the part is shown in which they differ.
+            texts = [_text(message), "" if answer is None else _text(answer)]
+            first, second = _apart(*(self.variance.masked(text)[0] for text in texts))
+            return turn, kind, first, second, tool
+        if len(heard) > len(segment.messages):
+            return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
+        # Templates may write the ids of calls, which have other numbers in a branch.
+        free = varied or is_later_branch(self.after.episode_id)
+        if not free and not np.array_equal(segment.token_ids, other.token_ids):
+            return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
+        return None
 
-def _of_context(
-    segment: Segment, other: Segment | None, turn: int, calls: Mapping[str, str], after: Trajectory
-) -> _Difference | None:
-    if other is None or other.sampled:
-        return turn, "request", "a request that goes on", _ended(after), None
-    heard = list(other.messages)
-    for place, message in enumerate(segment.messages):
-        answer = heard[place] if place < len(heard) else None
-        if answer == message:
-            continue
-        tool = calls.get(str(message.get("tool_call_id"))) if message.get("role") == "tool" else None
-        kind: Kind = "observation" if message.get("role") != "tool" else "tool answer"
-        # Of long texts the part is shown in which they differ.
-        first, second = _apart(_text(message), "" if answer is None else _text(answer))
-        return turn, kind, first, second, tool
-    if len(heard) > len(segment.messages):
-        return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
-    # Templates may write the ids of calls, which have other numbers in a branch.
-    if not is_later_branch(after.episode_id) and not np.array_equal(segment.token_ids, other.token_ids):
-        return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
-    return None
+    def _varying(self, message: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str] | None:
+        """Return what varies between two unequal messages; None where something else differs, too."""
+        first, second = message.get("content"), answer.get("content")
+        if not isinstance(first, str) or not isinstance(second, str) or {**message, "content": second} != answer:
+            return None
+        return self.variance.differing(first, second)
 
 
 def _of_turn(before: Trajectory, after: Trajectory, turn_id: str | None, turn: int) -> _Difference | None:
@@ -342,13 +440,16 @@ def _ended(trajectory: Trajectory) -> str:
     return f"the end ({trajectory.stop_reason}{why})"
 
 
-def replay_run(source: Path, *, number: int | None = None, task: str | None = None) -> ReplayReport:
+def replay_run(
+    source: Path, *, number: int | None = None, task: str | None = None, strict: bool = False
+) -> ReplayReport:
     """Play the episodes of a run's or an evaluation's directory again, by its ``config.yaml``.
 
     Args:
         source: The directory.
         number: Replay the newest so many episodes; None for all.
         task: Only episodes of this task.
+        strict: Whether what the environment says varies is a difference, too.
 
     Raises:
         ConfigError: There is no usable configuration, or environment, agent or tasks of it are missing.
@@ -361,7 +462,7 @@ def replay_run(source: Path, *, number: int | None = None, task: str | None = No
         tasks = await run.tasks()
         return await replay(
             recorded, tasks, run.rollout, run.renderer, policy=run.policy, others=run.others,
-            context_length=run.context_length,
+            context_length=run.context_length, strict=strict,
         )  # fmt: skip
 
     return asyncio.run(played())

@@ -7,7 +7,9 @@ any API, as behind ``turnwise gateway``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,7 +18,7 @@ import aiohttp
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, SessionError
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.answer import answer_reader, failure_of
-from turnwise.gateway.proxy.endpoint import Endpoint
+from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint, retry_after
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, Answered, TextSession, no_tokens
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.recorder.matching import EchoPolicy
@@ -24,6 +26,10 @@ from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
 _JSON = ((b"content-type", b"application/json"),)
 _SHOWN = 300
+_MOST_RETRIES, _FAULT_RETRIES = 20, 3
+"""Of requests that come too soon, and of other failures of an endpoint."""
+_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 30.0
+"""The least wait before a retry, doubled with each, whatever the endpoint says; it may say more."""
 _UNKNOWN = ("top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
@@ -103,10 +109,9 @@ class HostedClient(LLMClient):
             body["tools"] = [tool.to_json() for tool in tools]
         headers = self.endpoint.headers(_JSON, anthropic=False, token=session_id)
         data = json.dumps(body).encode()
-        asking = self.endpoint.asked("POST", "chat/completions", b"", headers, data, token=session_id)
         try:
-            async with asyncio.timeout(self._seconds), asking as answer:
-                status, raw = answer.status, self.endpoint.hidden(await answer.read())
+            async with asyncio.timeout(self._seconds):
+                status, raw = await self._answer(headers, data, session_id)
         except ApiError as error:
             raise InferenceError(error.message) from None
         except (TimeoutError, aiohttp.ClientError) as error:
@@ -122,6 +127,20 @@ class HostedClient(LLMClient):
                 f"the hosted endpoint's response has no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}"
             )
         return Answered(said[0].message, said[0].cut, reader.usage, sampling, reader.model)
+
+    async def _answer(self, headers: Mapping[str, str], data: bytes, session_id: str) -> tuple[int, bytes]:
+        """Send a request; with a limit, what is rejected as too much waits as long as it is told, and is sent again."""
+        for number in itertools.count():
+            asking = self.endpoint.asked("POST", "chat/completions", b"", headers, data, token=session_id)
+            async with asking as answer:
+                status, raw = answer.status, self.endpoint.hidden(await answer.read())
+                wait = retry_after(answer.headers)
+            most = 0 if self.endpoint.limit is None else _MOST_RETRIES if status in OVERLOADED else _FAULT_RETRIES
+            if number >= most or not (status in OVERLOADED or status >= 500):
+                break
+            grown = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**number)
+            await asyncio.sleep(max(wait or 0.0, grown) * random.uniform(1.0, 1.25))
+        return status, raw
 
 
 def _named(params: SamplingParams, most: int | None) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -12,6 +14,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from turnwise.gateway.concurrency import AdaptiveLimit
 from turnwise.gateway.config import SECRET_HEADERS, HostedConfig
 from turnwise.gateway.errors import ApiError
 
@@ -32,14 +35,43 @@ _RETURNED = {
     "openai-processing-ms", "openai-version",
 }  # fmt: skip
 _RETURNED_BEGINNINGS = ("x-ratelimit-", "anthropic-ratelimit-")
+OVERLOADED = frozenset({429, 503, 529})
+"""Statuses by which a provider says that a request comes too soon."""
+_LONGEST_WAIT_S = 300.0
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
 _HIDDEN = b"[key]"
 
 
-class Endpoint:
-    """Client of one endpoint."""
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of ``retry-after-ms`` or ``retry-after`` (seconds or a date), at most 300; None without."""
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) * scale
+        except ValueError:
+            try:
+                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+            except ValueError:
+                continue
+        if seconds >= 0:
+            return min(seconds, _LONGEST_WAIT_S)
+    return None
 
-    def __init__(self, url: str, config: HostedConfig, key: str) -> None:
+
+class Endpoint:
+    """Client of one endpoint.
+
+    Args:
+        url: Its base URL.
+        config: Its headers and model.
+        key: Its key, or "".
+        limit: Bounds the requests in flight and learns from their answers; None: unbounded.
+    """
+
+    def __init__(self, url: str, config: HostedConfig, key: str, limit: AdaptiveLimit | None = None) -> None:
+        self.limit = limit
         self._url = url
         self._config = config
         self._key = key
@@ -85,6 +117,26 @@ class Endpoint:
         self, method: str, route: str, query: bytes, headers: Mapping[str, str], data: bytes, *, token: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its response, closed on exit. Raises ApiError if it is unreachable or redirects."""
+        sending = self._sent(method, route, query, headers, data, token)
+        if self.limit is None:
+            async with sending as answer:
+                yield answer
+            return
+        async with self.limit.request() as sent:
+            try:
+                async with sending as answer:
+                    if answer.status in OVERLOADED or answer.status >= 500:
+                        sent.rejected(retry_after(answer.headers))
+                    yield answer
+            except ApiError:
+                # An endpoint that is overloaded may also refuse connections.
+                sent.rejected()
+                raise
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self, method: str, route: str, query: bytes, headers: Mapping[str, str], data: bytes, token: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         asked = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
         kept = [(name, value) for name, value in asked if name.lower() not in _SECRET_QUERY and token not in value]
         end = f"?{urlencode(kept)}" if kept else ""

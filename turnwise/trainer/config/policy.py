@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from turnwise.agents.roles import MAIN
 from turnwise.config import ConfigPath, ConfigReference
@@ -178,6 +178,33 @@ class CriticConfig(Section):
         return self
 
 
+class WeightTransportConfig(Section):
+    """How new weights reach a policy's servers (``trainer/weight_sync.py``).
+
+    Attributes:
+        name: ``shared_memory``, another registered name, or a custom class as ``pkg.mod:Class``.
+        config: Its options by name.
+    """
+
+    name: ConfigReference = "shared_memory"
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        if self.name == "shared_memory" and not self.config:
+            # Importing it takes seconds, and every configuration is checked.
+            return self
+        try:
+            load_object("turnwise.trainer.weight_sync:chosen_transport", "weight transport")(self)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+def _named(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
 class PolicyConfig(Section):
     """One policy: its model and how it learns.
 
@@ -188,6 +215,7 @@ class PolicyConfig(Section):
         engine: The learner (``trainer/learn/learner.py``): ``torch``, ``fsdp``, another registered name, or a custom
             class as ``pkg.mod:Class``.
         engine_options: Options of that engine by name.
+        weight_transport: How its weights reach its servers; a text is its ``name``.
         critic: The critic that ``algorithm.advantage: gae`` reads.
         algorithm: Keys of the run's ``algorithm`` that differ for this policy.
         inference: Keys of the run's ``inference`` that differ for its servers.
@@ -199,6 +227,7 @@ class PolicyConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     engine: ConfigReference = "torch"
     engine_options: dict[str, Any] = Field(default_factory=dict)
+    weight_transport: Annotated[WeightTransportConfig, BeforeValidator(_named)] = WeightTransportConfig()
     critic: CriticConfig | None = None
     algorithm: AlgorithmConfig | None = None
     inference: InferenceConfig | None = None

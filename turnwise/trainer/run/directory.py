@@ -60,7 +60,11 @@ def config_digest(config: TrainConfig) -> str:
     """Return a digest of the configuration keys that a resumed run must not change."""
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     machine: dict[str, Any] = {
-        name: {"engine_options": set(find_engine(each.engine).placement_options), "inference": True}
+        name: {
+            "engine_options": set(find_engine(each.engine).placement_options),
+            "inference": True,
+            "weight_transport": True,
+        }
         for name, each in config.policies.items()
     }
     kept = config.model_dump(

@@ -20,7 +20,7 @@ from turnwise.seeding import stable_hash
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.policies import TrainedPolicy
-from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trainer.weight_sync import WeightWriter, open_transport
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 LEAGUES = "league"
@@ -111,7 +111,7 @@ class League:
         policy: TrainedPolicy,
         run: Path,
         fleets: Sequence[ReplicaSet],
-        writers: Sequence[SharedMemoryWriter],
+        writers: Sequence[WeightWriter],
     ) -> None:
         self.name = name
         self.versions: list[int] = [0]
@@ -140,14 +140,16 @@ class League:
             InferenceError: A server fails.
         """
         assert config.league is not None, "a league has a section"
-        fleets, writers = list[ReplicaSet](), list[SharedMemoryWriter]()
+        fleets, writers = list[ReplicaSet](), list[WeightWriter]()
         for slot in range(config.league.size):
             logs = run / "logs" / f"frozen-{name}-{slot}"
             fleet = ReplicaSet(config.inference, Path(policy.config.policy.model.path), logs=logs)
             stack.push_async_callback(fleet.close)
             await fleet.launch(updates=True)
             fleets.append(fleet)
-            writers.append(stack.enter_context(contextlib.closing(SharedMemoryWriter())))
+            writers.append(
+                stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
+            )
         return cls(name, config.league, policy, run, fleets, writers)
 
     async def restore(self, versions: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
-from turnwise.trainer.weight_sync import SharedMemoryWriter, WeightWriter
+from turnwise.trainer.weight_sync import WeightWriter, open_transport
 
 CRITIC = "critic"
 """Where a checkpoint of a policy holds its critic."""
@@ -101,7 +101,7 @@ class TrainedPolicy(LoadedPolicy):
             InferenceError: A server fails.
             TrainError: There is no room for weights.
         """
-        writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
+        writer = stack.enter_context(contextlib.closing(open_transport(loaded.config.policy.weight_transport)))
         fleet = ReplicaSet(loaded.config.inference, Path(loaded.config.policy.model.path), logs=logs)
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 from turnwise.envs.core import ResetResult, ScoreParts, Solution
@@ -12,6 +12,8 @@ from turnwise.envs.library.code.formats import problem_of
 from turnwise.envs.library.code.grading import Grader, Report
 from turnwise.envs.library.code.made import drawn
 from turnwise.envs.library.code.problems import Problem
+from turnwise.envs.library.seeded import FIXED_HASHES
+from turnwise.envs.results import SANDBOX_VARIES
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, SandboxFileError, TaskError, shown
@@ -45,6 +47,7 @@ class CodeEnv(ToolEnv):
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.code:tasks"
+    varies: ClassVar[Mapping[str, str]] = SANDBOX_VARIES
 
     task: Task
     problem: Problem
@@ -164,13 +167,13 @@ class CodeEnv(ToolEnv):
         return self.sandbox
 
     def _spec(self) -> SandboxSpec:
-        spec = SandboxSpec(image=self._image, limits=SandboxLimits(memory=max(2 * self._memory, 2**30)))
+        limits = SandboxLimits(memory=max(2 * self._memory, 2**30))
         if not self._packages:
-            return spec
+            return SandboxSpec(image=self._image, limits=limits, env=FIXED_HASHES)
         from turnwise.sandboxes.local import host_python
 
         mounts, env = host_python()
-        return SandboxSpec(image=self._image, limits=spec.limits, mounts=tuple(mounts), env=env)
+        return SandboxSpec(image=self._image, limits=limits, mounts=tuple(mounts), env={**env, **FIXED_HASHES})
 
     async def _clean(self) -> Sandbox:
         """Return a sandbox in which no code of the model has run."""

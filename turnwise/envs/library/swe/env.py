@@ -14,7 +14,7 @@ from turnwise.envs.library.swe.rows import Instance, instance_of
 from turnwise.envs.library.swe.twins import NO_TWINS, TwinPlan
 from turnwise.envs.library.swe.validation import Plans, make_plan, why_none
 from turnwise.envs.library.swe.workspace import Place, hide_history, prepare, spec_of, submission
-from turnwise.envs.results import Remark, ScoreParts
+from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, TurnwiseError, shown
@@ -66,6 +66,7 @@ class SweEnv(ToolEnv):
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.swe:tasks"
+    varies: ClassVar[Mapping[str, str]] = SANDBOX_VARIES
 
     instance: Instance
     place: Place

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from turnwise.envs.library.seeded import FIXED_HASHES
 from turnwise.envs.library.swe.rows import WORKDIR, Instance
 from turnwise.envs.library.swe.snapshot import checkout
 from turnwise.errors import EnvError, SandboxFileError
@@ -30,6 +31,7 @@ _GIT_ENV: Final = {
     "GIT_COMMITTER_EMAIL": "agent@example.org",
     "GIT_PAGER": "cat",
     "PAGER": "cat",
+    **FIXED_HASHES,
 }
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import ResetResult, Solution
+from turnwise.envs.library.seeded import FIXED_HASHES
 from turnwise.envs.library.swe.env import TOOLS
 from turnwise.envs.library.swe.logs import Statuses, parser_of
 from turnwise.envs.library.terminal.altered import NOTHING, AlteredTests, altered_tests, keep_tests, known_tests
 from turnwise.envs.library.terminal.folder import TaskFolder, read_folder
-from turnwise.envs.results import Remark, ScoreParts
+from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import (
@@ -73,6 +74,7 @@ class TerminalEnv(ToolEnv):
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.envs.library.terminal:tasks"
+    varies: ClassVar[Mapping[str, str]] = SANDBOX_VARIES
 
     folder: TaskFolder
     log: str = ""
@@ -254,6 +256,7 @@ def _spec(folder: TaskFolder) -> SandboxSpec:
             workspace=folder.workspace,
             workdir=folder.workdir,
             user="root",
+            env=FIXED_HASHES,
             limits=folder.limits,
             labels=labels,
         )
@@ -261,7 +264,7 @@ def _spec(folder: TaskFolder) -> SandboxSpec:
     return SandboxSpec(
         workspace=folder.workspace,
         workdir=folder.workdir,
-        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **FIXED_HASHES},
         mounts=tuple(mounts),
         limits=folder.limits,
         labels=labels,

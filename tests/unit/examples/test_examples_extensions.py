@@ -1,0 +1,220 @@
+"""The extensions of ``examples/extensions``, named as a configuration names them: each does its whole work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from support.chat.model_dirs import Family, renderer_for, write_model_dir
+from turnwise import plugins
+from turnwise.chat.formats import FORMATS, find_format, register_format
+from turnwise.chat.renderer import load_renderer, save_format
+from turnwise.envs.core import invoke, schemas
+from turnwise.envs.registration import make
+from turnwise.envs.solution import play_solution
+from turnwise.errors import ConfigError, RegistryError, RenderError
+from turnwise.inference.config import RendererConfig
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import Renderer
+from turnwise.plugins import CHOSEN, load_extensions, load_object
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.sandboxes.checker import check_sandbox
+from turnwise.sandboxes.config import BACKENDS, SandboxConfig
+from turnwise.sandboxes.local.boot import landlock
+from turnwise.tasks import Task
+from turnwise.tasks.mix import load_mix
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.weight_sync import TRANSPORTS, open_transport
+from turnwise.trajectory import Trajectory
+from turnwise.types import ToolSchema, as_ids
+
+FOLDER = Path(__file__).parents[3] / "examples" / "extensions"
+FORMAT = f"{FOLDER}/chat_format.py:Brackets"
+BACKEND = f"{FOLDER}/sandbox_backend.py:LoggedBackend"
+TRANSPORT = f"{FOLDER}/weight_transport.py:FolderTransport"
+TEMPLATE = (FOLDER / "brackets.jinja").read_text()
+LOOKUP = ToolSchema(
+    "lookup", "", {"type": "object", "properties": {"key": {"type": "string"}, "n": {"type": "integer"}}}
+)
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers or loads is gone after it."""
+    monkeypatch.setattr(plugins, "_loaded", set())
+    monkeypatch.setattr(plugins, "_done", {})
+    kept = [(known, dict(known)) for known in (FORMATS, BACKENDS, TRANSPORTS)]
+    yield
+    for known, before in kept:
+        known.clear()
+        known.update(before)  # type: ignore[arg-type]
+    for name in [name for name in sys.modules if name.startswith("turnwise_file_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("brackets"), Family("brackets", source=TEMPLATE))
+
+
+async def solved(renderer: Renderer, name: str, config: RolloutConfig) -> tuple[Trajectory, ScriptedClient]:
+    """An episode of an environment's own solution, and the client that it was sampled from."""
+    task: Task | None = load_mix(make(name).default_tasks, limit=1).tasks[0]
+    env = make(name)
+    await invoke(env, "reset", task, seed=5)
+    lines = [message for message, _ in await play_solution(env)]
+    client = ScriptedClient(renderer, lines, tools=schemas(env))
+    await invoke(env, "close")
+    with ThreadPoolExecutor(2) as executor:
+        runner = EpisodeRunner(config, client, renderer, context_length=100_000, executor=executor)
+        await runner.prepare()
+        assert task is not None
+        outcome = await runner.run(EpisodeSpec(task, f"0-val-{task.id}-e0", partition="val", env_seed=5))
+        await runner.close()
+    assert outcome.error is None
+    return outcome.trajectories[0], client
+
+
+@pytest.mark.parametrize("named", ["reference", "name", "auto"])
+async def test_a_chat_format_records_an_episode_token_by_token(model: Path, named: str) -> None:
+    if named == "reference":
+        renderer = RendererConfig(format=FORMAT).load(model)
+    else:
+        register_format(load_object(FORMAT, "chat format"))
+        renderer = RendererConfig(format="brackets" if named == "name" else "auto").load(model)
+    about = renderer.describe()
+    assert about["format"] == "brackets"
+    assert {"answer", "one call", "two calls", "text and a call", "a call without arguments"} <= set(about["proof"])
+    config = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=8)
+    trajectory, client = await solved(renderer, "lookup", config)
+    assert sum(value for _, _, value in trajectory.rewards) == 1.0
+    # What each request sent is what was recorded before its turn: the sampled ids, never encoded again.
+    turns = list(trajectory.turns())
+    assert len(turns) == len(client.requests) >= 3
+    for turn, request in zip(turns, client.requests, strict=True):
+        before = itertools.chain(*(trajectory.segments[index].token_ids for index in turn.path))
+        assert np.array_equal(request.prompt, list(before))
+    assert "[[" in renderer.decode(turns[0].sampled.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[[lookup key="a b" n=7]]', [("lookup", {"key": "a b", "n": 7}, None)]),
+        ('[[lookup key="]]"]][[lookup]]', [("lookup", {"key": "]]"}, None), ("lookup", {}, None)]),
+        ("[[lookup key=a]]", [("lookup", {}, "the value of 'key' is not JSON")]),
+        ('[[lookup key="a" and more]]', [("lookup", {}, "'and more' is no argument")]),
+        ('[[lookup key="a"', [("lookup", {}, "the call was not closed with ]]")]),
+        ("a list [[1, 2], [3]]", []),
+    ],
+)
+def test_what_a_model_may_write_in_it(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
+    renderer = load_renderer(model, format=FORMAT)
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(f"{text}<|im_end|>", add_special_tokens=False).ids
+    found = renderer.parse(as_ids(ids), as_ids([]), [LOOKUP]).get("tool_calls") or []
+    assert [(each.name, each.arguments) for each in found] == [(name, arguments) for name, arguments, _ in calls]
+    for each, (_, _, error) in zip(found, calls, strict=True):
+        assert (each.error is None) == (error is None)
+        assert error is None or error in str(each.error)
+
+
+def test_a_checkpoint_names_its_format_and_what_is_missing_is_said(model: Path, tmp_path: Path) -> None:
+    copied = write_model_dir(tmp_path, Family("brackets", source=TEMPLATE))
+    save_format(load_renderer(model, format=FORMAT), copied)
+    assert load_renderer(copied).describe()["format"] == "brackets"
+    del FORMATS["brackets"]
+    with pytest.raises(RenderError, match=r"format 'brackets' .* TURNWISE_EXTERNAL_MODULES"):
+        load_renderer(copied)
+
+
+def test_a_format_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ext_brackets.py").write_text((FOLDER / "chat_format.py").read_text())
+    info = tmp_path / "ext_brackets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ext_brackets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[turnwise.extensions]\next_brackets = ext_brackets\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(CHOSEN, "ext_brackets")
+    assert load_extensions() == ["ext_brackets"]
+    assert find_format("brackets").__module__ == "ext_brackets"
+    with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):
+        find_format(FORMAT)
+    with pytest.raises(
+        RegistryError, match=r"'bracket' is unknown \(did you mean 'brackets'\?\); allowed: auto, hermes"
+    ):
+        find_format("bracket")
+    with pytest.raises(RegistryError, match="does not derive from"):
+        find_format("ext_brackets:ToolCall")
+
+
+ISOLATION = "landlock" if landlock.version() else "plain"
+# A few of each kind; the whole contract is in test_the_whole_contract.
+QUICK = (
+    "exec: exit",
+    "exec: streams",
+    "spawn: streams",
+    "files: round",
+    "trees: download",
+    "life: fork",
+    "life: expose",
+)
+
+
+def logged(log: Path) -> SandboxConfig:
+    return SandboxConfig(name=BACKEND, config={"log": str(log), "isolation": ISOLATION, "unsafe": ISOLATION == "plain"})
+
+
+async def test_a_sandbox_backend_keeps_the_contract_and_logs_an_episode(tmp_path: Path) -> None:
+    report = await check_sandbox(logged(tmp_path / "checked.jsonl"), only=QUICK, attacks=False)
+    report.raise_for_failures()
+    assert len(report.outcomes) >= len(QUICK)
+    log = tmp_path / "episode.jsonl"
+    config = RolloutConfig(env=SpecConfig(name="terminal", config={"twins": False}), sandbox=logged(log))
+    task = Task("csv-merge", "", {"folder": "shipped:csv-merge"})
+    client = ScriptedClient(renderer_for("qwen3"), ["Nothing."])
+    with ThreadPoolExecutor(2) as executor:
+        runner = EpisodeRunner(config, client, renderer_for("qwen3"), context_length=100_000, executor=executor)
+        await runner.prepare()
+        outcome = await runner.run(EpisodeSpec(task, "0-val-a-e0", partition="val", env_seed=5))
+        await runner.close()
+    assert outcome.error is None
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert any("bash" in str(each["command"]) and each["exit_code"] is not None for each in records)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_the_whole_contract(tmp_path: Path) -> None:
+    report = await check_sandbox(logged(tmp_path / "log.jsonl"))
+    report.raise_for_failures()
+
+
+def test_a_weight_transport_is_checked_with_the_configuration(tmp_path: Path) -> None:
+    def policy(transport: Any) -> PolicyConfig:
+        return PolicyConfig.model_validate({"model": {"path": tmp_path}, "weight_transport": transport})
+
+    chosen = policy({"name": TRANSPORT, "config": {"directory": str(tmp_path), "keep": 3}})
+    opened = open_transport(chosen.weight_transport)
+    assert [each.name.startswith("weights-") for each in tmp_path.iterdir()] == [True]
+    opened.close()
+    assert list(tmp_path.iterdir()) == []
+    # The module registered its class, too.
+    assert policy({"name": "folder", "config": {"directory": str(tmp_path)}}).weight_transport.name == "folder"
+    for transport, said in (
+        ("shared", r"weight_transport\.name is 'shared'; did you mean 'shared_memory'\?"),
+        ({"name": TRANSPORT}, r"directory"),
+        ({"name": TRANSPORT, "config": {"directory": str(tmp_path), "kept": 1}}, r"weight_transport\.config.*kept"),
+        (f"{FOLDER}/chat_format.py:Brackets", "must derive from turnwise.trainer.weight_sync.WeightWriter"),
+    ):
+        with pytest.raises((ValueError, ConfigError), match=said):
+            policy(transport)
