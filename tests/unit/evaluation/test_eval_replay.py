@@ -27,7 +27,7 @@ from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 
 HERE = f"{__name__}:"
-SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "retail", "search", "sql", "trail")
+SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "retail", "search", "sql", "tool_calls", "trail")
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
     "gymnasium_tools": ({"env_id": "FrozenLake-v1"}, ["I stay."]),
