@@ -1,4 +1,4 @@
-"""Environments exported for other frameworks, under the real OpenEnv, and installed for Gymnasium by pip."""
+"""Exported environments under the real OpenEnv and Inspect, and installed for Gymnasium by pip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.envs.exported import NAMES, SEED, plays_of
+from support.envs.exported import NAMES, SEED, Play, plays_of
 from turnwise.envs.core import invoke
 from turnwise.envs.registration import make
 
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
 CLIENT = ROOT / "tests" / "support" / "envs" / "openenv_client.py"
+EVALUATION = CLIENT.with_name("inspect_eval.py")
+INSPECT = ROOT / ".venv-frameworks" / "bin" / "python"
 OPENENV = ROOT / ".venv-foreign-openenv" / "bin" / "python"
 HERE = [str(ROOT), sysconfig.get_path("purelib")]
 GYMNASIUM = """
@@ -50,12 +52,30 @@ def run(*command: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_client_of_openenv_is_rewarded_as_here(name, tmp_path) -> None:
-    plays = asyncio.run(plays_of(name, tmp_path / name, "openenv"))
-    given = json.dumps([[play.task, play.actions] for play in plays])
-    printed = run(openenv(), str(CLIENT), str(tmp_path / name), str(SEED), given, *HERE)
-    assert json.loads(printed) == [play.rewards for play in plays]
+async def jobs_of(folder: Path, form: str) -> list[tuple[str, list[Play]]]:
+    """Export the three environments: folders with the episodes to be played in them."""
+    return [(str(folder / name), await plays_of(name, folder / name, form)) for name in NAMES]
+
+
+def played_by(python: Path, script: Path, jobs: list[tuple[str, list[Play]]]) -> list[list]:
+    """Return what a script prints of the episodes, run by another framework's interpreter."""
+    if not python.exists():
+        pytest.skip(f"{python} does not exist: make test-real installs it")
+    given = json.dumps([[folder, [[play.task, play.actions] for play in plays]] for folder, plays in jobs])
+    found: list[list] = json.loads(run(str(python), str(script), str(SEED), given, *HERE).splitlines()[-1])
+    return found
+
+
+def test_the_client_of_openenv_is_rewarded_as_here(tmp_path) -> None:
+    jobs = asyncio.run(jobs_of(tmp_path, "openenv"))
+    expected = [[play.rewards for play in plays] for _, plays in jobs]
+    assert played_by(OPENENV, CLIENT, jobs) == expected
+
+
+def test_inspect_scores_as_here(tmp_path) -> None:
+    jobs = asyncio.run(jobs_of(tmp_path, "inspect"))
+    expected = [[sum(play.rewards) for play in plays] for _, plays in jobs]
+    assert played_by(INSPECT, EVALUATION, jobs) == expected
 
 
 def test_openenv_finds_the_folder_valid(tmp_path) -> None:

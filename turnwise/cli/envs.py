@@ -121,14 +121,16 @@ def export_env(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
     *,
-    form: Annotated[str, typer.Option("--as", help="The framework: gymnasium, mcp or openenv.", show_default=False)],
+    form: Annotated[
+        str, typer.Option("--as", help="The framework: gymnasium, inspect, mcp or openenv.", show_default=False)
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
     ] = None,
     tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
 ) -> None:
-    """Write a folder with an environment and its tasks, for Gymnasium, MCP clients or OpenEnv."""
+    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients or OpenEnv."""
     import asyncio
 
     from turnwise.envs.export import export_env as write

@@ -1,8 +1,8 @@
 """Plays episodes in an environment that was exported for OpenEnv; run by an interpreter that has OpenEnv.
 
-``openenv_client.py FOLDER SEED PLAYS PATH...``: the folder is imported as a package, its application is served by
-uvicorn, and its own client plays. ``PLAYS`` is a list of ``[task, actions]``; the paths, where Turnwise and what it
-imports are, come after all that the interpreter has. Prints the rewards of each episode as JSON.
+``openenv_client.py SEED JOBS PATH...``: a job is ``[folder, plays]``; the folder is imported as a package, its
+application served by uvicorn, and its own client plays. A play is ``[task, actions]``; the paths, where Turnwise and
+what it imports are, come after all that the interpreter has. Prints the rewards of each episode of each job as JSON.
 """
 
 import asyncio
@@ -43,5 +43,6 @@ async def main(folder: Path, seed: int, plays: list) -> list:
 
 
 if __name__ == "__main__":
-    sys.path += sys.argv[4:]
-    print(json.dumps(asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])))))
+    sys.path += sys.argv[3:]
+    jobs = json.loads(sys.argv[2])
+    print(json.dumps([asyncio.run(main(Path(folder), int(sys.argv[1]), plays)) for folder, plays in jobs]))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from turnwise.envs.catalogue import describe, first_observation
 from turnwise.envs.core import Env
+from turnwise.envs.export.inspect_task import inspect_files
 from turnwise.envs.export.openenv import openenv_files
 from turnwise.envs.export.packages import Subject, gymnasium_files, mcp_files
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
@@ -30,6 +31,7 @@ _HERE: Final = "{folder}/"
 _VERSION: Final = 1
 FORMS: Final[dict[str, Callable[[Subject], dict[str, str]]]] = {
     "gymnasium": gymnasium_files,
+    "inspect": inspect_files,
     "mcp": mcp_files,
     "openenv": openenv_files,
 }
