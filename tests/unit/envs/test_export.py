@@ -99,11 +99,15 @@ def test_files_that_an_environment_names_come_along(tmp_path, monkeypatch) -> No
     (tmp_path / "env.py").write_text(DICE)
     (tmp_path / "faces.json").write_text("[2, 5]")
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["export-env", "env.py:HiddenDice", "faces=faces.json", "--as", "mcp", "-o", "out"])
+    done = CliRunner().invoke(
+        app, ["export-env", f"{tmp_path}/env.py:HiddenDice", "faces=faces.json", "--as", "mcp", "-o", "out"]
+    )
     assert done.exit_code == 0, done.output
     assert "out/README.md" in done.stdout.replace("\n", "")
     record = json.loads((tmp_path / "out" / "env.json").read_text())
     assert (record["env"], record["config"]) == ("{folder}/env.py:HiddenDice", {"faces": "{folder}/faces.json"})
+    written = [each.read_text() for each in (tmp_path / "out").iterdir() if each.name != "env.py"]
+    assert not any(str(tmp_path) in text for text in written)
     assert "Two dice that only a tool shows." in (tmp_path / "out" / "README.md").read_text()
     (tmp_path / "env.py").unlink()
     moved = (tmp_path / "out").rename(tmp_path / "moved")

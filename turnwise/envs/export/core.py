@@ -94,9 +94,9 @@ async def export_env(
     if issubclass(env_class(spec.id), MultiAgentEnv):
         raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
     first = await first_observation(spec, tasks)
-    subject = Subject(
-        name=_slug(spec.id), title=spec.id, summary=describe(spec.id).summary, has_tools=bool(first.tools)
-    )
+    # Of a file or module, the class alone: where it was, the folder does not say.
+    title = spec.id.rpartition(":")[2]
+    subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
     written = FORMS[form](subject)
     home = folder / (subject.package if form == "gymnasium" else ".")
     carried: dict[str, Path] = {}
