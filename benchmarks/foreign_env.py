@@ -8,7 +8,8 @@ compared is what stands around the model. Two environments:
 - a guessing game on OpenEnv's server, in its own process: OpenEnv's client (a session, a reset and four steps) against
   our runner, whose worker has the same client (part of ``ratio_own_python``, the lesser of both).
 
-Our side does more: it renders each prompt to ids, keeps every token, and makes a trajectory.
+Our side does more: it renders each prompt to ids, keeps every token, and makes a trajectory. What that costs says
+``cpu_ms_per_episode``, of the process of the runner or client alone: on a machine with other work the ratios are less.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ async def ours(env: dict[str, Any], number: int, turns: int) -> dict[str, float]
     producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
     rows = list(tasks(env["name"], size=number)) if turns == 1 else [Task(f"t{at}", "") for at in range(number)]
     await producer.gather([RolloutRequest(task, epoch=1) for task in rows[:AT_ONCE]])
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     groups = await producer.gather([RolloutRequest(task) for task in rows])
-    seconds = time.perf_counter() - began
+    seconds, spent = time.perf_counter() - began, time.process_time() - spent
     await producer.close()
     if any(group.failed for group in groups):
         raise RuntimeError(f"episodes failed: {[each.error for group in groups for each in group.trajectories][:3]}")
-    return {"episodes_per_s": number / seconds}
+    return {"episodes_per_s": number / seconds, "cpu_ms": 1e3 * spent / number}
 
 
 def side(name: str, number: int, address: str) -> dict[str, float]:
@@ -116,6 +117,7 @@ def main() -> int:
             "ratio_own_python": round(min(own.values()), 3),
             "ratios_own_python": {name: round(value, 3) for name, value in own.items()},
             "episodes_per_s": rate,
+            "cpu_ms_per_episode": {name: round(median(taken, "cpu_ms"), 2) for name, taken in samples.items()},
             "samples": {name: [each.values["episodes_per_s"] for each in taken] for name, taken in samples.items()},
             "config": {"at_once": AT_ONCE, "seconds_per_turn": SECONDS, "episodes": number, "quick": arguments.quick},
             "machine": machine("turnwise"),

@@ -27,9 +27,10 @@ async def episodes_per_second(episode: Callable[[int], Awaitable[float]], number
             return await episode(index)
 
     await asyncio.gather(*(one(index) for index in range(AT_ONCE)))
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     rewards = await asyncio.gather(*(one(index) for index in range(number)))
-    return {"episodes_per_s": number / (time.perf_counter() - began), "reward": sum(rewards)}
+    seconds, spent = time.perf_counter() - began, time.process_time() - spent
+    return {"episodes_per_s": number / seconds, "cpu_ms": 1e3 * spent / number, "reward": sum(rewards)}
 
 
 async def reasoning_gym(number: int, seconds: float) -> dict[str, float]:

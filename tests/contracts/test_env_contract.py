@@ -4,7 +4,7 @@ import pytest
 
 from support.envs.shipped import SHIPPED
 from turnwise.envs import EnvSpec, check_env
-from turnwise.envs.library import calculator, math, trail
+from turnwise.envs.library import calculator, math, tool_calls, trail
 from turnwise.envs.library.lookup import tasks
 from turnwise.tasks import Task
 
@@ -44,6 +44,7 @@ CASES = {
     "sql": [(EnvSpec("sql"), None)],
     "task": [(EnvSpec("task"), Task("a", "say something"))],
     "tool": [(EnvSpec("tool", {"scorer": f"{__name__}:right_length"}), Task("a", "say much", {"least": 30}))],
+    "tool_calls": [(EnvSpec("tool_calls"), None), (EnvSpec("tool_calls"), next(tool_calls.tasks(1, split="test")))],
     "trail": [
         (EnvSpec("trail"), None),
         (EnvSpec("trail", {"steps": 30, "words": 0}), next(trail.tasks(1, split="test"))),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest_asyncio
 
 from support.chat.toy_renderer import ToyRenderer
 from support.envs.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, rows
+from support.envs.published_rows import ONE_ROW, write_quixbugs
 from support.envs.sandboxed_episodes import answered, fenced, some_boxes
 from turnwise.envs import EnvSpec, check_env
 from turnwise.envs.core import invoke
@@ -21,7 +24,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import Task
+from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.types import Message, StopReason, ToolCall
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
@@ -71,6 +74,24 @@ async def test_references_score_1_and_empty_answers_0(boxes: SandboxManager, for
 async def test_no_cheat_scores(boxes: SandboxManager, form: str, name: str, code: str) -> None:
     task = Task.from_record(row(rows()[form]), default_id=name)
     assert await scored(boxes, task, code, partial=True) == 0.0
+
+
+async def test_rows_as_published_are_played(boxes: SandboxManager, tmp_path: Path) -> None:
+    """The reference scores 1 and a wrong program 0, by the format's name; LiveCodeBench publishes no references."""
+    quixbugs = write_quixbugs(tmp_path / "quixbugs")
+    sources = {"quixbugs": str(quixbugs)}
+    for name in ("humaneval", "mbpp", "livecodebench"):
+        file = tmp_path / f"{name}.jsonl"
+        for number, record in enumerate(ONE_ROW[name]):
+            sources[f"{name}/{number}"] = f"{file}.{number}.jsonl"
+            Path(f"{file}.{number}.jsonl").write_text(json.dumps(record))
+    for label, source in sources.items():
+        name = label.partition("/")[0]
+        for task in load_tasks(SourceConfig(source=source, format=name)):
+            right = "print(sum(map(int, input().split())))" if name == "livecodebench" else None
+            assert (task.env, await scored(boxes, task, right)) == ("code", 1.0), label
+            wrong = (quixbugs / "python_programs" / f"{task.id}.py").read_text() if name == "quixbugs" else "print(3)"
+            assert await scored(boxes, task, wrong) == 0.0, label
 
 
 async def test_the_references_submitted_by_an_agent(boxes: SandboxManager) -> None:

@@ -14,6 +14,7 @@ import grimp
 import pytest
 from pydantic import BaseModel
 
+from support import structure
 from support.config_reads import unread_fields
 from support.structure import (
     FUNCTIONS,
@@ -132,18 +133,22 @@ def test_files_are_counted_by_folder_and_in_all() -> None:
 
     assert broken("folders are not too full", tree(15, "a")) == ["turnwise/a/: 15 Python files, at most 14"]
     assert broken("folders are not too full", tree(14, "a")) == []
-    assert broken("files are not too many", tree(429, "a")) == []
-    assert broken("files are not too many", tree(501, "envs/library")) == []
-    assert broken("files are not too many", tree(430, "a")) == [
-        "outside turnwise/envs/library/: 430 files, at most 429"
+    outside, whole = structure.MOST_FILES_OUTSIDE_THE_LIBRARY, structure.MOST_FILES
+    assert broken("files are not too many", tree(outside, "a")) == []
+    assert broken("files are not too many", tree(whole, "envs/library")) == []
+    assert broken("files are not too many", tree(outside + 1, "a")) == [
+        f"outside turnwise/envs/library/: {outside + 1} files, at most {outside}"
     ]
-    assert broken("files are not too many", tree(502, "envs/library")) == ["turnwise/: 502 files, at most 501"]
+    assert broken("files are not too many", tree(whole + 1, "envs/library")) == [
+        f"turnwise/: {whole + 1} files, at most {whole}"
+    ]
 
 
 def test_lines_are_counted() -> None:
-    assert broken("lines are not too many", files(a="\n" * 59_350, b="\n" * 59_350)) == []
-    over = files(a="\n" * 59_350, b="\n" * 59_351)
-    assert broken("lines are not too many", over) == ["turnwise/: 118701 lines, at most 118700"]
+    most = structure.MOST_LINES
+    assert broken("lines are not too many", files(a="\n" * (most - 9), b="\n" * 9)) == []
+    over = files(a="\n" * (most - 9), b="\n" * 10)
+    assert broken("lines are not too many", over) == [f"turnwise/: {most + 1} lines, at most {most}"]
 
 
 def test_cycles_are_found() -> None:

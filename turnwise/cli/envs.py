@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -110,6 +111,33 @@ def _print_observation(first: FirstObservation, console: Console) -> None:
         names = ", ".join(schema.parameters.get("properties", {}))
         said = schema.description.split("\n")[0]
         console.print(Text.assemble((f"{schema.name}({names})", "bold yellow"), f"  {said}"), soft_wrap=True)
+
+
+def export_env(
+    env: Annotated[
+        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
+    ],
+    config: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
+    ] = None,
+    *,
+    form: Annotated[
+        str, typer.Option("--as", help="The framework: gymnasium, inspect, mcp or openenv.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
+    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
+) -> None:
+    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients or OpenEnv."""
+    import asyncio
+
+    from turnwise.envs.export import export_env as write
+
+    folder = out or Path(f"{Path(env.rpartition(':')[2]).stem}-{form}")
+    files = asyncio.run(write(env_spec(env, config, None, None, None), form, folder, tasks=tasks, limit=limit))
+    typer.echo(f"{len(files)} files in {folder}: see {folder / 'README.md'}")
 
 
 def _few(names: tuple[str, ...], most: int = 4) -> str:

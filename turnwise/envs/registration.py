@@ -56,6 +56,7 @@ _ENVS: dict[str, _Entry] = {
     "terminal": _Entry("turnwise.envs.library.terminal:TerminalEnv", {}),
     "swe": _Entry("turnwise.envs.library.swe:SweEnv", {}),
     "tool": _Entry("turnwise.envs.library.task_env:TaskToolEnv", {}),
+    "tool_calls": _Entry("turnwise.envs.library.tool_calls:ToolCallsEnv", {}),
     "trail": _Entry("turnwise.envs.library.trail:TrailEnv", {}),
 }
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from turnwise.config import ConfigReference, ConfigSource
+from turnwise.tasks.formats import FORMATS
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 _FORMS = "a file of tasks, or pkg.module:function"
@@ -51,7 +52,8 @@ class SourceConfig(BaseModel):
             ``pkg.module:function?key=value``.
         name: Name in metrics; by default the file's or function's.
         weight: Relative share of draws in a mix of sources.
-        format: ``turnwise`` (rows have the columns of a task), or ``verl`` (the columns that verl's datasets have).
+        format: ``turnwise`` (rows have the columns of a task), ``verl`` (the columns that verl's datasets have), or a
+            published dataset: ``gsm8k``, ``humaneval``, ``swe-bench`` and others (docs/tasks-and-rewards.md).
         columns: Field of a task by column: ``{prompt: question, data.answer: answer}``.
         map: ``pkg.module:function`` from a row to a task (or its columns), or to None to drop the row.
         env: Environment of rows that name none: a name, or ``{name, config}``.
@@ -69,7 +71,7 @@ class SourceConfig(BaseModel):
     source: _Source = Field(description=_FORMS)
     name: Annotated[str, Field(pattern=r"^[^/\s]+$")] | None = None
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    format: Literal["turnwise", "verl"] = "turnwise"
+    format: str = "turnwise"
     columns: dict[str, str] = Field(default_factory=dict)
     map: ConfigReference | None = None
     env: SpecRow = SpecRow()
@@ -85,6 +87,14 @@ class SourceConfig(BaseModel):
     @classmethod
     def _a_name_is_enough(cls, value: Any) -> Any:
         return _named(value)
+
+    @field_validator("format")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        known = ("turnwise", "verl", *FORMATS)
+        if name not in known:
+            raise ValueError(f"one of {', '.join(known)} (not {name!r})")
+        return name
 
     @field_validator("columns")
     @classmethod
@@ -107,7 +117,8 @@ class SourceConfig(BaseModel):
         return self
 
     def _ways(self) -> dict[str, bool]:
-        return {"format: verl": self.format == "verl", "columns": bool(self.columns), "map": self.map is not None}
+        form = f"format: {self.format}"
+        return {form: self.format != "turnwise", "columns": bool(self.columns), "map": self.map is not None}
 
 
 def _form(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from turnwise.errors import ConfigError, TaskError, TurnwiseError, shown
@@ -12,16 +13,8 @@ from turnwise.plugins import load_object
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, SpecRow
 from turnwise.tasks.core import Task, kind
-from turnwise.tasks.sources import Row, TaskSource, open_rows
-
-RowMap: TypeAlias = Callable[[Any, str], Any]
-"""From a row and its position to a task or its columns; None leaves the row out."""
-
-_FIELDS = ("id", "prompt", "env", "agent")
-# What verl calls its agent loops.
-_VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "react"}
-_TOOLS = ("tools_kwargs", "tool_selection")
-DATA_SOURCE = "data_source"
+from turnwise.tasks.formats import FORMATS, ROW_FIELDS, RowMap, verl_row, verl_source
+from turnwise.tasks.sources import FunctionRows, Row, Rows, TaskSource, is_table, open_rows
 
 
 def mapping_of(config: SourceConfig) -> RowMap:
@@ -29,7 +22,9 @@ def mapping_of(config: SourceConfig) -> RowMap:
     if config.map is not None:
         return _function(config.map)
     if config.format == "verl":
-        return _verl
+        return verl_row
+    if config.format in FORMATS:
+        return FORMATS[config.format].mapping(config.format)
     if config.columns:
         return _Columns(config.columns)
     return lambda row, where: row  # noqa: ARG005 - the signature of all
@@ -45,7 +40,7 @@ class _Columns:
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: columns need a row with names, not {kind(row)}")
         taken = {column for column in self._columns.values() if column in row}
-        moved = {key: row[key] for key in _FIELDS if key in row and key not in taken}
+        moved = {key: row[key] for key in ROW_FIELDS if key in row and key not in taken}
         data: dict[str, Any] = {}
         for target, column in self._columns.items():
             value = _at(row, column, where)
@@ -57,7 +52,7 @@ class _Columns:
                 _put(data, target.removeprefix("data.").split("."), value, where)
             else:
                 moved[target] = value
-        rest = {key: value for key, value in row.items() if key not in taken and key not in (*_FIELDS, "data")}
+        rest = {key: value for key, value in row.items() if key not in taken and key not in (*ROW_FIELDS, "data")}
         own = row.get("data") if "data" not in taken else None
         inner = own if isinstance(own, Mapping) else {} if own is None else {"data": own}
         return {**moved, "data": {**rest, **inner, **data}}
@@ -107,42 +102,6 @@ def _function(reference: str) -> RowMap:
     return mapped
 
 
-def _verl(row: Any, where: str) -> Any:
-    """Map a row of a verl dataset.
-
-    ``agent_name`` becomes the agent, ``reward_model.ground_truth`` also ``data["ground_truth"]``, and
-    ``extra_info.tools_kwargs`` and ``extra_info.tool_selection`` move to ``data``; other columns stay.
-    """
-    if not isinstance(row, Mapping):
-        raise TaskError(f"{where}: a row in verl's format has columns, but this is {kind(row)}")
-    data = {key: value for key, value in row.items() if key not in (*_FIELDS, "agent_name")}
-    reward_model = _section(row, "reward_model", where)
-    if "ground_truth" in reward_model:
-        data["ground_truth"] = reward_model["ground_truth"]
-    extra = _section(row, "extra_info", where)
-    if extra:
-        data["extra_info"] = {key: value for key, value in extra.items() if key not in _TOOLS}
-    # A columnar file gives each row the columns of all: a null is the same as its absence.
-    said = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
-    data |= {key: value for key, value in said.items() if value or key == "tool_selection"}
-    agent = row.get("agent_name")
-    known = _VERL_AGENTS.get(agent, agent) if isinstance(agent, str) else agent
-    return {"prompt": row.get("prompt"), "agent": known, "data": data}
-
-
-def _section(row: Mapping[str, Any], column: str, where: str) -> Mapping[str, Any]:
-    value = row.get(column)
-    if value is not None and not isinstance(value, Mapping):
-        raise TaskError(f"{where}: column {column!r} is {shown(value)}: verl's rows have an object there")
-    return value or {}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 Keep: TypeAlias = Callable[[Task], "str | None"]
 """Returns None for a task to keep, else in some words why it is left out (``more than 512 tokens``)."""
 
@@ -181,9 +140,10 @@ class TaskReader:
     """Reads the tasks of a source; ``named`` tasks carry its name (in a mix). TaskError if it does not exist."""
 
     def __init__(self, config: SourceConfig, *, keep: Keep | None = None, named: bool = False) -> None:
-        self._rows = open_rows(config.source, {})
+        self._rows = _opened(config)
         self.name = config.name or self._rows.name
         self._config = config
+        self._format = FORMATS.get(config.format)
         self._map = mapping_of(config)
         self._keep = keep
         self._source = self.name if named or config.name else None
@@ -220,15 +180,26 @@ class TaskReader:
         changes: dict[str, Any] = {}
         if config.id_prefix:
             changes["id"] = f"{config.id_prefix}{task.id}"
-        if self._env_given and task.env is None and not task.env_config:
-            changes |= {"env": config.env.name, "env_config": config.env.config}
+        if (self._env_given or self._format is not None) and task.env is None and not task.env_config:
+            played_by = None if self._format is None else self._format.env
+            changes |= {"env": config.env.name or played_by, "env_config": config.env.config}
         if self._agent_given and task.agent is None and not task.agent_config:
             changes |= {"agent": config.agent.name, "agent_config": config.agent.config}
-        if config.format == "verl" and isinstance(task.data.get(DATA_SOURCE), str):
-            changes["source"] = task.data[DATA_SOURCE]
+        if config.format == "verl" and (source := verl_source(task)) is not None:
+            changes["source"] = source
         elif self._source is not None and task.source is None:
             changes["source"] = self._source
         return replace(task, **changes) if changes else task
+
+
+def _opened(config: SourceConfig) -> Rows:
+    """Open a source: as rows, or by its format where the dataset is no table of rows."""
+    files = FORMATS[config.format].files if config.format in FORMATS else ""
+    if not files or is_table(config.source):
+        return open_rows(config.source, {})
+    rows = FunctionRows(FORMATS[config.format].rows, files, {"path": config.source})
+    rows.name = Path(config.source).stem.replace("/", "-") or config.format
+    return rows
 
 
 def _task(value: Any, row: Row) -> Task:

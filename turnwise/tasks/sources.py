@@ -171,6 +171,11 @@ def open_rows(source: TaskSource, arguments: Mapping[str, Any]) -> Rows:
     return IterableRows(source)
 
 
+def is_table(source: str) -> bool:
+    """Whether a source is a table of rows by its name: of a hub, a function's, lines of JSON or parquet."""
+    return source.startswith(HUB) or "?" in source or Path(source).suffix in (*_LINES, ".parquet")
+
+
 def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     path = Path(text).expanduser()
     # The arguments of a function may name a file themselves, and hold colons.

@@ -28,6 +28,7 @@ COMMANDS = (
     "view",
     "audit",
     "envs",
+    "export-env",
     "check-env",
     "check-sandbox",
     "timeline",

@@ -28,7 +28,7 @@ def settings(section: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["calculator", "code", "guess_number", "nim", "math", "retail", "sql", "search", "trail"]
+    "name", ["calculator", "code", "guess_number", "nim", "math", "retail", "sql", "search", "tool_calls", "trail"]
 )
 def test_the_settings_are_those_of_the_constructor(name):
     parameters = inspect.signature(env_class(name)).parameters

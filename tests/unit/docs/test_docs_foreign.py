@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
+import shutil
+from pathlib import Path
 
 import yaml
+from typer.testing import CliRunner
 
 from support.doc_pages import blocks, page, section
+from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs.core import invoke
+from turnwise.envs.export import FORMS
 from turnwise.envs.foreign import core
 from turnwise.envs.registration import _PREFIXES, env_class
 from turnwise.rollout.config import SpecConfig
@@ -17,6 +23,7 @@ from turnwise.tasks import load_tasks
 
 PAGE = "environments-from-elsewhere.md"
 TEXT = page(PAGE)
+HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
 SHIPPED = ("gem", "openenv", "reasoning-gym", "textarena")
 
 
@@ -63,3 +70,22 @@ def test_the_configurations_of_the_page_are_valid() -> None:
     assert (len(train), len(test)) == (5000, 200)
     assert not {each.id for each in train} & {each.id for each in test}
     assert test[0].data["seed"] - train[0].data["seed"] == 2 * 500_000_000
+
+
+def test_the_table_of_exports_is_complete() -> None:
+    text = section(PAGE, "Environments for other frameworks")
+    first, second = (each for each in text.split("\n\n") if each.startswith("|"))
+    assert re.findall(r"^\| `(\w+)` \|", first, re.MULTILINE) == list(FORMS)
+    assert re.findall(r"`(\w+)`", second.splitlines()[0]) == list(FORMS)
+
+
+def test_the_commands_of_the_page_export(tmp_path, monkeypatch) -> None:
+    lines = re.findall(r"^    (turnwise export-env .*)$", TEXT, re.MULTILINE)
+    assert len(lines) == 3
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    shutil.copyfile(HELLO, tmp_path / "path" / "to" / "env.py")
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert done.exit_code == 0, done.output
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "retail"]

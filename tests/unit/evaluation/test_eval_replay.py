@@ -29,7 +29,19 @@ from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 
 HERE = f"{__name__}:"
-SOLVED = ("calculator", "guess_number", "lookup", "math", "nim", "picture", "retail", "search", "sql", "trail")
+SOLVED = (
+    "calculator",
+    "guess_number",
+    "lookup",
+    "math",
+    "nim",
+    "picture",
+    "retail",
+    "search",
+    "sql",
+    "tool_calls",
+    "trail",
+)
 SANDBOXED = ("code", "swe", "terminal")  # test_eval_replay_sandboxed.py
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),

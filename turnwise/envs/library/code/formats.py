@@ -61,7 +61,8 @@ def asked(problem: Problem, record: _Row) -> str:
         parts.append("Write a Python program that reads the standard input and writes the standard output.")
     if problem.format == "mbpp":
         shown_tests = problem.asserts.tests[: len(problem.asserts.tests) - problem.asserts.hidden]
-        parts.append("Your code must pass these tests:\n\n```python\n" + "\n".join(shown_tests) + "\n```")
+        if shown_tests:
+            parts.append("Your code must pass these tests:\n\n```python\n" + "\n".join(shown_tests) + "\n```")
     open_cases = [case for case in problem.cases if not case.hidden]
     if open_cases and problem.kind == "programs" and "input" not in parts[0].lower():
         parts += [f"Input:\n{case.given}\nOutput:\n{case.wanted}" for case in open_cases]

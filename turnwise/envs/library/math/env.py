@@ -64,6 +64,30 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": record.get("id"), "prompt": question, "answer": result, "solution": solution}
 
 
+def competition_row(record: Mapping[str, Any]) -> dict[str, Any]:
+    r"""Return the task columns of a row of MATH or MATH-500: the target of ``format: math``.
+
+    Args:
+        record: ``problem``, ``solution``, whose last ``\boxed{...}`` is the result, and perhaps ``answer``, the result
+            alone; also ``level``, ``type`` or ``subject``, ``unique_id``.
+    """
+    problem, solution = _column(record, "problem"), _column(record, "solution")
+    given = record.get("answer")
+    answer = given if isinstance(given, str) and given.strip() else extract_answer(solution, "boxed")
+    if not answer:
+        raise TaskError(
+            f"column 'solution' is {shown(solution)}, which has no \\boxed{{...}}, and there is no column 'answer'"
+        )
+    held = {key: record[key] for key in ("level", "type", "subject") if record.get(key) is not None}
+    return {
+        "id": record.get("unique_id") or record.get("id"),
+        "prompt": problem,
+        "answer": answer.strip(),
+        "solution": solution,
+        **held,
+    }
+
+
 def calculations(solution: str) -> list[tuple[str, str]]:
     """Return the calculations marked in a solution as ``<<12*3=36>>``: expressions and results, in order."""
     return [(match[1].strip(), match[2].strip()) for match in _CALCULATION.finditer(solution)]

@@ -9,10 +9,10 @@ from turnwise.envs.core import ResetResult, Solution, StepResult
 from turnwise.envs.library.retail import changes
 from turnwise.envs.library.retail.changes import CancelReason, DeclineReason, Topic
 from turnwise.envs.library.retail.desk import Desk
-from turnwise.envs.library.retail.goal import Goal, goal_of, states
+from turnwise.envs.library.retail.goal import Goal, goal_of, states, world_of
 from turnwise.envs.library.retail.store import Store
 from turnwise.envs.library.retail.tasks import drawn
-from turnwise.envs.library.retail.world import RETURN_DAYS, draw
+from turnwise.envs.library.retail.world import RETURN_DAYS
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
@@ -231,7 +231,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         self._drop()
         task = drawn(seed) if task is None else task
         self.goal = goal_of(task)
-        world = draw(self.goal.world)
+        world = world_of(self.goal.world)
         self._store = Store(world)
         self.desk = Desk(self._store)
         opening = task.messages()

@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from turnwise.envs.library.retail.changes import CHANGES
 from turnwise.envs.library.retail.desk import Desk
 from turnwise.envs.library.retail.store import Store
-from turnwise.envs.library.retail.world import draw
+from turnwise.envs.library.retail.tau_bench import read_shop
+from turnwise.envs.library.retail.world import World, draw
 from turnwise.errors import TaskError, ToolError, shown
 from turnwise.tasks import Task
 
@@ -27,6 +29,11 @@ _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(
 Action = tuple[str, Mapping[str, Any]]
 
 
+def world_of(place: int | str) -> World:
+    """Return the shop of a seed, or of a folder of tau-bench's. Raises TaskError."""
+    return draw(place) if isinstance(place, int) else read_shop(place)
+
+
 @dataclass(frozen=True, slots=True)
 class Goal:
     """Goal of an episode.
@@ -37,7 +44,7 @@ class Goal:
         digest: Hash of each table in the goal state.
     """
 
-    world: int
+    world: int | str
     customer: str
     actions: tuple[Action, ...]
     facts: tuple[str, ...]
@@ -48,9 +55,11 @@ def goal_of(task: Task) -> Goal:
     """Return the goal of a task."""
     where = f"task {task.id!r}: data"
     world, customer = task.data.get("world"), task.data.get("customer")
-    if isinstance(world, bool) or not isinstance(world, int):
-        raise TaskError(f"{where}['world'] is {shown(world)}: it must be the seed of a shop, an integer")
-    if customer not in draw(world).users:
+    if isinstance(world, bool) or not isinstance(world, (int, str)) or (isinstance(world, str) and not _is_shop(world)):
+        raise TaskError(
+            f"{where}['world'] is {shown(world)}: it must be the seed of a shop, an integer, or the folder of one"
+        )
+    if customer not in world_of(world).users:
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
     if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(each, str) for each in facts):
@@ -70,6 +79,10 @@ def goal_of(task: Task) -> Goal:
     return Goal(world, str(customer), pairs, tuple(facts), digest)
 
 
+def _is_shop(folder: str) -> bool:
+    return Path(folder).is_dir()
+
+
 def _action(value: Any, where: str) -> Action:
     name = value.get("name") if isinstance(value, Mapping) else None
     arguments = value.get("arguments") if isinstance(value, Mapping) else None
@@ -82,8 +95,8 @@ def _action(value: Any, where: str) -> Action:
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest(world: int, customer: str, actions: str) -> dict[str, str]:
-    store = Store(draw(world))
+def _digest(world: int | str, customer: str, actions: str) -> dict[str, str]:
+    store = Store(world_of(world))
     try:
         desk = Desk(store, customer)
         for name, arguments in json.loads(actions):

@@ -130,7 +130,7 @@ def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
         orders.append(
             (order.id, order.user, order.status, order.ordered_on, order.delivered_on, *address(order), None, 0)
         )
-        prices = [world.variants[item].price for item in order.items]
+        prices = order.prices or tuple(world.variants[item].price for item in order.items)
         items += [
             (order.id, item, price, "ordered", None, None) for item, price in zip(order.items, prices, strict=True)
         ]

@@ -105,7 +105,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of distinct variants of different products."""
+    """An order of distinct variants.
+
+    Attributes:
+        prices: What each item cost; empty: what it costs now.
+    """
 
     id: str
     user: str
@@ -115,6 +119,7 @@ class Order:
     address: Address
     items: tuple[str, ...]
     payment: str
+    prices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,11 @@ class World:
     """A shop.
 
     Attributes:
+        seed: The seed that it was drawn from, or the folder that it was read from.
         today: The date of the conversation, in ISO form.
     """
 
-    seed: int
+    seed: int | str
     today: str
     users: dict[str, User]
     payments: dict[str, PaymentMethod]

@@ -183,6 +183,47 @@ def row(record: Mapping[str, Any]) -> Task:
     return Task(name, problem, data)
 
 
+def checked_row(record: Mapping[str, Any]) -> Task:
+    """Return the task of a published row that can be graded; raise TaskError for one that cannot."""
+    task = row(record)
+    instance_of(task)
+    return task
+
+
+def multimodal_row(record: Mapping[str, Any]) -> Task:
+    """Return the task of a row of SWE-bench Multimodal: the text of its issue, without the pictures."""
+    needed = (("image_name", "docker_image"), ("test_command", "test_cmd"), ("framework", "test_framework"))
+    missing = [names[0] for names in needed if not any(record.get(name) for name in names)]
+    if missing:
+        raise TaskError(
+            f"SWE-bench Multimodal publishes no {' and no '.join(missing)}, by which its JavaScript repositories are "
+            "graded: add such columns to its rows (an image with the repository in /testbed, the command that runs "
+            f"its tests, and one of {', '.join(PARSERS)})"
+        )
+    return checked_row(record)
+
+
+def nemo_gym_row(record: Mapping[str, Any]) -> Task:
+    """Return the task of a row of NVIDIA's SWE datasets for NeMo Gym.
+
+    Args:
+        record: ``responses_create_params.metadata`` holds ``instance_id``, ``problem_statement`` and, as JSON in
+            ``instance_dict``, the row of the dataset that it was made of (SWE-bench, SWE-Gym, R2E-Gym, ...).
+    """
+    params = record.get("responses_create_params")
+    metadata = params.get("metadata") if isinstance(params, Mapping) else None
+    if not isinstance(metadata, Mapping):
+        raise TaskError(f"column 'responses_create_params' is {shown(params)}: it must have the field 'metadata'")
+    held = _decoded(metadata.get("instance_dict"))
+    if not isinstance(held, Mapping):
+        raise TaskError(
+            f"field 'responses_create_params.metadata.instance_dict' is {shown(held)}: it must hold, as JSON, the row "
+            "with the tests"
+        )
+    own = {key: metadata[key] for key in ("instance_id", "problem_statement", "base_commit") if metadata.get(key)}
+    return checked_row({**own, **held})
+
+
 def instance_of(task: Task) -> Instance:
     """Parse a task."""
     data = task.data

@@ -1,0 +1,157 @@
+"""Row formats: rows of published datasets, read by the environment that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from turnwise.errors import TaskError, shown
+from turnwise.plugins import load_object
+from turnwise.tasks.core import Task, kind
+
+RowMap: TypeAlias = Callable[[Any, str], Any]
+"""From a row and its position to a task or its columns; None leaves the row out."""
+
+ROW_FIELDS: Final = ("id", "prompt", "env", "agent")
+"""The fields of a task that are columns of a row; ``data`` takes the others."""
+DATA_SOURCE: Final = "data_source"
+# What verl calls its agent loops.
+_VERL_AGENTS: Final = {"single_turn_agent": "single_turn", "tool_agent": "react"}
+_TOOLS: Final = ("tools_kwargs", "tool_selection")
+_LIBRARY: Final = "turnwise.envs.library"
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the rows of a dataset become tasks.
+
+    References are imported on first use: the environments stand above the tasks.
+
+    Attributes:
+        env: The environment that plays them.
+        row: ``pkg.module:function`` from a row to a task or its columns.
+        columns: Columns that every row has; ``a|b`` is one or the other.
+        files: ``pkg.module:function`` from a path to rows, for a dataset that is no table; else "".
+    """
+
+    env: str
+    row: str
+    columns: tuple[str, ...] = ()
+    files: str = ""
+
+    def mapping(self, name: str) -> RowMap:
+        """Return the mapping of rows, which raises TaskError for a missing column and what ``row`` refuses."""
+        function = load_object(self.row, "row format")
+
+        def mapped(row: Any, where: str) -> Any:
+            if row is None and self.files:
+                return None
+            self._check(name, row, where)
+            try:
+                return function(row)
+            except TaskError as error:
+                raise TaskError(f"{where}: {error}") from error
+
+        return mapped
+
+    def rows(self, path: str) -> Iterable[Any]:
+        """Return the rows of a dataset that is no table. Raises TaskError."""
+        found: Iterable[Any] = load_object(self.files, "row format")(path)
+        return found
+
+    def _check(self, name: str, row: Any, where: str) -> None:
+        if not isinstance(row, Mapping):
+            raise TaskError(f"{where}: a row of format {name} has columns, but this is {kind(row)}")
+        for column in self.columns:
+            if all(row.get(each) is None for each in column.split("|")):
+                needed = " or ".join(map(repr, column.split("|")))
+                raise TaskError(
+                    f"{where}: column {needed} is missing, which rows of format {name} have "
+                    f"(here: {', '.join(map(repr, row)) or 'nothing'})"
+                )
+
+
+_SWE: Final = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
+_TESTS: Final = ("FAIL_TO_PASS", "PASS_TO_PASS")
+FORMATS: Final[dict[str, RowFormat]] = {
+    "bfcl": RowFormat(
+        "tool_calls",
+        f"{_LIBRARY}.tool_calls.bfcl:row",
+        ("id", "question", "function"),
+        f"{_LIBRARY}.tool_calls.bfcl:rows",
+    ),
+    "gsm8k": RowFormat("math", f"{_LIBRARY}.math:row", ("question", "answer")),
+    "humaneval": RowFormat("code", f"{_LIBRARY}.code:row", ("task_id", "prompt", "test", "entry_point")),
+    "livecodebench": RowFormat(
+        "code",
+        f"{_LIBRARY}.code:row",
+        ("question_id", "question_content", "public_test_cases", "private_test_cases", "starter_code", "metadata"),
+    ),
+    "math": RowFormat("math", f"{_LIBRARY}.math.env:competition_row", ("problem", "solution")),
+    "mbpp": RowFormat("code", f"{_LIBRARY}.code:row", ("task_id", "text|prompt", "code", "test_list")),
+    "nemotron-swe": RowFormat("swe", f"{_LIBRARY}.swe.rows:nemo_gym_row", ("responses_create_params",)),
+    "quixbugs": RowFormat("code", f"{_LIBRARY}.code:row", files=f"{_LIBRARY}.code.quixbugs:rows"),
+    "r2e-gym": RowFormat(
+        "swe",
+        f"{_LIBRARY}.swe.rows:checked_row",
+        ("repo_name", "docker_image", "commit_hash", "problem_statement", "expected_output_json"),
+    ),
+    "swe-bench": RowFormat("swe", f"{_LIBRARY}.swe.rows:checked_row", (*_SWE, *_TESTS)),
+    "swe-bench-multimodal": RowFormat("swe", f"{_LIBRARY}.swe.rows:multimodal_row", (*_SWE, *_TESTS, "image_assets")),
+    "swe-gym": RowFormat("swe", f"{_LIBRARY}.swe.rows:checked_row", (*_SWE, *_TESTS)),
+    "swe-smith": RowFormat(
+        "swe",
+        f"{_LIBRARY}.swe.rows:checked_row",
+        ("instance_id", "repo", "patch", "image_name", "problem_statement", *_TESTS),
+    ),
+    "tau-retail": RowFormat(
+        "retail",
+        f"{_LIBRARY}.retail.tau_bench:row",
+        ("user_id", "instruction", "actions", "outputs"),
+        f"{_LIBRARY}.retail.tau_bench:rows",
+    ),
+}
+"""The formats by their names in ``tasks.format``, besides ``turnwise`` and ``verl``."""
+
+
+def verl_row(row: Any, where: str) -> Any:
+    """Map a row of a verl dataset.
+
+    ``agent_name`` becomes the agent, ``reward_model.ground_truth`` also ``data["ground_truth"]``, and
+    ``extra_info.tools_kwargs`` and ``extra_info.tool_selection`` move to ``data``; other columns stay.
+    """
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{where}: a row in verl's format has columns, but this is {kind(row)}")
+    data = {key: value for key, value in row.items() if key not in (*ROW_FIELDS, "agent_name")}
+    reward_model = _section(row, "reward_model", where)
+    if "ground_truth" in reward_model:
+        data["ground_truth"] = reward_model["ground_truth"]
+    extra = _section(row, "extra_info", where)
+    if extra:
+        data["extra_info"] = {key: value for key, value in extra.items() if key not in _TOOLS}
+    # A columnar file gives each row the columns of all: a null is the same as its absence.
+    said = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
+    data |= {key: value for key, value in said.items() if value or key == "tool_selection"}
+    agent = row.get("agent_name")
+    known = _VERL_AGENTS.get(agent, agent) if isinstance(agent, str) else agent
+    return {"prompt": row.get("prompt"), "agent": known, "data": data}
+
+
+def verl_source(task: Task) -> str | None:
+    """Return the dataset that a task of verl's comes from, which its figures are counted under."""
+    source = task.data.get(DATA_SOURCE)
+    return source if isinstance(source, str) else None
+
+
+def _section(row: Mapping[str, Any], column: str, where: str) -> Mapping[str, Any]:
+    value = row.get(column)
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskError(f"{where}: column {column!r} is {shown(value)}: verl's rows have an object there")
+    return value or {}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
