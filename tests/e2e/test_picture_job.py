@@ -16,8 +16,13 @@ from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "picture" / "main.py"
 KINDS = ("sampled", "greedy")
-# One seed: others are in docs/vision.md.
-pytestmark = [pytest.mark.long, pytest.mark.alike("jobs", "picture"), pytest.mark.xdist_group("picture-job")]
+# One seed: others are in docs/vision.md. A busy machine takes minutes for it.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1200),
+    pytest.mark.alike("jobs", "picture"),
+    pytest.mark.xdist_group("picture-job"),
+]
 
 
 def play(runs: Path, *arguments: str) -> Path:
