@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -32,6 +32,9 @@ from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.directory import cpu_seconds
 from turnwise.trainer.run.train import TrainSummary, run_train
+
+if TYPE_CHECKING:
+    from turnwise.trainer.offline.small_vision import VisionFamily
 
 SMOKE_DEMONSTRATIONS = 40
 
@@ -62,6 +65,7 @@ class Job:
         tasks: The held-out tasks that ``turnwise eval`` is to name; by default the environment's.
         details: Prints more between the figures and what to try next.
         policies: The trained policies, which all begin with the warm start.
+        vision: Whether the model sees images; its family is then that of the command line.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Job:
     tasks: str | None = None
     details: Callable[[TrainSummary], None] | None = None
     policies: tuple[str, ...] = ("main",)
+    vision: bool = False
 
 
 def run(job: Job, description: str | None) -> int:
@@ -123,8 +128,9 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
         shutil.rmtree(directory)
     try:
         initial = None if job.pretrained is None else partial(job.pretrained, arguments)
+        family = arguments.family if job.vision else None
         warm = arguments.warm or directory
-        model = warm_start(job, warm, arguments.seed, console, smoke=arguments.smoke, pretrained=initial)
+        model = warm_start(job, warm, arguments.seed, console, smoke=arguments.smoke, pretrained=initial, family=family)
         files = [job.home / file for file in (job.config, *arguments.also)]
         overrides = [
             f"name={name}",
@@ -160,11 +166,9 @@ def warm_start(
     *,
     smoke: bool = False,
     pretrained: Callable[[], Path] | None = None,
+    family: VisionFamily | None = None,
 ) -> Path:
     """Make demonstrations, and tokenizer and model or those given, and fine-tune; skipped where the result exists."""
-    # torch and transformers are imported here, after the arguments were understood.
-    from turnwise.trainer.offline.small_model import make_model
-
     warm = directory / "sft" / "model"
     if warm.exists():
         return warm
@@ -181,7 +185,7 @@ def warm_start(
         console.print(f"{len(rows)} demonstrations for {initial}", highlight=False)
     else:
         initial = directory / "initial"
-        parameters = make_model(initial, rows, seed, width=job.width, layers=job.layers, words=job.words)
+        parameters = new_model(job, initial, rows, seed, family)
         console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
     overrides = [
         "name=sft",
@@ -194,6 +198,20 @@ def warm_start(
     model = run_sft(load_config(SFTConfig, job.home / job.warm_config, overrides), console=console).model
     return_freed_memory()
     return model
+
+
+def new_model(
+    job: Job, initial: Path, rows: list[dict[str, Any]], seed: int, family: VisionFamily | None = None
+) -> int:
+    """Make tokenizer and model, of a vision family where one is named; return the number of parameters."""
+    # torch and transformers are imported here, after the arguments were understood.
+    from turnwise.trainer.offline.small_model import make_model
+    from turnwise.trainer.offline.small_vision import make_vision_model
+
+    size = {"width": job.width, "layers": job.layers, "words": job.words}
+    if family is None:
+        return make_model(initial, rows, seed, **size)
+    return make_vision_model(initial, rows, seed, family=family, **size)
 
 
 def report_success(job: Job, summary: TrainSummary) -> None:

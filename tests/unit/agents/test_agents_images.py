@@ -15,7 +15,7 @@ from support.chat.sees import shared
 from support.pictures import PNG, URI, png
 from turnwise import RolloutProducer, RolloutRequest, SingleTurnEnv, Task, load_tasks
 from turnwise.agents.blackbox.workdir import told_of
-from turnwise.envs.library.picture import board, draw, tasks
+from turnwise.envs.library.picture import chart, draw, tasks
 from turnwise.errors import AgentError, ConfigError, SessionError, TaskError
 from turnwise.evaluation.view import render
 from turnwise.images import image_label, image_part, image_size, readable_text
@@ -50,12 +50,12 @@ def digests(trajectory) -> list[str]:
 
 async def test_an_agent_is_shown_what_a_tool_returns_and_answers_it() -> None:
     [task] = tasks(1, split="test")
-    trajectory = await played(task, "picture", [LOOK, "red"])
+    trajectory = await played(task, "picture", [LOOK, "red 4"])
     assert trajectory.error is None, trajectory.error
-    colours = board(trajectory.seed, split="test")
+    told = chart(trajectory.seed, split="test")
     [shown] = [each for segment in trajectory.segments for each in segment.media]
-    assert shown.data == draw(colours)
-    assert image_size(shown.data) == (32, 32)
+    assert shown.data == draw(told)
+    assert image_size(shown.data) == (64, 16)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(trajectory))
     assert image_label(shown.data) in console.export_text()

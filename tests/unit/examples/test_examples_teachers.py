@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
+import io
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from turnwise.envs.library import calculator, lookup
+from turnwise.envs.library import calculator, lookup, picture
 from turnwise.tools.arithmetic import evaluate, read_number
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -72,3 +75,29 @@ def test_the_teacher_of_lookup_copies_right_too():
         [person] = [name for name in lookup.NAMES if f"manages {name}?" in row["messages"][0]["content"]]
         assert said == [{"person": person}, {"team": answers[0]} if answers else None][: len(said)]
         assert (answers[-1] if answers else person) in last["content"]
+
+
+def bars_of(row):
+    """The heights of a conversation's bars, by colour, as its picture has them; nothing without a look."""
+    shown = [part for message in row["messages"] if message["role"] == "tool" for part in message["content"]]
+    if not shown:
+        return {}
+    [part] = shown
+    image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+    counts = {pixel: count for count, pixel in image.getcolors()}
+    # A unit of height is twelve by two pixels.
+    return {name: counts[pixel] / 24 for name, pixel in picture.COLOURS.items()}
+
+
+def test_what_the_teacher_of_picture_says_stands_in_the_picture():
+    right = 0
+    for row, task in zip(rows("picture"), picture.tasks(COUNT), strict=True):
+        bars, asked = bars_of(row), task.data["colour"]
+        said = {name: int(height) for name, height in map(str.split, row["messages"][-1]["content"].split(", "))}
+        if bars:
+            assert said == {name: bars[name] for name in said}
+            assert len(said) in (1, 4)
+            right += list(said) == [asked]
+        else:
+            assert list(said) == [asked]
+    assert 0.22 < right / COUNT < 0.38

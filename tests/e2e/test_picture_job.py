@@ -1,0 +1,74 @@
+"""A model from nothing learns to read a picture that only a tool shows; what it leaves passes the audit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.processes.warm import run_command
+from support.trainer.lookup_run import lines
+from turnwise.rollout.audit import audit_files
+from turnwise.trajectory_file import read_trajectories
+
+MAIN = Path(__file__).parents[2] / "examples" / "picture" / "main.py"
+KINDS = ("sampled", "greedy")
+# One seed: others are in docs/vision.md. A busy machine takes minutes for it.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1200),
+    pytest.mark.alike("jobs", "picture"),
+    pytest.mark.xdist_group("picture-job"),
+]
+
+
+def play(runs: Path, *arguments: str) -> Path:
+    command = [sys.executable, str(MAIN), "--runs", str(runs), "--name", "run", *arguments]
+    done = run_command(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "turnwise eval picture --model" in done.stdout
+    return runs / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return play(tmp_path_factory.mktemp("picture-job"), "--seed", "0")
+
+
+def success(part: dict[str, Any], kind: str) -> float:
+    return part[kind]["success"]["mean"]
+
+
+def test_it_learns_to_read_pictures_that_it_has_not_seen(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    figures = {f"{part} {kind}": success(summary[part], kind) for part in ("before", "after") for kind in KINDS}
+    print(f"{figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    for part in ("before", "after"):
+        assert summary[part]["sampled"]["success"]["episodes"] == 400
+        assert summary[part]["greedy"]["success"]["episodes"] == 100
+    # What the warm start leaves is mostly wrong, and not nothing: rewards need something to begin with.
+    assert 0.03 <= success(summary["before"], "sampled") <= 0.5
+    assert success(summary["after"], "sampled") >= 0.9
+    assert success(summary["after"], "greedy") >= 0.93
+
+
+def test_no_picture_of_the_evaluation_was_trained_on(run: Path) -> None:
+    seen: dict[str, set[str]] = {"train": set(), "val": set()}
+    for each in read_trajectories(run / "trajectories.twz"):
+        seen[each.partition] |= {media.digest for segment in each.segments for media in segment.media}
+    assert len(seen["train"]) > 100
+    assert len(seen["val"]) > 50
+    assert not seen["train"] & seen["val"]
+
+
+def test_the_audit_passes_on_what_it_left(run: Path) -> None:
+    assert audit_files(run).contradictions == []
+
+
+def test_another_family_runs_with_next_to_no_training(tmp_path: Path) -> None:
+    left = play(tmp_path, "--smoke", "--family", "smolvlm")
+    assert {row["error"] for row in lines(left / "trajectories.twz")} == {None}
+    assert audit_files(left).contradictions == []
