@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import orjson
@@ -297,14 +298,16 @@ class HTTPClient(LLMClient):
         url = self._urls[0]
         body = _parse(await self._get(url, "/v1/models"), url)
         try:
-            card = body["data"][0]
+            cards = body["data"]
+            card = next((each for each in cards if each["id"] == self._model), cards[0])
             name, length = str(card["id"]), int(card["max_model_len"])
             # Ours say so; vLLM always can.
             guides = bool(card.get("guides", card.get("owned_by") == "vllm"))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InferenceError(f"{url}/v1/models lists no model with max_model_len: {str(body)[:200]}") from error
         try:
-            info = _parse(await self._get(url, "/weight_info"), url)
+            whose = "" if self._model is None else f"?model={quote(self._model, safe='')}"
+            info = _parse(await self._get(url, "/weight_info" + whose), url)
         except RequestRefused:
             # vLLM has this route in its development mode only.
             return ModelInfo(name, length, guides=guides)

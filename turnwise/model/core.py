@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from turnwise.errors import EngineDied, RequestRefused
 from turnwise.model.canonical import Canonical, TemplateArguments
@@ -133,11 +133,13 @@ class AdapterInfo:
 
     Attributes:
         targets: Names of the adapted modules, as in the Hugging Face state dict.
+        name: Name under which requests ask for it, on a server of several adapters; None puts it into the served model.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    name: str | None = None
 
     @property
     def scale(self) -> float:
@@ -193,6 +195,9 @@ class Replica(ABC):
     url=...)``; see :class:`turnwise.inference.replica.ServerReplica`, from which most engines derive.
     """
 
+    serves_adapters: ClassVar[bool] = False
+    """Whether one server samples from several adapters by name, each with its own versions."""
+
     @classmethod
     async def check(cls, model: Path, config: Any) -> list[str]:
         """Check what can be checked before a server of ``config`` (an ``InferenceConfig``) is started.
@@ -239,6 +244,7 @@ class Replica(ABC):
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Load a version in place and return the version now served; the KV cache of other weights is dropped.
 
+        An adapter with a name replaces the last one of that name; others, and what they sample, are not touched.
         On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
         and :meth:`restart` brings back the last version that was loaded.
         """
