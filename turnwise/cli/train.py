@@ -92,7 +92,7 @@ def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
     here = []
     if checked.placement == "local":
         frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-        here = [*(checked.of_policy(name).inference for name in checked.policies), *(each.inference for each in frozen)]
+        here = [*(checked.of_policy(name).inference for name in checked.served), *(each.inference for each in frozen)]
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 

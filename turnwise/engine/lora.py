@@ -202,7 +202,10 @@ class NamedAdapters:
         for target in adapter.targets:
             matrix = served.get(f"{target}.weight")
             if matrix is not None and (what := self._excluded.get(id(matrix))) is not None:
-                yield f"{target} is {what}, which adapters beside each other cannot change"
+                yield (
+                    f"{target} is {what}, which adapters beside each other cannot change: leave it out of the targets, "
+                    "or give the policy its own server"
+                )
 
     def _add(self, target: str, _: torch.nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Add the adapters of this step to the output [..., T, out] of a layer, whose input is [..., T, in]."""

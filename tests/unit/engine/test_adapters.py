@@ -80,7 +80,7 @@ def same(one: Output, other: Output) -> None:
     assert np.abs(one.logprobs - other.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}, {"max_seqs": 2}])
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16, "max_seqs": 5}])
 def test_a_batch_of_two_adapters_and_the_model_equals_three_servers(directory: Path, options: dict[str, int]) -> None:
     rng = np.random.default_rng(2)
     prompts = [random_prompt(rng, size) for size in (3, 20, 41, 41, 9, 60)]
@@ -250,7 +250,9 @@ async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path
         assert fleet.restarts == 1
         await check({"solver": 3, "critic": 9})
         stranger = HTTPClient([replica.url], model="judge")
-        with pytest.raises(RequestRefused, match=r"model is 'judge', which is not served: name one of .*solver, critic"):
+        with pytest.raises(
+            RequestRefused, match=r"model is 'judge', which is not served: name one of .*solver, critic"
+        ):
             await stranger.generate(TokenPrompt(prompts[0]), PARAMS[0], session_id="s")
         await stranger.close()
     finally:
