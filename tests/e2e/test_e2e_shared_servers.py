@@ -9,11 +9,12 @@ import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from support.trainer.lookup_run import MODEL, build_model, kill_at_random_moments, lines, shared, silent
+from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, training, wait_until
 from turnwise.errors import ConfigError
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.plan import dry_run
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train, train
@@ -124,10 +125,16 @@ def test_two_adapters_train_on_one_server_while_it_samples(mode: str, model: Pat
 
 @pytest.mark.long
 def test_a_run_with_a_shared_server_survives_kills(model: Path, tmp_path: Path) -> None:
-    config = two_adapters(model, tmp_path, steps=4, mode="colocate_async")
-    kill_at_random_moments(config, 2, seed=5)
+    config, run = two_adapters(model, tmp_path, steps=6, mode="colocate_async"), tmp_path / "run"
+    for step in (2, 4):
+        with training(config) as process:
+            saved = run / "checkpoints" / f"step_{step:06d}"
+            wait_until(saved.exists, f"the checkpoint of step {step}", process)
+            process.kill()
+            process.wait()
     run_train(config, console=silent())
-    check_run(tmp_path / "run", 4)
+    assert RunDirectory(run).read()["parts"] == 3
+    check_run(run, 6)
 
 
 def changed(config: TrainConfig, name: str, **changes: Any) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class App:
     def _adapter(self, model: str | None) -> int:
         """Return the number of the adapter that a request names; 0 for the served model. Raises BadRequest."""
         numbers = self._engine.model.adapters.numbers
-        if model in numbers:
+        if model is not None and model in numbers:
             return numbers[model]
         if model in (None, self._name):
             return 0

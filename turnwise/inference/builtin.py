@@ -63,7 +63,7 @@ class BuiltinReplica(ServerReplica):
             "model": str(self._model.absolute()),
             "name": self._name,
             "weight_version": self._weight_version,
-            "adapters": self._adapters,
+            "adapters": list(self._adapters),
             "paused": paused,
         }
 

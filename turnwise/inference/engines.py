@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -228,7 +228,7 @@ def make_replica(
     weight_version: int = 0,
     number: int = 0,
     url: str | None = None,
-    adapters: Sequence[str] = (),
+    adapters: Mapping[str, int] | None = None,
 ) -> Replica:
     """Make a replica of the configured engine.
 
@@ -240,7 +240,7 @@ def make_replica(
         weight_version: Version of the checkpoint's weights.
         number: Place among the replicas of a set.
         url: A running server instead of a launched one.
-        adapters: Names of the adapters that it serves beside each other.
+        adapters: Ranks of the adapters that it serves beside each other, by name.
 
     Raises:
         ConfigError: The engine is unknown, or its class takes other arguments.
@@ -260,7 +260,9 @@ def make_replica(
     return made
 
 
-def make_replicas(model: Path, config: InferenceConfig, *, logs: Path, adapters: Sequence[str] = ()) -> list[Replica]:
+def make_replicas(
+    model: Path, config: InferenceConfig, *, logs: Path, adapters: Mapping[str, int] | None = None
+) -> list[Replica]:
     """Make the configured replicas, with a log file each in ``logs``. Raises ConfigError; see :func:`make_replica`."""
     urls: list[str] | list[None] = config.urls or [None] * config.replicas
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class ServerReplica(Replica):
         log_file: str | Path,
         number: int = 0,
         url: str | None = None,
-        adapters: Sequence[str] = (),
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         """Configure a replica; :meth:`launch` starts it, or connects to a running server.
 
@@ -175,7 +175,7 @@ class ServerReplica(Replica):
             log_file: Server log; its directory is created.
             number: Place among the replicas of a set.
             url: A running server of the engine, instead of a process of its own.
-            adapters: Names of the adapters that it serves beside each other, where the engine can
+            adapters: Ranks of the adapters that it serves beside each other, by name, where the engine can
                 (:attr:`Replica.serves_adapters`).
         """
         self._model = Path(model)
@@ -186,7 +186,7 @@ class ServerReplica(Replica):
         self._host = self._config.host
         self._port = self._config.port
         self._control = ControlRoutes()
-        self._adapters = tuple(adapters)
+        self._adapters = dict(adapters or {})
         # What a restart brings back, and what the process that runs has loaded, by the adapter's name.
         self._manifests: dict[str | None, WeightManifest] = {}
         self._loaded: dict[str | None, WeightManifest] = {}
@@ -270,9 +270,13 @@ class ServerReplica(Replica):
             self._loaded.pop(name, None)
             await self._load_weights(await self._delivered(manifest))
             self._loaded[name] = manifest
-        version = await self._control.set_version(self._reachable(), manifest.version, model=name)
+        version = await self._set_version(manifest.version, name)
         self._manifests[name] = manifest
         return version
+
+    async def _set_version(self, version: int, adapter: str | None) -> int:
+        """Set the version of the model or of an adapter; return what the server reports from now on."""
+        return await self._control.set_version(self._reachable(), version, model=adapter)
 
     async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
         """Return the manifest with the path of its file on the server's machine."""

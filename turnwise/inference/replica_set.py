@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
-from turnwise.model.core import MemoryUse, Replica
+from turnwise.model.core import MemoryUse, Replica, ServedName
 
 T = TypeVar("T")
 
@@ -32,14 +33,17 @@ class ReplicaSet:
         moved: Called with the old and the new URL of a server that was restarted, which may be the same.
     """
 
-    def __init__(self, config: InferenceConfig, model: Path, *, logs: Path, adapters: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: InferenceConfig, model: Path, *, logs: Path, adapters: Mapping[str, int] | None = None
+    ) -> None:
         """Configure the servers; :meth:`launch` starts them.
 
         Args:
             config: Engine, number of servers and their settings.
             model: Checkpoint directory.
             logs: Directory of their log files.
-            adapters: Names of the adapters that each server holds (:meth:`client_of`); empty for the model alone.
+            adapters: Ranks of the adapters that each server holds, by name (:meth:`client_of`); None for the model
+                alone.
 
         Raises:
             ConfigError: The engine is unknown.
@@ -49,7 +53,7 @@ class ReplicaSet:
         self.moved: list[Callable[[str, str], Awaitable[None]]] = []
         self._config = config
         self._model = model
-        self._adapters = tuple(adapters)
+        self._adapters = tuple(adapters or ())
         # Of the model, or of each adapter; empty until the launch.
         self._clients: dict[str | None, HTTPClient] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -96,7 +100,7 @@ class ReplicaSet:
         self._clients = {
             name: HTTPClient(
                 urls,
-                model=name,
+                names=partial(self._served_name, name),
                 retries=settings.retries,
                 retry_wait=settings.retry_wait,
                 routing=settings.routing,
@@ -105,6 +109,9 @@ class ReplicaSet:
             for name in self._adapters or (None,)
         }
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    def _served_name(self, adapter: str | None, url: str) -> ServedName:
+        return next((each for each in self.replicas if each.url == url), self.replicas[0]).served_name(adapter)
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a request failed. Raises InferenceError if one exceeds ``max_restarts``."""

@@ -188,6 +188,19 @@ class MemoryUse:
     device_peak: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServedName:
+    """How requests to a server name what samples.
+
+    Attributes:
+        model: The name; None for the model that it serves.
+        version: Version of the weights under this name, where the server does not report it.
+    """
+
+    model: str | None = None
+    version: int | None = None
+
+
 class Replica(ABC):
     """Control plane of one inference server.
 
@@ -248,6 +261,10 @@ class Replica(ABC):
         On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
         and :meth:`restart` brings back the last version that was loaded.
         """
+
+    def served_name(self, adapter: str | None) -> ServedName:
+        """Return how requests name an adapter, or the model where that is None."""
+        return ServedName(adapter)
 
     async def stats(self) -> dict[str, Any]:
         """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""

@@ -208,7 +208,7 @@ def manifest_of(info: AdapterInfo, seed: int, version: int, home: Path) -> Weigh
 
 async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path, tmp_path: Path) -> None:
     config = InferenceConfig(max_context=256)
-    fleet = ReplicaSet(config, directory, logs=tmp_path / "logs", adapters=("solver", "critic"))
+    fleet = ReplicaSet(config, directory, logs=tmp_path / "logs", adapters={"solver": 2, "critic": 5})
     prompts = [random_prompt(np.random.default_rng(seed), 30) for seed in range(3)]
     want = {}
     for info, seed in ((SOLVER, 1), (CRITIC, 2)):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
+from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.engines import find_engine
 from turnwise.inference.replica_set import ReplicaSet
@@ -106,8 +108,9 @@ class TrainedPolicy(LoadedPolicy):
         """
         config, shares = loaded[0].config, len(loaded) > 1
         writers = [stack.enter_context(contextlib.closing(SharedMemoryWriter())) for _ in loaded]
-        names = [each.name for each in loaded] if shares else []
-        fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=names)
+        infos = ((each.name, each.learner.adapter) for each in loaded if shares)
+        ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
+        fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)
         served = []
@@ -219,11 +222,24 @@ def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -
     """Check that the engine of a policy's servers can serve the adapters of all its policies.
 
     Raises:
-        ConfigError: It serves one policy only.
+        ConfigError: It serves one policy only, or the servers are not launched here.
     """
-    engine = config.of_policy(host).inference.engine
-    if len(names) > 1 and not find_engine(engine).serves_adapters:
+    if len(names) == 1:
+        return
+    serving, key = config.of_policy(host), f"policies.{names[1]}.served_by is {host!r}"
+    engine = serving.inference.engine
+    if not find_engine(engine).serves_adapters:
         raise ConfigError(
-            f"policies.{names[1]}.served_by is {host!r}, whose servers' inference.engine is {engine}, which serves one "
-            "policy: set it to builtin, or remove served_by"
+            f"{key}, whose servers' inference.engine is {engine}, which serves one policy: set it to builtin or "
+            "vllm, or remove served_by"
+        )
+    if serving.inference.urls:
+        raise ConfigError(
+            f"{key}, whose inference.url is {serving.inference.url}: servers of several policies are launched by the "
+            "run; remove url, or served_by"
+        )
+    if engine == "vllm" and "vision_config" in model_settings(model_under(serving.policy.model.path), "model.path"):
+        raise ConfigError(
+            f"{key}, whose servers are vLLM's with a vision-language model, whose adapters vLLM may apply in part: set "
+            "inference.engine to builtin, or remove served_by"
         )
