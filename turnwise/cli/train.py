@@ -135,7 +135,7 @@ def plan(
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.scale.layout import Plan
+    from turnwise.trainer.scale.several import make_plan
 
     aims, given = _split_plan(list(overrides or ()))
     if cluster is None and not aims:
@@ -145,7 +145,7 @@ def plan(
         )
     files = [str(config), *(each for each in given if _is_file(each))]
     checked = load_config(TrainConfig, files, [each for each in given if not _is_file(each)])
-    made = Plan(checked, _plan_config(cluster, aims))
+    made = make_plan(checked, _plan_config(cluster, aims))
     for line in made.lines():
         typer.echo(line)
     if problems := made.problems():

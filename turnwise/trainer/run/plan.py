@@ -47,7 +47,8 @@ from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_temp
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import check_shared_servers
-from turnwise.trainer.scale.layout import Placement, PlanConfig, check_plan
+from turnwise.trainer.scale.layout import Placement, PlanConfig
+from turnwise.trainer.scale.several import check_plan
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
