@@ -172,7 +172,10 @@ class NamedAdapters:
             if target not in self._factors:
                 self._factors[target] = {}
                 self._model.get_submodule(target).register_forward_hook(partial(self._add, target))
-            self._factors[target][number] = (down.to(base.dtype), (adapter.scale * up.float()).to(base.dtype))
+            self._factors[target][number] = (
+                down.to(base.dtype, copy=True),
+                (adapter.scale * up.float()).to(base.dtype),
+            )
         # Last: from now on requests may name it.
         self._numbers[adapter.name] = number
         return number

@@ -541,10 +541,10 @@ class TrainConfig(Section):
         return self
 
     def _check_several(self) -> None:
-        if self.placement == "ray":
+        if self.placement == "ray" and self.leagues:
             raise ValueError(
-                f"placement is ray, which serves one trained policy ({', '.join([*self.policies, *self.leagues])} are "
-                "given): set placement to local"
+                f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
+                "set placement to local"
             )
         taken: dict[str, str] = {}
         for name in self.served:

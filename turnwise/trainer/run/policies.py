@@ -238,6 +238,11 @@ def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -
             f"{key}, whose inference.url is {serving.inference.url}: servers of several policies are launched by the "
             "run; remove url, or served_by"
         )
+    if engine == "vllm" and config.placement == "ray":
+        raise ConfigError(
+            f"{key}, whose servers are vLLM's, which name each version anew, and by placement ray workers sample by "
+            "one name: set inference.engine to builtin, or placement to local, or remove served_by"
+        )
     if engine == "vllm" and "vision_config" in model_settings(model_under(serving.policy.model.path), "model.path"):
         raise ConfigError(
             f"{key}, whose servers are vLLM's with a vision-language model, whose adapters vLLM may apply in part: set "

@@ -414,7 +414,7 @@ async def _assemble(
         policies=await servers.beside(first),
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
-        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, policy.fleet, servers.frozen),
+        workers=None if cluster is None else _workers(cluster, config, directory, servers),
     )
     manager = await create_manager(config.rollout, policy.client, buffer, parts)
     stack.push_async_callback(manager.close)
@@ -438,6 +438,11 @@ async def _assemble(
         timeline=files.timeline,
     )
     return run
+
+
+def _workers(cluster: RayCluster, config: TrainConfig, directory: Path, servers: Servers) -> ClusterWorkers:
+    fleets = {name: policy.fleet for name, policy in servers.policies.items()}
+    return ClusterWorkers(cluster, config, directory, fleets, servers.frozen)
 
 
 def _budget(config: TrainConfig, state: TrainerState) -> Budget:
