@@ -250,12 +250,11 @@ def test_policies_train_on_the_cluster_with_shared_servers_and_their_own(
     roles = {"solver": "solver", "critic": "critic_agent", "right": "judge"}
     agent = {"name": "support.agents.solver_critic:SolverAndCritic"}
     rollout = {"env": {"name": "lookup"}, "agent": agent, "roles": roles, "group_size": 4}
-    keys = on_cluster(cluster, inference={"replicas": 1}, policies=policies)
+    keys = on_cluster(cluster, inference={"replicas": 1}, policies=policies, rollout=rollout)
     keys["ray"] |= {"workers": {"min": 1}, "replica": {"cpus": 0.5}}
-    config = train_config(model, tmp_path, steps=2, **keys).model_dump(exclude_unset=True)
-    del config["policies"]["main"]
-    config["rollout"] |= rollout
-    with training(TrainConfig.model_validate(config)) as process:
+    plain = train_config(model, tmp_path, steps=2).model_dump(exclude_unset=True)
+    rollout |= {"max_tokens_per_turn": 24}
+    with training(TrainConfig.model_validate(plain | keys)) as process:
         assert process.wait() == 0, process.output()
     report = audit_run(tmp_path / "run", at_most=8, console=silent())
     assert report.contradictions == []
