@@ -111,7 +111,10 @@ class ReplicaSet:
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     def _served_name(self, adapter: str | None, url: str) -> ServedName:
-        return next((each for each in self.replicas if each.url == url), self.replicas[0]).served_name(adapter)
+        if adapter is None:
+            return ServedName()
+        replica = next((each for each in self.replicas if each.url == url), self.replicas[0])
+        return replica.served_names.get(adapter, ServedName(adapter))
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a request failed. Raises InferenceError if one exceeds ``max_restarts``."""

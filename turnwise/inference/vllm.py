@@ -9,7 +9,7 @@ import asyncio
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +266,9 @@ class VLLMReplica(ServerReplica):
         self._folder = Path(log_file).parent / f"adapters-{self._number}"
         # Of each adapter by its name, the oldest first; and how many were loaded.
         self._named: dict[str, list[LoadedAdapter]] = {}
-        self._versions: dict[str, int] = {}
         self._count = 0
+        # Before its first version an adapter is the bare model.
+        self.served_names = dict.fromkeys(self._adapters, ServedName())
         for name, rank in self._adapters.items():
             if rank > _RANKS[-1]:
                 raise ConfigError(
@@ -295,6 +296,8 @@ class VLLMReplica(ServerReplica):
         # Requests name the last versions from the first moment on.
         self._named = {adapter: [await self._write(each[-1].manifest)] for adapter, each in self._named.items()}
         loaded = [each[-1] for each in self._named.values()]
+        for adapter, [last] in self._named.items():
+            self.served_names[adapter] = replace(self.served_names[adapter], model=last.name)
 
         def command(inherited: Inherited) -> list[str]:
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
@@ -372,7 +375,7 @@ class VLLMReplica(ServerReplica):
             raise type(error)(what) from error
         versions = self._named.setdefault(adapter, [])
         versions.append(loaded)
-        self._versions[adapter] = manifest.version
+        self.served_names[adapter] = ServedName(loaded.name, manifest.version)
         while len(versions) > _KEPT_ADAPTERS:
             oldest = versions.pop(0)
             await self._control.raw(self.url, "POST", "/v1/unload_lora_adapter", {"lora_name": oldest.name})
@@ -390,14 +393,8 @@ class VLLMReplica(ServerReplica):
     async def _set_version(self, version: int, adapter: str | None) -> int:
         if adapter is None:
             return await super()._set_version(version, None)
-        self._versions[adapter] = version
+        self.served_names[adapter] = replace(self.served_names[adapter], version=version)
         return version
-
-    def served_name(self, adapter: str | None) -> ServedName:
-        """Return vLLM's name for the last version of an adapter; the bare model's before the first."""
-        if adapter is None or adapter not in self._versions:
-            return ServedName()
-        return ServedName(self._named[adapter][-1].name, self._versions[adapter])
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""

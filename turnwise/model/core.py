@@ -6,10 +6,11 @@ import contextlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from turnwise.errors import EngineDied, RequestRefused
@@ -210,6 +211,8 @@ class Replica(ABC):
 
     serves_adapters: ClassVar[bool] = False
     """Whether one server samples from several adapters by name, each with its own versions."""
+    served_names: Mapping[str, ServedName] = MappingProxyType({})
+    """How requests name an adapter, where it is not by its own name."""
 
     @classmethod
     async def check(cls, model: Path, config: Any) -> list[str]:
@@ -261,10 +264,6 @@ class Replica(ABC):
         On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
         and :meth:`restart` brings back the last version that was loaded.
         """
-
-    def served_name(self, adapter: str | None) -> ServedName:
-        """Return how requests name an adapter, or the model where that is None."""
-        return ServedName(adapter)
 
     async def stats(self) -> dict[str, Any]:
         """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""
