@@ -71,21 +71,24 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
         for (name, prompt), done in zip(keys, await asyncio.gather(*found), strict=True):
             check(served[name][0], prompt, done, served[name][1])
 
+    async def update(manifest: WeightManifest) -> int:
+        return await fleet.with_recovery(lambda: fleet.replicas[0].update_weights(manifest))
+
     try:
         await fleet.launch(updates=True)
         [replica] = fleet.replicas
         assert isinstance(replica, VLLMReplica)
         # Before its first version an adapter is the bare model.
         await check_both(solver=(model, 0), critic=(model, 0))
-        assert await replica.update_weights(solver_1) == 1
-        assert await replica.update_weights(critic_7) == 7
+        assert await update(solver_1) == 1
+        assert await update(critic_7) == 7
         await check_both(solver=(tuned_1, 1), critic=(critical, 7))
         assert await fleet.client_of("critic").model_info() == ModelInfo("critic@2", 512, 7, guides=True)
         # What is in flight goes on with the weights that it began with, and what comes after has the new ones.
         begun = {name: fleet.client_of(name).stream(asked[0], LONG, session_id=name) for name in ("solver", "critic")}
         first = {name: await anext(aiter(stream)) for name, stream in begun.items()}
         assert {name: delta.weight_version for name, delta in first.items()} == {"solver": 1, "critic": 7}
-        assert await replica.update_weights(solver_2) == 2
+        assert await update(solver_2) == 2
         await check_both(solver=(tuned_2, 2), critic=(critical, 7))
         for name, (served, version) in {"solver": (tuned_1, 1), "critic": (critical, 7)}.items():
             deltas = [first[name], *[delta async for delta in begun[name]]]
@@ -95,10 +98,10 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
             done = Completion(ids, logprobs, "length", deltas[-1].weight_versions)
             check(served, asked[0], done, version, greedy=False)
         # The same weights under another number are not loaded again; those that do not fit change nothing.
-        assert await replica.update_weights(replace(critic_7, version=8)) == 8
+        assert await update(replace(critic_7, version=8)) == 8
         wrong = replace(critic_7, version=9, adapter=replace(CRITIC, targets=("model.layers.9.mlp.up_proj",)))
         with pytest.raises(RequestRefused, match=r"no matrix model\.layers\.9\.mlp\.up_proj\.weight"):
-            await replica.update_weights(wrong)
+            await update(wrong)
         await check_both(solver=(tuned_2, 2), critic=(critical, 8))
         replica._process.kill("the test")
         # It asks while the server starts; the last versions answer, never the checkpoint.
