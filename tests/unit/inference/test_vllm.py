@@ -35,7 +35,7 @@ from turnwise.inference.vllm import (
     sum_of,
     write_adapter,
 )
-from turnwise.model.core import AdapterInfo
+from turnwise.model.core import AdapterInfo, ServedName
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.small_model import make_model
 
@@ -99,6 +99,9 @@ def test_adapters_beside_each_other_have_room_and_those_of_a_restart_are_there_f
         ConfigError, match=r"policies\.solver\.model\.lora\.rank is 513, and inference\.engine vllm serves"
     ):
         VLLMReplica(tmp_path, InferenceConfig(), log_file=tmp_path / "log", adapters={"solver": 513})
+    # Before its first version an adapter is the bare model.
+    replica = VLLMReplica(tmp_path, InferenceConfig(), log_file=tmp_path / "log", adapters={"solver": 3, "critic": 17})
+    assert replica.served_names == {"solver": ServedName(), "critic": ServedName()}
 
 
 def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
