@@ -205,6 +205,8 @@ class Engine:
             if number in (None, self._roster.occupant(slot).adapter):
                 self._roster.requeue(slot)
         self._cache.drop_retained(number)
+        # Rows of sequences that go on may have moved.
+        self._roster.running = arrange(self._cache, self._roster.running)
         if self._images is not None and number is None:
             self._images.forget()
         self.set_version(version, number or 0)

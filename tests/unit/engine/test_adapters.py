@@ -158,6 +158,31 @@ def test_an_update_of_one_touches_neither_requests_nor_prefixes_of_the_other(dir
     same(found["critic-second"], own.drain()["critic-second"])
 
 
+def test_sequences_go_on_where_the_rows_of_dropped_prefixes_were(directory: Path) -> None:
+    rng = np.random.default_rng(4)
+    shared = Desk(directory, adapters=("solver", "critic"), max_seqs=16)
+    shared.engine.update_weights(factors(SOLVER, 1), 1, SOLVER)
+    shared.engine.update_weights(factors(CRITIC, 2), 1, CRITIC)
+    prompts = [random_prompt(rng, 20) for _ in range(9)]
+    # Finished and running ones of both in turn, so that free rows lie between those that are still read.
+    for place, prompt in enumerate(prompts):
+        shared.submit(f"solver-{place}", prompt, replace(PARAMS[0], max_tokens=2 + place % 2), "solver")
+        shared.submit(f"critic-{place}", prompt, replace(LONG, max_tokens=8, seed=place), "critic")
+    for _ in range(5):
+        shared.engine.step()
+    before = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
+    shared.engine.update_weights(factors(SOLVER, 3), 2, SOLVER)
+    after = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
+    assert len(before) == len(after) > 3
+    assert before != after == sorted(after)
+    found = shared.drain()
+    own = alone(directory, factors(CRITIC, 2), CRITIC)
+    for place, prompt in enumerate(prompts):
+        own.submit(f"critic-{place}", prompt, replace(LONG, max_tokens=8, seed=place))
+    for name, output in own.drain().items():
+        same(found[name], output)
+
+
 def test_one_that_has_diverged_leaves_the_others_as_they_are(directory: Path) -> None:
     prompt = random_prompt(np.random.default_rng(6), 30)
     shared = Desk(directory, adapters=("solver", "critic"))
