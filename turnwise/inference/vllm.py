@@ -268,7 +268,8 @@ class VLLMReplica(ServerReplica):
         self._named: dict[str, list[LoadedAdapter]] = {}
         self._count = 0
         # Before its first version an adapter is the bare model.
-        self.served_names = dict.fromkeys(self._adapters, ServedName())
+        self._names: dict[str, ServedName] = dict.fromkeys(self._adapters, ServedName())
+        self.served_names = self._names
         for name, rank in self._adapters.items():
             if rank > _RANKS[-1]:
                 raise ConfigError(
@@ -297,7 +298,7 @@ class VLLMReplica(ServerReplica):
         self._named = {adapter: [await self._write(each[-1].manifest)] for adapter, each in self._named.items()}
         loaded = [each[-1] for each in self._named.values()]
         for adapter, [last] in self._named.items():
-            self.served_names[adapter] = replace(self.served_names[adapter], model=last.name)
+            self._names[adapter] = replace(self._names[adapter], model=last.name)
 
         def command(inherited: Inherited) -> list[str]:
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
@@ -375,7 +376,7 @@ class VLLMReplica(ServerReplica):
             raise type(error)(what) from error
         versions = self._named.setdefault(adapter, [])
         versions.append(loaded)
-        self.served_names[adapter] = ServedName(loaded.name, manifest.version)
+        self._names[adapter] = ServedName(loaded.name, manifest.version)
         while len(versions) > _KEPT_ADAPTERS:
             oldest = versions.pop(0)
             await self._control.raw(self.url, "POST", "/v1/unload_lora_adapter", {"lora_name": oldest.name})
@@ -393,7 +394,7 @@ class VLLMReplica(ServerReplica):
     async def _set_version(self, version: int, adapter: str | None) -> int:
         if adapter is None:
             return await super()._set_version(version, None)
-        self.served_names[adapter] = replace(self.served_names[adapter], version=version)
+        self._names[adapter] = replace(self._names[adapter], version=version)
         return version
 
     async def close(self) -> None:
