@@ -35,9 +35,11 @@ from support.trainer.lookup_run import (
     warm_start,
 )  # fmt: skip
 from turnwise.config import dump_config, load_config
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trajectory_file import read_trajectories
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -234,6 +236,37 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     assert figures["after sampled"] >= 0.88
     assert figures["after greedy"] >= 0.97
     assert audit_run(tmp_path / "main", at_most=4, console=silent()).contradictions == []
+
+
+def test_policies_train_on_the_cluster_with_shared_servers_and_their_own(
+    cluster: ThreeNodes, model: Path, tmp_path: Path
+) -> None:
+    adapters = {"path": model, "threads": 1, "lora": {"rank": 4}}
+    policies: dict[str, Any] = {
+        "solver": {"model": adapters, "optim": {"lr": 2e-2}},
+        "critic_agent": {"model": adapters, "optim": {"lr": 2e-2}, "served_by": "solver"},
+        "judge": {"model": {"path": model, "threads": 1}, "optim": {"lr": 1e-3}},
+    }
+    roles = {"solver": "solver", "critic": "critic_agent", "right": "judge"}
+    agent = {"name": "support.agents.solver_critic:SolverAndCritic"}
+    rollout = {"env": {"name": "lookup"}, "agent": agent, "roles": roles, "group_size": 4}
+    keys = on_cluster(cluster, inference={"replicas": 1}, policies=policies, rollout=rollout)
+    keys["ray"] |= {"workers": {"min": 1}, "replica": {"cpus": 0.5}}
+    plain = train_config(model, tmp_path, steps=2).model_dump(exclude_unset=True)
+    rollout |= {"max_tokens_per_turn": 24}
+    with training(TrainConfig.model_validate(plain | keys)) as process:
+        assert process.wait() == 0, process.output()
+    report = audit_run(tmp_path / "run", at_most=8, console=silent())
+    assert report.contradictions == []
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    found = {(each.agent, each.policy) for each in read_trajectories(tmp_path / "run" / "trajectories.twz")}
+    assert found == {("solver", "solver"), ("critic", "critic_agent")}
+    rows = read_batches(tmp_path / "run" / "batches.jsonl").rows
+    assert {(row.policy, row.step) for row in rows} == {(name, step) for _, name in found for step in (1, 2)}
+    # Adapters share a server; the third policy, which no agent of these episodes has, has its own.
+    logs = {each.relative_to(tmp_path / "run" / "logs").as_posix() for each in tmp_path.rglob("server-*.log")}
+    assert logs == {"solver/server-0.log", "judge/server-0.log"}
+    ended(cluster)
 
 
 @pytest.mark.alike("real jobs", "vllm on ray")

@@ -92,7 +92,7 @@ def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
     here = []
     if checked.placement == "local":
         frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-        here = [*(checked.of_policy(name).inference for name in checked.policies), *(each.inference for each in frozen)]
+        here = [*(checked.of_policy(name).inference for name in checked.served), *(each.inference for each in frozen)]
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
@@ -135,7 +135,7 @@ def plan(
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.scale.layout import Plan
+    from turnwise.trainer.scale.several import make_plan
 
     aims, given = _split_plan(list(overrides or ()))
     if cluster is None and not aims:
@@ -145,7 +145,7 @@ def plan(
         )
     files = [str(config), *(each for each in given if _is_file(each))]
     checked = load_config(TrainConfig, files, [each for each in given if not _is_file(each)])
-    made = Plan(checked, _plan_config(cluster, aims))
+    made = make_plan(checked, _plan_config(cluster, aims))
     for line in made.lines():
         typer.echo(line)
     if problems := made.problems():

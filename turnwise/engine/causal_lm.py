@@ -28,7 +28,7 @@ from turnwise.engine.attention import (
 )
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory
-from turnwise.engine.lora import BaseWeights, adapter_chain, merge_adapters
+from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
 from turnwise.model.core import AdapterInfo
@@ -112,6 +112,7 @@ class CausalLM:
         context_length: Longest sequence of its position embeddings.
         eos_ids: EOS ids of the checkpoint's generation config.
         vision: Its vision tower; None where it takes text only.
+        adapters: Adapters that requests name.
     """
 
     def __init__(self, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> None:
@@ -159,6 +160,7 @@ class CausalLM:
         self._packed: list[PackedLinear] = pack_linears(self._model)
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
+        self.adapters = NamedAdapters(self._model, self._excluded())
         self.geometry = self._probe()
         self._verify()
 
@@ -169,6 +171,7 @@ class CausalLM:
         plan: AttentionPlan,
         keep: npt.NDArray[np.int64],
         images: PlacedEmbeddings | None = None,
+        adapters: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Run one packed step and return logits [len(keep), vocabulary].
 
@@ -178,7 +181,11 @@ class CausalLM:
             plan: Attention plan.
             keep: int64: indices of the tokens whose logits are returned.
             images: What stands in the places of placeholders.
+            adapters: int64 of shape [T]: number of each token's adapter; None for the bare model.
         """
+        if adapters is not None:
+            with self.adapters.applied(adapters, self.device):
+                return self.forward(token_ids, positions, plan, keep, images)
         if self.vision is not None:
             ids, places = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions))
             states = self._model.get_decoder()(
@@ -223,6 +230,7 @@ class CausalLM:
 
         Raises FormatError for a missing or unknown name, another shape, or a dtype that is not floating.
         """
+        self._check_unnamed(version)
         targets = self._model.state_dict(keep_vars=True)
         groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for name, target in targets.items():
@@ -268,6 +276,7 @@ class CausalLM:
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
         """Replace the weights by the launch weights with an adapter, in place; all or none. Raises FormatError."""
+        self._check_unnamed(version)
         packed = {id(layer.weight): layer for layer in self._packed}
 
         def changed(matrix: torch.Tensor) -> None:
@@ -275,6 +284,30 @@ class CausalLM:
                 layer.pack()
 
         self._base.load(self._model.state_dict(keep_vars=True), tensors, adapter, version, changed)
+
+    def load_named(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> int:
+        """Serve an adapter by its name, beside others on the launch weights; return its number. Raises FormatError."""
+        if self._base.changed:
+            raise FormatError(
+                f"weights version {version} is the adapter {adapter.name!r} on the weights that this server was "
+                "launched with, but other weights were loaded since: relaunch it, or send the adapter without a name"
+            )
+        return self.adapters.load(self._model.state_dict(keep_vars=True), tensors, adapter, version)
+
+    def _check_unnamed(self, version: int) -> None:
+        """Raise FormatError where named adapters stand on the present weights."""
+        if self.adapters.numbers:
+            raise FormatError(
+                f"weights version {version} would change the model under the adapters "
+                f"{', '.join(self.adapters.numbers)}: name the adapter that it belongs to, or launch another server"
+            )
+
+    def _excluded(self) -> dict[int, str]:
+        """Return the matrices that are not computed for each token of a step."""
+        tables = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        found = {id(table.weight): "the output matrix or the embedding" for table in tables if table is not None}
+        towers = () if self.vision is None else self.vision.parameters
+        return {id(parameter): "in the vision tower" for parameter in towers} | found
 
     def _attention(self, name: str) -> Any:
         return attention_by_part(name) if self._sees else name

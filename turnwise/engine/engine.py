@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -93,6 +93,7 @@ class Engine:
         max_batch_tokens: int = 2048,
         prefix_cache: bool = True,
         weight_version: int = 0,
+        adapters: Sequence[str] = (),
         tokenizer: Tokenizer | None = None,
         decode_kernels: DecodeKernels | None = None,
     ) -> None:
@@ -108,6 +109,7 @@ class Engine:
             max_batch_tokens: Maximum tokens of a step (exceeded only if more sequences decode).
             prefix_cache: Whether shared prefixes are reused.
             weight_version: Version of the weights as loaded.
+            adapters: Names of adapters whose factors come later; until then each is the bare model.
             tokenizer: For stop strings.
             decode_kernels: Kernels of recorded decoding steps; None for those of the device, if it has any.
         """
@@ -132,6 +134,10 @@ class Engine:
         )
         self._images = None if model.vision is None else PromptImages(model.vision)
         self._graphs = DecodeGraphs.of(model, self._cache, max_seqs, decode_kernels)
+        # Of the served model and of each adapter, by number.
+        self._versions: dict[int, int] = {0: weight_version}
+        for adapter in adapters:
+            self._versions[model.adapters.reserve(adapter)] = weight_version
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -189,29 +195,44 @@ class Engine:
     ) -> None:
         """Replace the weights by full ones or an adapter's; sequences in flight are prefilled again.
 
-        Raises FormatError, and changes nothing, if a tensor does not fit.
+        An adapter with a name concerns its own requests and prefixes only. Raises FormatError, and changes nothing, if
+        a tensor does not fit.
         """
+        number = None
         if adapter is None:
             self.model.load(tensors, version)
-        else:
+        elif adapter.name is None:
             self.model.load_adapter(tensors, adapter, version)
+        else:
+            number = self.model.load_named(tensors, adapter, version)
         for slot in self._roster.running.tolist():
-            self._roster.requeue(slot)
-        self._cache.drop_retained()
-        if self._images is not None:
+            if number in (None, self._roster.occupant(slot).adapter):
+                self._roster.requeue(slot)
+        self._cache.drop_retained(number)
+        # Rows of sequences that go on may have moved.
+        self._roster.running = arrange(self._cache, self._roster.running)
+        if self._images is not None and number is None:
             self._images.forget()
-        self.set_version(version)
+        self.set_version(version, number or 0)
 
-    def set_version(self, version: int) -> None:
-        """Set the version of the current weights, for ids sampled from now on."""
-        if version == self.stats.weight_version:
+    def version_of(self, adapter: int) -> int:
+        """Return the version of an adapter's weights; of the served model's for number 0."""
+        return self._versions[adapter]
+
+    def set_version(self, version: int, adapter: int = 0) -> None:
+        """Set the version of the current weights of an adapter, for ids sampled from now on."""
+        if version == self._versions.get(adapter):
             return
-        self.stats.weight_version = version
+        self._versions[adapter] = version
+        if adapter == 0:
+            self.stats.weight_version = version
         for generation in self._roster.waiting:
-            generation.marks.append((version, len(generation.token_ids) - len(generation.prompt)))
+            if generation.adapter == adapter:
+                generation.marks.append((version, len(generation.token_ids) - len(generation.prompt)))
         for slot in self._roster.running.tolist():
             generation = self._roster.occupant(slot)
-            generation.marks.append((version, int(self._cache.length[slot]) - len(generation.prompt)))
+            if generation.adapter == adapter:
+                generation.marks.append((version, int(self._cache.length[slot]) - len(generation.prompt)))
 
     def refresh_stats(self) -> EngineStats:
         """Return the counters with current gauges."""
@@ -248,19 +269,23 @@ class Engine:
         return True
 
     def _forward(self, step: ModelInput, keep: Slots, *, plain: bool) -> torch.Tensor:
-        recorded = self._graphs.logits(step) if self._graphs is not None and plain else None
-        if recorded is not None:
-            return recorded
+        adapters = None
+        if self.model.adapters.numbers:
+            adapters = np.repeat(self._cache.adapter[step.slots], step.sizes)
+        elif self._graphs is not None and plain:
+            recorded = self._graphs.logits(step)
+            if recorded is not None:
+                return recorded
         if self._images is None:
-            return self.model.forward(step.token_ids, step.positions, step.plan, keep)
+            return self.model.forward(step.token_ids, step.positions, step.plan, keep, adapters=adapters)
         positions, placed = self._images.prepare(step, self._roster.seeing)
-        return self.model.forward(self._images.plain(step.token_ids), positions, step.plan, keep, placed)
+        return self.model.forward(self._images.plain(step.token_ids), positions, step.plan, keep, placed, adapters)
 
     def _enqueue(self, generation: Generation) -> None:
         generation.token_ids = generation.prompt
         if self._images is not None:
             self._images.enter(generation)
-        generation.marks = [(self.stats.weight_version, 0)]
+        generation.marks = [(self._versions[generation.adapter], 0)]
         if generation.params.seed is None:
             generation.params = replace(generation.params, seed=secrets.randbits(63))
         if generation.params.stop and self._tokenizer is not None:

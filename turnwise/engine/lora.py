@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import linear
 
-from turnwise.errors import FormatError
+from turnwise.errors import FormatError, InferenceError
 from turnwise.model.core import AdapterInfo
 
 
@@ -37,6 +42,11 @@ class BaseWeights:
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}
         self._replaced = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether the served weights may be others than those of the launch."""
+        return self._replaced or bool(self._base)
 
     def replaced(self) -> None:
         """Mark the launch weights as lost, after a full weight update."""
@@ -105,6 +115,118 @@ def _problems(served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapt
     if len(set(places)) < len(places):
         found.append("two targets are one tied matrix")
     return found + [f"unknown name {name!r}" for name in tensors if name not in known]
+
+
+class NamedAdapters:
+    """Adapters that one server samples from by name: ``scale * B A x`` is added in their layers, to their own tokens.
+
+    They are numbered from 1; number 0 is the bare model, and so is an adapter that has a name and no factors yet. Each
+    is computed from its own tokens alone: one whose values are not finite leaves the others as they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, excluded: Mapping[int, str]) -> None:
+        """Create it without adapters.
+
+        Args:
+            model: The served model.
+            excluded: Parameters that cannot be adapted for some tokens only, by ``id``, and what they are.
+        """
+        self._model = model
+        self._excluded = excluded
+        self._numbers: dict[str, int] = {}
+        # Of each target, by the adapter's number: A, and B times its scale.
+        self._factors: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._tokens = 0
+        self._parts: list[tuple[int, Tensor | None]] = []
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Number of each adapter by its name."""
+        return self._numbers
+
+    def reserve(self, name: str) -> int:
+        """Return the number of a name, a new one if it has none."""
+        return self._numbers.setdefault(name, len(self._numbers) + 1)
+
+    def load(
+        self, served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo, version: int
+    ) -> int:
+        """Put an adapter in the place of the last one of its name, or add it, and return its number; all or nothing.
+
+        Raises FormatError if a tensor is missing, unknown or of another shape, or a target cannot be adapted.
+        """
+        assert adapter.name is not None, "the adapter has a name"
+        problems = [*_problems(served, tensors, adapter), *self._not_adaptable(served, adapter)]
+        if problems:
+            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            raise FormatError(
+                f"weights version {version} of the adapter {adapter.name!r} does not fit the served model "
+                f"({len(problems)} problems: {shown}): send one with the architecture, rank and targets of its manifest"
+            )
+        number = self._numbers.get(adapter.name, len(self._numbers) + 1)
+        for factors in self._factors.values():
+            factors.pop(number, None)
+        for target in adapter.targets:
+            base = served[f"{target}.weight"]
+            down, up = (tensors[f"{target}.{part}.weight"].to(base.device) for part in ("lora_A", "lora_B"))
+            if target not in self._factors:
+                self._factors[target] = {}
+                self._model.get_submodule(target).register_forward_hook(partial(self._add, target))
+            self._factors[target][number] = (
+                down.to(base.dtype, copy=True),
+                (adapter.scale * up.float()).to(base.dtype),
+            )
+        # Last: from now on requests may name it.
+        self._numbers[adapter.name] = number
+        return number
+
+    @contextmanager
+    def applied(self, numbers: npt.NDArray[np.int64], device: torch.device) -> Iterator[None]:
+        """Apply adapters in the forward passes of the context.
+
+        Args:
+            numbers: int64 of shape [T]: number of each packed token's adapter.
+            device: Of the model.
+        """
+        found = np.unique(numbers).tolist()
+        alone = len(found) == 1
+        self._tokens = len(numbers)
+        self._parts = [
+            (each, None if alone else torch.from_numpy(np.flatnonzero(numbers == each)).to(device))
+            for each in found
+            if each
+        ]
+        try:
+            yield
+        finally:
+            self._parts = []
+
+    def _not_adaptable(self, served: Mapping[str, Tensor], adapter: AdapterInfo) -> Iterator[str]:
+        for target in adapter.targets:
+            matrix = served.get(f"{target}.weight")
+            if matrix is not None and (what := self._excluded.get(id(matrix))) is not None:
+                yield (
+                    f"{target} is {what}, which adapters beside each other cannot change: leave it out of the targets, "
+                    "or give the policy its own server"
+                )
+
+    def _add(self, target: str, _: torch.nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Add the adapters of this step to the output [..., T, out] of a layer, whose input is [..., T, in]."""
+        rows = given[0]
+        for number, places in self._parts:
+            if (factors := self._factors[target].get(number)) is None:
+                continue
+            if rows.shape[-2] != self._tokens:
+                raise InferenceError(
+                    f"{target} computes {rows.shape[-2]} of the {self._tokens} tokens of a step: its adapters cannot "
+                    "share a server; serve each policy by its own"
+                )
+            down, up = factors
+            if places is None:
+                output += linear(linear(rows, down), up)
+            else:
+                output.index_add_(-2, places, linear(linear(rows.index_select(-2, places), down), up))
+        return output
 
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

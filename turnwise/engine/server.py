@@ -139,13 +139,15 @@ class App:
             decode = partial(self._decode, raw)
             # A hundred thousand ids take 10 ms to decode and to check, in which nothing else would be answered.
             request, images = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
+            adapter = self._adapter(request.model)
             held = await self._hold(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(
                     "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
                 )
         except BadRequest as error:
-            await answer_json(send, 400, wire.encode_error(str(error), status=400, field=error.field))
+            status = 404 if error.field == "model" else 400
+            await answer_json(send, status, wire.encode_error(str(error), status=status, field=error.field))
             return
         self._received += 1
         name = request.request_id or f"r{self._received}-{self._started}"
@@ -162,6 +164,7 @@ class App:
             held=held,
             scored=request.scored,
             images=images,
+            adapter=adapter,
         )
         engine.submit(generation)
         # The next message of a request that was read to its end is its disconnection.
@@ -182,6 +185,16 @@ class App:
             raw, vocabulary=engine.model.vocabulary, max_context=engine.max_context, stop_strings=self._stop_strings
         )
         return request, read_images(request.features, request.token_ids, engine.model.vision, self._kept)
+
+    def _adapter(self, model: str | None) -> int:
+        """Return the number of the adapter that a request names; 0 for the served model. Raises BadRequest."""
+        numbers = self._engine.model.adapters.numbers
+        if model is not None and model in numbers:
+            return numbers[model]
+        if model in (None, self._name):
+            return 0
+        known = ", ".join(dict.fromkeys([self._name, *numbers]))
+        raise BadRequest("model", f"model is {model!r}, which is not served: name one of {known}, or leave it out")
 
     async def _hold(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
@@ -205,7 +218,7 @@ class App:
             return
         body = {
             "request_id": name,
-            "model": self._name,
+            "model": request.model or self._name,
             "created": int(time.time()),
             "choices": [_choice(request, output)],
             "usage": _usage(output, len(output.token_ids)),
@@ -243,20 +256,24 @@ class App:
             "guides": self._guides is not None,
             "keeps_media": self._engine.model.vision is not None,
         }
-        return {"object": "list", "data": [card]}
+        adapters = [{**card, "id": name, "parent": self._name} for name in self._engine.model.adapters.numbers]
+        return {"object": "list", "data": [card, *adapters]}
 
     async def _stats(self, _: bytes, __: Scope) -> Any:
         stats = await asyncio.wrap_future(self._engine.call(self._engine.refresh_stats))
+        numbers = self._engine.model.adapters.numbers
         return {
             **stats.to_json(),
+            "adapters": {name: self._engine.version_of(number) for name, number in dict(numbers).items()},
             "received": self._received,
             "cpu_seconds": time.process_time(),
             "memory": asdict(process_memory(device_peak=self._engine.model.device_peak)),
             "pid": os.getpid(),
         }
 
-    async def _weight_info(self, _: bytes, __: Scope) -> Any:
-        return {"weight_version": str(self._engine.stats.weight_version)}
+    async def _weight_info(self, _: bytes, scope: Scope) -> Any:
+        model = parse_qs(scope["query_string"].decode()).get("model", [None])[-1]
+        return {"weight_version": str(self._engine.version_of(self._adapter(model)))}
 
     async def _is_paused(self, _: bytes, __: Scope) -> Any:
         return {"is_paused": self._engine.stats.paused}
@@ -289,12 +306,13 @@ class App:
         return {"message": "Weights updated", "weight_version": str(manifest.version)}
 
     async def _update_weight_version(self, raw: bytes, _: Scope) -> Any:
-        given = wire.decode_json(raw).get("new_version")
+        body = wire.decode_json(raw)
+        given, adapter = body.get("new_version"), self._adapter(body.get("model"))
         try:
             version = int(str(given))
         except ValueError:
             raise BadRequest("new_version", f"new_version must be an integer or its text, not {given!r}") from None
-        await asyncio.wrap_future(self._engine.call(lambda: self._engine.set_version(version)))
+        await asyncio.wrap_future(self._engine.call(lambda: self._engine.set_version(version, adapter)))
         return {"success": True, "new_version": str(version)}
 
 
@@ -330,6 +348,7 @@ class ServerSpec(BaseModel):
         model: Checkpoint directory.
         name: Served name; None for the directory's.
         weight_version: Version of the checkpoint's weights.
+        adapters: Names under which adapters are going to be served; until they are loaded each is the bare model.
         config: Server settings.
         paused: Whether requests wait until ``/resume``, because other weights are to be loaded first.
         report_fd: Inherited descriptor for one JSON line once requests are accepted.
@@ -341,6 +360,7 @@ class ServerSpec(BaseModel):
     model: Path
     name: str | None = None
     weight_version: int = 0
+    adapters: tuple[str, ...] = ()
     config: InferenceConfig = InferenceConfig()
     paused: bool = False
     report_fd: int | None = None
@@ -379,6 +399,7 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
             weight_version=spec.weight_version,
+            adapters=spec.adapters,
             tokenizer=tokenizer,
         )
     except ValueError as error:

@@ -47,6 +47,8 @@ def forked_servers(configs: Sequence[InferenceConfig]) -> AbstractContextManager
 class BuiltinReplica(ServerReplica):
     """A built-in inference server in its own process, which ends with its parent (lifeline pipe)."""
 
+    serves_adapters = True
+
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
         """Check the settings before a server is started; see :meth:`turnwise.model.core.Replica.check`."""
@@ -61,6 +63,7 @@ class BuiltinReplica(ServerReplica):
             "model": str(self._model.absolute()),
             "name": self._name,
             "weight_version": self._weight_version,
+            "adapters": list(self._adapters),
             "paused": paused,
         }
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import orjson
@@ -18,7 +19,7 @@ from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed, Connections, Response
 from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
 from turnwise.inference.wire import encode_request, encode_scoring
-from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.model.core import LLMClient, ModelInfo, ServedName
 from turnwise.model.media import MediaProcessor
 from turnwise.model.media_wire import MediaEncoder
 from turnwise.types import (
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """A completion so far, over all its parts."""
+    """A completion so far, over all its parts; ``version``: of the weights that its last request named."""
 
     params: SamplingParams
     prompt: TokenIds
@@ -51,6 +52,7 @@ class _Progress:
     sampled: int = 0
     named: int = 0
     part_spans: tuple[VersionSpan, ...] | None = None
+    version: int | None = None
     empty_aborts: int = 0
 
     def body(self, *, stream: int, model: str | None, features: dict[str, Any] | None = None) -> bytes:
@@ -64,6 +66,9 @@ class _Progress:
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         self.sampled += len(token_ids)
+        if self.version is not None:
+            # The name that was asked for has one version, whatever the server says of its model's.
+            spans = ((self.version, 0, self.sampled - self.named),) if self.sampled > self.named else ()
         self.part_spans = spans or self.part_spans
 
     def drop(self) -> None:
@@ -100,6 +105,13 @@ class _Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Ids to score."""
+
+    token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
 class _Body:
     """A request's body, with the hashes of its images; ``partial``: some are named and not sent."""
 
@@ -125,6 +137,7 @@ class HTTPClient(LLMClient):
         urls: Sequence[str],
         *,
         model: str | None = None,
+        names: Callable[[str], ServedName] | None = None,
         retries: int = 5,
         retry_wait: float = 0.1,
         headers: dict[str, str] | None = None,
@@ -136,6 +149,7 @@ class HTTPClient(LLMClient):
         Args:
             urls: Base URLs, such as ``http://127.0.0.1:8000``; ValueError if empty.
             model: Sent as ``model`` to servers of several models.
+            names: Returns what is sent to a server, by its URL, in the place of ``model``.
             retries: Retries after a connection error.
             retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
@@ -145,7 +159,7 @@ class HTTPClient(LLMClient):
         if not urls:
             raise ValueError("urls is empty: name at least one server")
         self._urls = [url.rstrip("/") for url in urls]
-        self._model = model
+        self._names = names or (lambda _: ServedName(model))
         self._retries = retries
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
@@ -232,7 +246,7 @@ class HTTPClient(LLMClient):
                         if choice.finish_reason is not None:
                             break
                         self._versions_in_events = self._versions_in_events and progress.part_spans is not None
-                        yield TokenDelta(choice.token_ids, choice.logprobs, _latest(choice.spans))
+                        yield TokenDelta(choice.token_ids, choice.logprobs, _latest(progress.part_spans))
             except ConnectionFailed as error:
                 failures += 1
                 self._end_broken_part(progress, request, error, shown=shown)
@@ -282,10 +296,10 @@ class HTTPClient(LLMClient):
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
         """Return log-probabilities of given ids; see :meth:`LLMClient.score`."""
-        data = encode_scoring(token_ids, model=self._model)
+        sent = _Scoring(token_ids)
         request = RoutedRequest(session_id, token_ids, 1)
         for _ in range(_EMPTY_ABORTS):
-            raw, _, url = await self._post(data, request)
+            raw, _, url = await self._post(sent, request)
             found = wire.decode_prompt_logprobs(_parse(raw, url), token_ids, url)
             if found is not None:
                 return found
@@ -295,16 +309,22 @@ class HTTPClient(LLMClient):
     async def model_info(self) -> ModelInfo:
         """Return the first server's model description."""
         url = self._urls[0]
+        served = self._names(url)
         body = _parse(await self._get(url, "/v1/models"), url)
         try:
-            card = body["data"][0]
-            name, length = str(card["id"]), int(card["max_model_len"])
+            cards = body["data"]
+            card = next((each for each in cards if each["id"] == served.model), cards[0])
+            # vLLM's cards of adapters do not repeat it.
+            name, length = str(card["id"]), int(card.get("max_model_len") or cards[0]["max_model_len"])
             # Ours say so; vLLM always can.
             guides = bool(card.get("guides", card.get("owned_by") == "vllm"))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InferenceError(f"{url}/v1/models lists no model with max_model_len: {str(body)[:200]}") from error
+        if served.version is not None:
+            return ModelInfo(name, length, served.version, guides)
         try:
-            info = _parse(await self._get(url, "/weight_info"), url)
+            whose = "" if served.model is None else f"?model={quote(served.model, safe='')}"
+            info = _parse(await self._get(url, "/weight_info" + whose), url)
         except RequestRefused:
             # vLLM has this route in its development mode only.
             return ModelInfo(name, length, guides=guides)
@@ -338,12 +358,14 @@ class HTTPClient(LLMClient):
         finally:
             self.router.release(assignment)
 
-    async def _body(self, sent: _Progress | bytes, url: str, stream: int = 0, *, whole: bool = False) -> _Body:
+    async def _body(self, sent: _Progress | _Scoring, url: str, stream: int = 0, *, whole: bool = False) -> _Body:
         """Return the body for a server; images that it keeps are named and, unless ``whole``, not sent again."""
-        if isinstance(sent, bytes):
-            return _Body(sent)
+        name = self._names(url)
+        if isinstance(sent, _Scoring):
+            return _Body(encode_scoring(sent.token_ids, model=name.model))
+        sent.version = name.version
         if not sent.media:
-            return _Body(sent.body(stream=stream, model=self._model))
+            return _Body(sent.body(stream=stream, model=name.model))
         if url not in self._kept:
             cards = _parse(await self._get(url, "/v1/models"), url).get("data") or [{}]
             self._kept[url] = set() if cards[0].get("keeps_media") else None
@@ -351,7 +373,7 @@ class HTTPClient(LLMClient):
         # Images that no renderer of this process has placed are decoded here.
         features = await asyncio.to_thread(self._media.encode, sent.media, known) or {}
         hashes = frozenset(digest for each in features["mm_hashes"].values() for digest in each)
-        data = sent.body(stream=stream, model=self._model, features=features)
+        data = sent.body(stream=stream, model=name.model, features=features)
         return _Body(data, hashes, partial=bool(hashes & known))
 
     def _lacks_media(self, url: str, body: _Body, status: int, raw: bytes) -> bool:
@@ -368,7 +390,7 @@ class HTTPClient(LLMClient):
             kept |= body.hashes
 
     async def _post(
-        self, sent: _Progress | bytes, request: RoutedRequest, *, guided: bool = False
+        self, sent: _Progress | _Scoring, request: RoutedRequest, *, guided: bool = False
     ) -> tuple[bytes, int, str]:
         """Send a request with retries; return the body, and the server's number and URL."""
         failures = 0

@@ -25,7 +25,8 @@ _VLLM_ARGUMENTS = (
     "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
     "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enforce-eager", "no-enforce-eager",
     "enable-scale-out", "logprobs-mode", "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level",
-    "tensor-parallel-size", "kv-cache-memory-bytes", "weight-transfer-config",
+    "tensor-parallel-size", "kv-cache-memory-bytes", "weight-transfer-config", "enable-lora", "max-lora-rank",
+    "max-loras", "max-cpu-loras", "lora-modules",
 )  # fmt: skip
 
 

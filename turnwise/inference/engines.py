@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -228,6 +228,7 @@ def make_replica(
     weight_version: int = 0,
     number: int = 0,
     url: str | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> Replica:
     """Make a replica of the configured engine.
 
@@ -239,14 +240,17 @@ def make_replica(
         weight_version: Version of the checkpoint's weights.
         number: Place among the replicas of a set.
         url: A running server instead of a launched one.
+        adapters: Ranks of the adapters that it serves beside each other, by name.
 
     Raises:
         ConfigError: The engine is unknown, or its class takes other arguments.
     """
     engine: Any = find_engine(config.engine)
+    # Only engines that can serve them know the argument.
+    named = {"adapters": adapters} if adapters else {}
     try:
         made: Replica = engine(
-            model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url
+            model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url, **named
         )
     except TypeError as error:
         raise ConfigError(
@@ -256,11 +260,13 @@ def make_replica(
     return made
 
 
-def make_replicas(model: Path, config: InferenceConfig, *, logs: Path) -> list[Replica]:
+def make_replicas(
+    model: Path, config: InferenceConfig, *, logs: Path, adapters: Mapping[str, int] | None = None
+) -> list[Replica]:
     """Make the configured replicas, with a log file each in ``logs``. Raises ConfigError; see :func:`make_replica`."""
     urls: list[str] | list[None] = config.urls or [None] * config.replicas
     return [
-        make_replica(model, config, log_file=logs / f"server-{number}.log", number=number, url=url)
+        make_replica(model, config, log_file=logs / f"server-{number}.log", number=number, url=url, adapters=adapters)
         for number, url in enumerate(urls)
     ]
 

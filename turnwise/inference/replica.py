@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,10 @@ class ControlRoutes:
         """Finish every request in flight with what it has; return their number."""
         return int((await self.request(url, "POST", "/abort_requests", {}))["aborted"])
 
-    async def set_version(self, url: str, version: int) -> int:
-        """Set the version of the served weights; return the version that the server reports."""
-        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version)})
+    async def set_version(self, url: str, version: int, *, model: str | None = None) -> int:
+        """Set the version of the served weights, or of the adapter ``model``; return what the server reports."""
+        named = {} if model is None else {"model": model}
+        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version), **named})
         return int(answer["new_version"])
 
     async def request(
@@ -162,6 +163,7 @@ class ServerReplica(Replica):
         log_file: str | Path,
         number: int = 0,
         url: str | None = None,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         """Configure a replica; :meth:`launch` starts it, or connects to a running server.
 
@@ -173,6 +175,8 @@ class ServerReplica(Replica):
             log_file: Server log; its directory is created.
             number: Place among the replicas of a set.
             url: A running server of the engine, instead of a process of its own.
+            adapters: Ranks of the adapters that it serves beside each other, by name, where the engine can
+                (:attr:`Replica.serves_adapters`).
         """
         self._model = Path(model)
         self._config = config or InferenceConfig()
@@ -182,9 +186,10 @@ class ServerReplica(Replica):
         self._host = self._config.host
         self._port = self._config.port
         self._control = ControlRoutes()
-        # What a restart brings back, and what the process that runs has loaded.
-        self._manifest: WeightManifest | None = None
-        self._loaded: WeightManifest | None = None
+        self._adapters = dict(adapters or {})
+        # What a restart brings back, and what the process that runs has loaded, by the adapter's name.
+        self._manifests: dict[str | None, WeightManifest] = {}
+        self._loaded: dict[str | None, WeightManifest] = {}
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
         self._given_url = url
@@ -241,7 +246,7 @@ class ServerReplica(Replica):
         await self._open(paused=False)
 
     async def _open(self, *, paused: bool) -> None:
-        self._loaded = None
+        self._loaded = {}
         if isinstance(self._process, ServerProcess):
             self._port = await self._start(self._process, paused=paused)
         else:
@@ -260,13 +265,18 @@ class ServerReplica(Replica):
             return await self._load(manifest)
 
     async def _load(self, manifest: WeightManifest) -> int:
-        if not manifest.same_weights(self._loaded):
-            self._loaded = None
+        name = None if manifest.adapter is None else manifest.adapter.name
+        if not manifest.same_weights(self._loaded.get(name)):
+            self._loaded.pop(name, None)
             await self._load_weights(await self._delivered(manifest))
-            self._loaded = manifest
-        version = await self._control.set_version(self._reachable(), manifest.version)
-        self._manifest = manifest
+            self._loaded[name] = manifest
+        version = await self._set_version(manifest.version, name)
+        self._manifests[name] = manifest
         return version
+
+    async def _set_version(self, version: int, adapter: str | None) -> int:
+        """Set the version of the model or of an adapter; return what the server reports from now on."""
+        return await self._control.set_version(self._reachable(), version, model=adapter)
 
     async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
         """Return the manifest with the path of its file on the server's machine."""
@@ -281,19 +291,20 @@ class ServerReplica(Replica):
     async def restart(self) -> None:
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
         async with self._loading:
-            port, manifest = self._port, self._manifest
+            port, manifests = self._port, list(self._manifests.values())
             await self.close()
             try:
                 self._port = port
-                await self._open(paused=manifest is not None)
+                await self._open(paused=bool(manifests))
             except InferenceError:
                 if self._config.port or self._given_url is not None:
                     raise
                 # Another process bound the port in the meantime.
                 self._port = 0
-                await self._open(paused=manifest is not None)
-            if manifest is not None:
+                await self._open(paused=bool(manifests))
+            for manifest in manifests:
                 await self._load(manifest)
+            if manifests:
                 await self.resume()
 
     async def health(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
-from turnwise.model.core import MemoryUse, Replica
+from turnwise.model.core import MemoryUse, Replica, ServedName
 
 T = TypeVar("T")
 
@@ -32,23 +33,29 @@ class ReplicaSet:
         moved: Called with the old and the new URL of a server that was restarted, which may be the same.
     """
 
-    def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
+    def __init__(
+        self, config: InferenceConfig, model: Path, *, logs: Path, adapters: Mapping[str, int] | None = None
+    ) -> None:
         """Configure the servers; :meth:`launch` starts them.
 
         Args:
             config: Engine, number of servers and their settings.
             model: Checkpoint directory.
             logs: Directory of their log files.
+            adapters: Ranks of the adapters that each server holds, by name (:meth:`client_of`); None for the model
+                alone.
 
         Raises:
             ConfigError: The engine is unknown.
         """
-        self.replicas = make_replicas(model, config, logs=logs)
+        self.replicas = make_replicas(model, config, logs=logs, adapters=adapters)
         self.restarts = 0
         self.moved: list[Callable[[str, str], Awaitable[None]]] = []
         self._config = config
         self._model = model
-        self._client: HTTPClient | None = None
+        self._adapters = tuple(adapters or ())
+        # Of the model, or of each adapter; empty until the launch.
+        self._clients: dict[str | None, HTTPClient] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: InferenceError | None = None
         # Servers whose end was noticed and that are not back yet.
@@ -60,10 +67,14 @@ class ReplicaSet:
 
     @property
     def client(self) -> HTTPClient:
-        """Client over all servers; valid after :meth:`launch`."""
-        if self._client is None:
+        """Client over all servers, of the model or of the first adapter; valid after :meth:`launch`."""
+        return self.client_of(self._adapters[0] if self._adapters else None)
+
+    def client_of(self, adapter: str | None) -> HTTPClient:
+        """Return the client over all servers of an adapter, or of the model; valid after :meth:`launch`."""
+        if adapter not in self._clients:
             raise InferenceError("the servers have not been launched")
-        return self._client
+        return self._clients[adapter]
 
     async def launch(self, *, updates: bool = False) -> None:
         """Start all servers and wait until they are ready.
@@ -85,14 +96,25 @@ class ReplicaSet:
             raise errors.exceptions[0] from errors
         urls = [replica.url for replica in self.replicas]
         settings = self._config
-        self._client = HTTPClient(
-            urls,
-            retries=settings.retries,
-            retry_wait=settings.retry_wait,
-            routing=settings.routing,
-            processor=await asyncio.to_thread(load_processor, self._model),
-        )
+        processor = await asyncio.to_thread(load_processor, self._model)
+        self._clients = {
+            name: HTTPClient(
+                urls,
+                names=partial(self._served_name, name),
+                retries=settings.retries,
+                retry_wait=settings.retry_wait,
+                routing=settings.routing,
+                processor=processor,
+            )
+            for name in self._adapters or (None,)
+        }
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    def _served_name(self, adapter: str | None, url: str) -> ServedName:
+        if adapter is None:
+            return ServedName()
+        replica = next((each for each in self.replicas if each.url == url), self.replicas[0])
+        return replica.served_names.get(adapter, ServedName(adapter))
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a request failed. Raises InferenceError if one exceeds ``max_restarts``."""
@@ -142,11 +164,11 @@ class ReplicaSet:
 
         Those of a dead server are lost. Raises InferenceError.
         """
-        counts = self.client.router.counts
+        counts = [client.router.counts for client in self._clients.values()]
         total = {
             "restarts": float(self.restarts),
-            "ejections": float(counts.ejections),
-            "resumed_tokens": float(counts.resumed_tokens),
+            "ejections": float(sum(each.ejections for each in counts)),
+            "resumed_tokens": float(sum(each.resumed_tokens for each in counts)),
         }
         for replica in self.replicas:
             stats = await replica.stats()
@@ -172,8 +194,8 @@ class ReplicaSet:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers = []
-        if self._client is not None:
-            await self._client.close()
+        for client in self._clients.values():
+            await client.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def _watch(self, replica: Replica) -> None:
@@ -210,17 +232,20 @@ class ReplicaSet:
             except InferenceError as error:
                 failed = error
                 continue
-            if replica.url != before:
-                self.client.replace_url(before, replica.url)
+            for client in self._clients.values():
+                if replica.url != before:
+                    client.replace_url(before, replica.url)
             for tell in self.moved:
                 await tell(before, replica.url)
-            self.client.admit(replica.url)
+            for client in self._clients.values():
+                client.admit(replica.url)
             return
 
     def _note_death(self, replica: Replica) -> None:
         self._down.add(replica)
         self._whole.clear()
-        self.client.eject(replica.url)
+        for client in self._clients.values():
+            client.eject(replica.url)
         noticed, self._next_death = self._next_death, asyncio.Event()
         noticed.set()
 

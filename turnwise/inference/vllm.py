@@ -5,9 +5,11 @@ Its control routes have no password: bind it where only trusted clients reach it
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from turnwise.inference.config import InferenceConfig, VLLMConfig
 from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
-from turnwise.model.core import WeightManifest
+from turnwise.model.core import ServedName, WeightManifest
 from turnwise.placement.core import Inherited
 
 _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
@@ -32,6 +34,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LEAST_KV_TOKENS = 131072
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels for processors know; another ends the server at its first request."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM makes room for."""
+_KEPT_ADAPTERS = 4
+"""Versions of an adapter that requests in flight may still sample from."""
 _COUNTERS = {
     "requests": "vllm:request_success",
     "prompt_tokens": "vllm:prompt_tokens",
@@ -104,8 +110,66 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
     return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.vllm.arguments]
 
 
-def environment(config: InferenceConfig, number: int, given: Mapping[str, str], *, eager: bool) -> dict[str, str]:
-    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent."""
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A version of an adapter in vLLM, where each has a name of its own, which also tells cached prefixes apart.
+
+    Attributes:
+        name: vLLM's name for it.
+        folder: Its files, in peft's layout.
+        manifest: What was loaded.
+    """
+
+    name: str
+    folder: Path
+    manifest: WeightManifest
+
+
+def write_adapter(manifest: WeightManifest, folder: Path, base: Path) -> None:
+    """Write a weight file with factors as a folder in peft's layout; their values are not read."""
+    adapter = manifest.adapter
+    assert adapter is not None, "the manifest is of an adapter"
+    folder.mkdir(parents=True)
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_bytes(orjson.dumps(settings))
+    with open(manifest.path, "rb") as source, open(folder / "adapter_model.safetensors", "wb") as out:
+        head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
+        said = head.pop("__metadata__", {})
+        raw = orjson.dumps({"__metadata__": said, **{f"base_model.model.{name}": head[name] for name in head}})
+        raw += b" " * (-(8 + len(raw)) % 64)
+        out.write(len(raw).to_bytes(8, "little") + raw)
+        shutil.copyfileobj(source, out)
+
+
+def adapter_arguments(ranks: Mapping[str, int], loaded: Sequence[LoadedAdapter]) -> list[str]:
+    """Return the arguments for adapters beside each other; those in ``loaded`` are there when the server starts."""
+    if not ranks:
+        return []
+    said = {
+        "--max-lora-rank": next(rank for rank in _RANKS if rank >= max(ranks.values())),
+        # While requests of older versions run to their end, each has two at a time, or waits.
+        "--max-loras": 2 * len(ranks),
+        "--max-cpu-loras": _KEPT_ADAPTERS * len(ranks),
+    }
+    modules = [orjson.dumps({"name": each.name, "path": str(each.folder)}).decode() for each in loaded]
+    given = [text for flag, value in said.items() for text in (flag, str(value))]
+    return ["--enable-lora", *given, *(["--lora-modules", *modules] if modules else [])]
+
+
+def environment(
+    config: InferenceConfig, number: int, given: Mapping[str, str], *, eager: bool, adapters: bool = False
+) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent.
+
+    With ``adapters`` they can be loaded while it runs.
+    """
     # Variables of this process's own Python would lead vLLM's to packages that are not its. The last one would take the
     # place of the size that the command line says.
     other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
@@ -125,6 +189,7 @@ def environment(config: InferenceConfig, number: int, given: Mapping[str, str], 
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
         # The routes that pause, resume, abort and update.
         "VLLM_SERVER_DEV_MODE": "1",
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
         # Its cache of grammars takes one marker for another (xgrammar 0.2.8).
         "VLLM_XGRAMMAR_CACHE_MB": "0",
         # The sampler whose log-probabilities are known (see turnwise_vllm_worker.py).
@@ -187,8 +252,30 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
 class VLLMReplica(ServerReplica):
     """A vLLM server in its own process, which ends with its parent."""
 
+    serves_adapters = True
     _engine_launch_timeout = 900.0
     _engine_close_timeout = 20.0
+
+    def __init__(self, *args: Any, log_file: str | Path, **options: Any) -> None:
+        """Configure a replica; see :class:`ServerReplica`.
+
+        Raises:
+            ConfigError: vLLM has no room for an adapter of such a rank.
+        """
+        super().__init__(*args, log_file=log_file, **options)
+        self._folder = Path(log_file).parent / f"adapters-{self._number}"
+        # Of each adapter by its name, the oldest first; and how many were loaded.
+        self._named: dict[str, list[LoadedAdapter]] = {}
+        self._count = 0
+        # Before its first version an adapter is the bare model.
+        self._names: dict[str, ServedName] = dict.fromkeys(self._adapters, ServedName())
+        self.served_names = self._names
+        for name, rank in self._adapters.items():
+            if rank > _RANKS[-1]:
+                raise ConfigError(
+                    f"policies.{name}.model.lora.rank is {rank}, and inference.engine vllm serves adapters up to "
+                    f"{_RANKS[-1]} by name: lower it, or give the policy its own server (remove served_by)"
+                )
 
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
@@ -207,18 +294,28 @@ class VLLMReplica(ServerReplica):
         script = [str(install.python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
         config, name, port, number = self._config, self._name or model.name, self._port, self._number
         state = "paused" if paused else "running"
+        # Requests name the last versions from the first moment on.
+        self._named = {adapter: [await self._write(each[-1].manifest)] for adapter, each in self._named.items()}
+        loaded = [each[-1] for each in self._named.values()]
+        for adapter, [last] in self._named.items():
+            self._names[adapter] = replace(self._names[adapter], model=last.name)
 
         def command(inherited: Inherited) -> list[str]:
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
             arguments = command_line(model, name, placed, port, eager=eager)
+            arguments += adapter_arguments(self._adapters, loaded)
             return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
 
-        reported = await process.start(command, lambda given: environment(config, number, given, eager=eager))
+        reported = await process.start(
+            command, lambda given: environment(config, number, given, eager=eager, adapters=bool(self._adapters))
+        )
         port = int(reported["port"])
         self._port = port
         async with undo_on_error_async(self.close):
             # Answered once the application takes connections; also the first words of the server's own name for 0.
             await self._control.set_version(self.url, self._weight_version)
+        for adapter, versions in self._named.items():
+            self._loaded[adapter] = versions[-1].manifest
         return port
 
     async def prepare_updates(self) -> None:
@@ -242,6 +339,9 @@ class VLLMReplica(ServerReplica):
                 f"{self.url} cannot load weights version {manifest.version}: {'; '.join(problems[:5])}"
                 f"{' and more' if len(problems) > 5 else ''}; it keeps its own"
             )
+        if manifest.adapter is not None and manifest.adapter.name is not None:
+            await self._load_adapter(manifest, manifest.adapter.name)
+            return
         url, control = self.url, self._control
         paused = bool((await control.request(url, "GET", "/is_paused"))["is_paused"])
         if not paused:
@@ -260,6 +360,47 @@ class VLLMReplica(ServerReplica):
             raise InferenceError(f"{url} failed while it loaded weights version {manifest.version}: {error}") from error
         if not paused:
             await control.resume(url)
+
+    async def _load_adapter(self, manifest: WeightManifest, adapter: str) -> None:
+        """Load a version of an adapter beside the earlier ones, which requests in flight go on with.
+
+        Its weights, and cached prefixes, belong to vLLM's name for it; nothing else is touched.
+        """
+        loaded = await self._write(manifest)
+        try:
+            body = {"lora_name": loaded.name, "lora_path": str(loaded.folder)}
+            await self._control.raw(self.url, "POST", "/v1/load_lora_adapter", body)
+        except InferenceError as error:
+            await asyncio.to_thread(shutil.rmtree, loaded.folder, ignore_errors=True)
+            what = f"{self.url} cannot load weights version {manifest.version} of the adapter {adapter}: {error}"
+            raise type(error)(what) from error
+        versions = self._named.setdefault(adapter, [])
+        versions.append(loaded)
+        self._names[adapter] = ServedName(loaded.name, manifest.version)
+        while len(versions) > _KEPT_ADAPTERS:
+            oldest = versions.pop(0)
+            await self._control.raw(self.url, "POST", "/v1/unload_lora_adapter", {"lora_name": oldest.name})
+            await asyncio.to_thread(shutil.rmtree, oldest.folder, ignore_errors=True)
+
+    async def _write(self, manifest: WeightManifest) -> LoadedAdapter:
+        """Write the files of a version of an adapter, under a new name."""
+        assert manifest.adapter is not None, "the manifest is of an adapter"
+        self._count += 1
+        folder = self._folder.absolute() / str(self._count)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(write_adapter, manifest, folder, self._model.absolute())
+        return LoadedAdapter(f"{manifest.adapter.name}@{self._count}", folder, manifest)
+
+    async def _set_version(self, version: int, adapter: str | None) -> int:
+        if adapter is None:
+            return await super()._set_version(version, None)
+        self._names[adapter] = replace(self._names[adapter], version=version)
+        return version
+
+    async def close(self) -> None:
+        """Stop the server and wait for its process; idempotent."""
+        await super().close()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _worker(self, method: str, manifest: dict[str, Any]) -> list[str]:
         """Call a method of all workers; return what they list, without repetitions."""

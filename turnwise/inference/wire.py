@@ -181,6 +181,8 @@ def manifest_info(manifest: WeightManifest) -> dict[str, Any]:
     if manifest.adapter is not None:
         adapter = manifest.adapter
         info["adapter"] = {"kind": "lora", "rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
+        if adapter.name is not None:
+            info["adapter"]["name"] = adapter.name
     return info
 
 
@@ -221,7 +223,10 @@ def _decode_adapter(given: Any) -> AdapterInfo | None:
         raise BadRequest(f"{field}.alpha", f"alpha must be a finite number, not {short(alpha)}")
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise BadRequest(f"{field}.targets", f"targets must list names of modules, not {short(targets)}")
-    return AdapterInfo(rank, float(alpha), tuple(targets))
+    name = given.get("name")
+    if name is not None and not (isinstance(name, str) and name):
+        raise BadRequest(f"{field}.name", f"name must be a text that is not empty, or be left out, not {short(name)}")
+    return AdapterInfo(rank, float(alpha), tuple(targets), name)
 
 
 def encode_error(message: str, *, status: int, field: str | None = None) -> bytes:
@@ -302,6 +307,7 @@ class GenerateRequest:
         continued: See the module.
         scored: Whether log-probabilities of the prompt are returned.
         features: ``features`` as given (``model/media_wire.py``); None without images.
+        model: Name of what is sampled from; None for the served model.
     """
 
     request_id: str | None
@@ -313,6 +319,7 @@ class GenerateRequest:
     scored: bool = False
     stream_interval: int = 1
     features: Any = None
+    model: str | None = None
 
 
 def encode_request(
@@ -406,7 +413,9 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
         )
     if scored is not None and body.get("stream"):
         raise BadRequest("sampling_params.prompt_logprobs", "prompt_logprobs are not streamed: leave stream out")
-    name = body.get("request_id")
+    name, model = body.get("request_id"), body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model", f"model must be the name of what is served, or be left out, not {short(model)}")
     return GenerateRequest(
         request_id=name if isinstance(name, str) and name else None,
         token_ids=token_ids,
@@ -417,6 +426,7 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
         scored=scored is not None,
         stream_interval=_integer(sampling, "stream_interval", 1, at_least=1),
         features=body.get("features") or None,
+        model=model or None,
     )
 
 

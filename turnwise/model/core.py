@@ -6,11 +6,12 @@ import contextlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from turnwise.errors import EngineDied, RequestRefused
 from turnwise.model.canonical import Canonical, TemplateArguments
@@ -133,11 +134,13 @@ class AdapterInfo:
 
     Attributes:
         targets: Names of the adapted modules, as in the Hugging Face state dict.
+        name: Name under which requests ask for it, on a server of several adapters; None puts it into the served model.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    name: str | None = None
 
     @property
     def scale(self) -> float:
@@ -186,12 +189,30 @@ class MemoryUse:
     device_peak: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServedName:
+    """How requests to a server name what samples.
+
+    Attributes:
+        model: The name; None for the model that it serves.
+        version: Version of the weights under this name, where the server does not report it.
+    """
+
+    model: str | None = None
+    version: int | None = None
+
+
 class Replica(ABC):
     """Control plane of one inference server.
 
     An engine's class is constructed as ``Class(model, config, name=..., weight_version=..., log_file=..., number=...,
     url=...)``; see :class:`turnwise.inference.replica.ServerReplica`, from which most engines derive.
     """
+
+    serves_adapters: ClassVar[bool] = False
+    """Whether one server samples from several adapters by name, each with its own versions."""
+    served_names: Mapping[str, ServedName] = MappingProxyType({})
+    """How requests name an adapter, where it is not by its own name."""
 
     @classmethod
     async def check(cls, model: Path, config: Any) -> list[str]:
@@ -239,6 +260,7 @@ class Replica(ABC):
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Load a version in place and return the version now served; the KV cache of other weights is dropped.
 
+        An adapter with a name replaces the last one of that name; others, and what they sample, are not touched.
         On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
         and :meth:`restart` brings back the last version that was loaded.
         """

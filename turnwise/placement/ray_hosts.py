@@ -139,10 +139,12 @@ class RayProcess(PlacedProcess):
                 self.there = str(await self._actor.machine.remote())
             if self.there == machine_id():
                 return file
+            # Versions of several policies have the same names, each in a folder of its own here.
+            name = f"{file.parent.name}-{file.name}"
             path, at = "", 0
             with file.open("rb") as source:
                 while part := await asyncio.to_thread(source.read, _PART):
-                    path = await self._actor.receive.remote(file.name, at, part)
+                    path = await self._actor.receive.remote(name, at, part)
                     at += len(part)
         except RayError as error:
             raise lost_actor(f"the host of process {self.pid}", error) from error

@@ -46,7 +46,7 @@ async def test_the_environment_that_is_described(answer: str, turns: int, reward
 def test_what_the_table_and_the_section_name_is_there() -> None:
     table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
-    frozen, _, league = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    frozen, _, _, league = map(yaml.safe_load, blocks(TEXT, "yaml"))
     config = RolloutConfig.model_validate({"env": {"name": "nim"}, **frozen["rollout"]})
     assert set(config.frozen) == {"past", "judge", "far", "hosted"}
     past = RolloutConfig.model_validate({"env": {"name": "nim"}, **league["rollout"]}).frozen["past"].league
@@ -55,9 +55,15 @@ def test_what_the_table_and_the_section_name_is_there() -> None:
 
 
 def test_several_policies_as_they_are_configured() -> None:
-    _, several, _ = map(yaml.safe_load, blocks(TEXT, "yaml"))
-    rollout = {"env": {"name": "nim"}, **several["rollout"]}
-    config = TrainConfig.model_validate({"name": "r", "steps": 1, **several, "rollout": rollout})
+    _, several, sharing, _ = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    config, together = (
+        TrainConfig.model_validate({
+            "name": "r", "steps": 1, **keys, "rollout": {"env": {"name": "nim"}, **keys["rollout"]},
+        })
+        for keys in (several, sharing)
+    )  # fmt: skip
     assert set(config.rollout.roles.values()) == set(config.policies)
     assert config.algorithms["critic_agent"].entropy_coef == 0.01
     assert config.of_policy("critic_agent").inference.replicas == 2
+    assert together.served == {"solver": ("solver", "critic_agent")}
+    assert config.served == {"solver": ("solver",), "critic_agent": ("critic_agent",)}

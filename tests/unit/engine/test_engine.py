@@ -628,9 +628,9 @@ def test_logits_of_scored_prompts_are_held_in_pieces(checkpoints, rng, monkeypat
     kept = []
     forward = desk.engine.model.forward
 
-    def watched(ids, positions, plan, keep):
+    def watched(ids, positions, plan, keep, **more):
         kept.append(len(keep))
-        return forward(ids, positions, plan, keep)
+        return forward(ids, positions, plan, keep, **more)
 
     monkeypatch.setattr(desk.engine.model, "forward", watched)
     names = [desk.submit(each, GREEDY, scored=True) for each in prompts]

@@ -16,7 +16,7 @@ from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, St
 from turnwise.inference import wire
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RoutingConfig
-from turnwise.model.core import ModelInfo
+from turnwise.model.core import ModelInfo, ServedName
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
 
@@ -161,6 +161,20 @@ async def test_partial_answers_are_continued_and_merged(make):
     assert first == 4
     assert others == [stable_hash(4, 2), stable_hash(4, 2), stable_hash(4, 3)]
     assert [body.get("continued") for body in fake.bodies] == [None, 2, 2, 3]
+
+
+async def test_a_name_that_has_one_version_gives_it_to_what_was_sampled_under_it(make):
+    names = iter([ServedName("solver@1", 4), ServedName("solver@2", 5), ServedName("solver@2", 5)])
+    # Of its own model's weights, the server says something else.
+    async with Fake(answer([5, 6], "abort", "0"), answer([7], "abort", "0"), answer([8, 9], "stop", "0")) as fake:
+        done = await make(fake, names=lambda url: next(names)).generate(PROMPT, PARAMS, session_id="s")
+    assert [body["model"] for body in fake.bodies] == ["solver@1", "solver@2", "solver@2"]
+    assert done.weight_versions == ((4, 0, 2), (5, 2, 5))
+    script = events(piece([5, 6]), piece([7], "stop"), b"[DONE]")
+    async with Fake(script) as fake:
+        deltas = await collect(make(fake, names=lambda url: ServedName("solver@3", 6)))
+    assert [delta.weight_version for delta in deltas] == [6, 6]
+    assert deltas[-1].weight_versions == ((6, 0, 3),)
 
 
 async def test_an_abort_after_the_last_token_is_an_end(make):

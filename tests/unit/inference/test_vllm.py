@@ -11,24 +11,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from safetensors.numpy import save_file
 
 from support.engine.vllm_interpreter import interpreter
 from turnwise.config import load_config
+from turnwise.engine.lora import read_adapter
+from turnwise.engine.weights import write_weights
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.config import InferenceConfig, VLLMConfig
 from turnwise.inference.engines import check_engine, make_replicas, served_dtype
 from turnwise.inference.vllm import (
     PYTHON_VARIABLE,
+    LoadedAdapter,
     VLLMReplica,
+    adapter_arguments,
     command_line,
     environment,
     find_install,
     find_python,
     kv_bytes,
     sum_of,
+    write_adapter,
 )
+from turnwise.model.core import AdapterInfo, ServedName
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.small_model import make_model
 
@@ -68,6 +75,33 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
         assert said(vllm={key: value}) != plain, key
     assert set(VLLMConfig.model_fields) == {*own, "python"}
     assert said(vllm={"gpus": [4, 5, 6, 7], "tensor_parallel": 2})[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+
+def test_adapters_beside_each_other_have_room_and_those_of_a_restart_are_there_from_the_first_request(
+    tmp_path: Path,
+) -> None:
+    assert adapter_arguments({}, []) == []
+    factors = {"a.lora_A.weight": torch.ones(3, 4), "a.lora_B.weight": torch.full((5, 3), 2.0, dtype=torch.bfloat16)}
+    manifest = write_weights(factors.items(), tmp_path, 1, adapter=AdapterInfo(3, 6.0, ("a",), "solver"))
+    folder = tmp_path / "solver"
+    write_adapter(manifest, folder, tmp_path / "base")
+    line = adapter_arguments({"solver": 3, "critic": 17}, [LoadedAdapter("solver@4", folder, manifest)])
+    assert line[line.index("--max-lora-rank") + 1] == "32"
+    assert line[line.index("--max-loras") + 1] == "4"
+    assert json.loads(line[line.index("--lora-modules") + 1]) == {"name": "solver@4", "path": str(folder)}
+    (tmp_path / "base").mkdir()
+    saved = read_adapter(folder)
+    assert (saved.base, saved.info) == (tmp_path / "base", AdapterInfo(3, 6.0, ("a",)))
+    assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in factors.items())
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(InferenceConfig(), 0, {}, eager=False)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(InferenceConfig(), 0, {}, eager=False, adapters=True)
+    with pytest.raises(
+        ConfigError, match=r"policies\.solver\.model\.lora\.rank is 513, and inference\.engine vllm serves"
+    ):
+        VLLMReplica(tmp_path, InferenceConfig(), log_file=tmp_path / "log", adapters={"solver": 513})
+    # Before its first version an adapter is the bare model.
+    replica = VLLMReplica(tmp_path, InferenceConfig(), log_file=tmp_path / "log", adapters={"solver": 3, "critic": 17})
+    assert replica.served_names == {"solver": ServedName(), "critic": ServedName()}
 
 
 def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from support.property_tests import examples
 from turnwise.errors import ConfigError
+from turnwise.gateway.frozen import FrozenPolicies
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.placement.config import RayConfig
 from turnwise.placement.ray_cluster import Layout, Needs, check_room, lay_out, node_facts
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.cluster import ClusterWorkers, cluster_needs, placement_text
 
 
 def ray(**keys: Any) -> RayConfig:
@@ -79,6 +83,52 @@ PLAIN: dict[str, Any] = {
     "policies": {"main": {"model": {"path": "model"}}},
     "rollout": {"env": {"name": "lookup"}},
 }
+
+
+def two_policies(**changes: Any) -> TrainConfig:
+    adapters = {"path": "model", "lora": {"rank": 4}}
+    ranks = {"engine": "fsdp", "engine_options": {"ranks": 2}}
+    policies = {
+        "solver": {"model": adapters, **ranks, "inference": {"replicas": 3}},
+        "critic": {"model": adapters, "served_by": "solver"},
+        "judge": {"model": {"path": "other"}, **ranks},
+    }
+    roles = {name: name for name in policies}
+    frozen = {"past": {"start": True, "inference": {"replicas": 2}}, "far": {"model": "m", "url": "http://127.0.0.1:9"}}
+    rollout = {"env": {"name": "lookup"}, "roles": roles, "frozen": frozen}
+    given = {"placement": "ray", "policies": policies, "rollout": rollout, "inference": {"replicas": 1}, **changes}
+    return TrainConfig.model_validate({**PLAIN, **given})
+
+
+def test_all_policies_have_ranks_and_servers_and_shared_ones_are_counted_once() -> None:
+    config = two_policies()
+    # Three of solver, which also serve critic, one of judge, two of the frozen one; ranks of solver and judge.
+    assert cluster_needs(config) == Needs(replicas=6, workers=1, ranks=4)
+    assert "4 ranks, 6 servers, 1 rollout workers in 11 bundles" in placement_text(config)
+    with pytest.raises(ConfigError, match=r"ray.layout is colocated, with 4 ranks .* and 6 replicas"):
+        placement_text(two_policies(ray={"layout": "colocated"}))
+
+
+async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Path) -> None:
+    config = two_policies()
+    urls = {"solver": 3, "judge": 1}
+    fleets = {
+        name: ReplicaSet(
+            InferenceConfig(url=",".join(f"http://{name}:{port}" for port in range(8000, 8000 + count))),
+            tmp_path,
+            logs=tmp_path,
+        )
+        for name, count in urls.items()
+    }
+    fleets["critic"] = fleets["solver"]
+    unused: Any = None
+    spec = ClusterWorkers(unused, config, tmp_path, fleets, FrozenPolicies())._spec(config.rollout, "worker-0")
+    served = tuple(f"http://solver:{port}" for port in (8000, 8001, 8002))
+    assert [(each.name, each.urls, each.adapter) for each in spec.policies] == [
+        ("solver", served, "solver"), ("critic", served, "critic"), ("judge", ("http://judge:8000",), None),
+    ]  # fmt: skip
+    assert [each.model.name for each in spec.policies] == ["model", "model", "other"]
+    assert spec.policies[1].inference.replicas == 3
 
 
 @pytest.mark.parametrize(

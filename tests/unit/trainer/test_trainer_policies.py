@@ -52,7 +52,10 @@ def config(**changes: Any) -> TrainConfig:
         ({"policies": {"a/b": SOLVER}}, "should match pattern"),
         ({"inference": {"url": "http://127.0.0.1:1"}}, r"would serve the policies solver and critic_agent"),
         ({"inference": {"port": 9}}, r"inference\.port 9 would serve the policies"),
-        ({"placement": "ray"}, "placement is ray, which serves one trained policy"),
+        (
+            {"placement": "ray", "rollout": {"frozen": {"past": {"league": {"of": "solver"}}}}},
+            "placement is ray, whose workers do not know the versions of the league past: set placement to local",
+        ),
         (
             {"rollout": {"frozen": {"past": {"league": {"of": "sover"}}}}},
             r"rollout\.frozen\.past\.league\.of is 'sover', which is not trained",

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.cli import main
+from turnwise.config import dump_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
@@ -27,8 +28,9 @@ from turnwise.trainer.learn.fsdp_rank import RankModel
 from turnwise.trainer.learn.optim import OptimizerSet
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.model.policy import Policy, load_model
-from turnwise.trainer.scale.layout import Placement, Plan, PlanConfig, check_plan
+from turnwise.trainer.scale.layout import Placement, Plan, PlanConfig
 from turnwise.trainer.scale.memory import Sharded, activation_bytes, layer_activations, optimizer_bytes, trainer_memory
+from turnwise.trainer.scale.several import PolicyPlans, check_plan, make_plan
 from turnwise.trainer.scale.shape import FAMILIES, ModelShape
 from turnwise.trainer.scale.throughput import ClusterConfig, decode_step
 
@@ -398,3 +400,86 @@ def test_a_cluster_has_to_be_given_and_known(large: Path, tmp_path: Path, capsys
     assert "give memory_gb, tflops, tflops_float32" in said
     assert run("train", str(file), "cluster.device=h100", "cluster.count=8") == 1
     assert "only --dry-run and turnwise plan read it" in capsys.readouterr().err
+
+
+# Several policies.
+
+
+def two_policies(model: Path, ranks: int = 4, *, lora: bool = False, **changes: Any) -> TrainConfig:
+    """Return a configuration of solver and critic, which with adapters may share servers."""
+    plain = sharded(model, ranks)["policies"]["main"]
+    if lora:
+        plain = {**plain, "model": {**plain["model"], "lora": {"rank": 8}}}
+    both = {"solver": plain, "critic": {**plain, **changes.pop("critic", {})}}
+    rollout = {"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 256}
+    rollout["roles"] = {"solver": "solver", "critic": "critic"}
+    return config(model, policies=both, rollout=rollout, inference={"engine": "vllm"}, **changes)
+
+
+def test_policies_have_their_parts_on_each_device_and_a_step_trains_both(large: Path) -> None:
+    both, plan = two_policies(large, mode="separate_async"), h100(8, turns=4, completion_tokens=200)
+    made = make_plan(both, plan)
+    assert isinstance(made, PolicyPlans)
+    alone = Plan(config(large, **sharded(large, 4), inference={"engine": "vllm"}, mode="separate_async"), plan)
+    # Ranks of both on the same four devices, a server each on one of its own behind them.
+    [(ranks, trained), (first, solver), (second, critic)] = made.memory()
+    assert (ranks, first, second) == ("0-3", "4", "5")
+    [(_, one), (_, served)] = alone.memory()
+    assert trained.total == pytest.approx(2 * one.total)
+    assert solver.parts == {f"solver: {part}": size for part, size in served.parts.items()}
+    assert critic.parts == {f"critic: {part}": size for part, size in served.parts.items()}
+    # Servers work beside each other, roles of an episode and updates of policies one after the other.
+    now = alone.configured()
+    assert all(each.seconds == pytest.approx(now.seconds) for each in made.estimates().values())
+    rollout, training, whole = made.seconds()
+    assert training == pytest.approx(2 * now.training.seconds)
+    assert rollout == pytest.approx(max(now.rollout.busy_s, 2 * now.rollout.longest_s))
+    assert whole == pytest.approx(max(now.rollout.busy_s, training))
+    # What is planned for one policy alone fits on these devices, both do not.
+    with pytest.raises(
+        ConfigError, match=r"devices 0-3 need .*largest: (solver|critic): .* or give policies other dev"
+    ):
+        check_plan(both, plan)
+    with pytest.raises(ConfigError, match=r"cluster.count is 4, but the policies solver, critic have .* on 6 devices"):
+        check_plan(both, h100(4))
+
+
+def test_policies_that_share_servers_have_them_once(large: Path) -> None:
+    plan = h100(8, turns=4, completion_tokens=200)
+    apart = make_plan(two_policies(large, lora=True, mode="separate_async"), plan)
+    shared = check_plan(two_policies(large, lora=True, critic={"served_by": "solver"}, mode="separate_async"), plan)
+    assert isinstance(apart, PolicyPlans)
+    assert isinstance(shared, PolicyPlans)
+    assert [devices for devices, _ in apart.memory()] == ["0-3", "4", "5"]
+    [(_, _), (device, serving)] = shared.memory()
+    assert device == "4"
+    parts = apart.memory()[1][1].parts
+    # Rank 8 on the seven matrices of 36 layers, in bfloat16: 2 x 8 x the sums of their sides.
+    sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 12288)
+    adapter = 2 * 8 * 36 * sides
+    assert serving.parts == {**parts, "solver: served adapter": adapter, "critic: served adapter": adapter}
+    # One server does the work of both.
+    work = sum(each.rollout.busy_s for each in shared.estimates().values())
+    longest = sum(each.rollout.longest_s for each in shared.estimates().values())
+    assert shared.seconds()[0] == pytest.approx(max(work, longest))
+
+
+def test_the_command_prints_a_plan_of_each_policy(
+    large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = two_policies(large, lora=True, critic={"served_by": "solver"}, mode="separate_async")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(both))
+    arguments = ["plan", str(file), "cluster.device=h100", "workload.turns=4"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "cluster.count=8"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "\npolicy solver\nmodel: qwen3, 8.19 B" in said
+    assert "\npolicy critic, by the servers of solver\n" in said
+    assert said.count("rollout: 1 server with") == said.count("training: ") == 2
+    assert "a step of all policies: " in said
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "cluster.count=2"])
+    assert ended.value.code == 1
+    assert "problem: cluster.count is 2, but the policies solver, critic have" in capsys.readouterr().out

@@ -82,6 +82,7 @@ class Generation:
         images: Images of the prompt, in order.
         rotary: int64 of shape [3, tokens + 1]: rotary positions of the prompt, and of the token after it; None where
             they are the tokens' own.
+        adapter: Number of the adapter that samples; 0 for the served model.
     """
 
     id: str
@@ -104,6 +105,7 @@ class Generation:
     scores: Logprobs | None = None
     images: tuple[PromptImage, ...] = ()
     rotary: npt.NDArray[np.int64] | None = None
+    adapter: int = 0
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first ``sampled`` ids."""
@@ -255,16 +257,16 @@ class PrefixIndex:
             self._session_of[slot] = session_id
             self._slot_of[session_id] = slot
 
-    def find(self, token_ids: npt.NDArray[np.int32], session_id: str) -> PrefixMatch:
-        """Find the longest prefix, without the last token: its logits are needed."""
+    def find(self, token_ids: npt.NDArray[np.int32], session_id: str, adapter: int = 0) -> PrefixMatch:
+        """Find the longest prefix of an adapter, without the last token: its logits are needed."""
         cache = self._cache
         most = len(token_ids) - 1
         own = self._slot_of.get(session_id)
-        if own is not None and cache.state[own] == RETAINED:
+        if own is not None and cache.state[own] == RETAINED and cache.adapter[own] == adapter:
             cached = int(cache.cached[own])
             if WORTH_SHARING <= cached <= most and np.array_equal(cache.token_ids[own, :cached], token_ids[:cached]):
                 return PrefixMatch(own, cached)
-        shared = np.minimum(cache.shared_prefixes(token_ids), most)
+        shared = np.minimum(cache.shared_prefixes(token_ids, adapter), most)
         if not len(shared):
             return PrefixMatch()
         ready = np.minimum(shared, cache.cached[: len(shared)])
@@ -273,12 +275,15 @@ class PrefixIndex:
             return PrefixMatch(tokens=int(shared[leader]), wait_for=leader)
         return PrefixMatch(best, int(ready[best])) if ready[best] >= WORTH_SHARING else PrefixMatch()
 
-    def place(self, token_ids: npt.NDArray[np.int32], found: PrefixMatch, *, alone: bool) -> tuple[int, int] | None:
+    def place(
+        self, token_ids: npt.NDArray[np.int32], found: PrefixMatch, adapter: int = 0, *, alone: bool
+    ) -> tuple[int, int] | None:
         """Place a request in the prefix's own slot if nothing of it is lost, else in a new one with a copy.
 
         Args:
             token_ids: Ids of the request.
-            found: Result of :meth:`find`.
+            found: Result of :meth:`find`, for the same adapter.
+            adapter: Number of its adapter.
             alone: Whether nothing runs: then memory is reclaimed even at the cost of the prefix.
 
         Returns:
@@ -286,17 +291,17 @@ class PrefixIndex:
         """
         cache, source = self._cache, found.slot
         if source is None:
-            slot = cache.take(token_ids)
+            slot = cache.take(token_ids, adapter)
             return None if slot is None else (slot, 0)
         retained = cache.state[source] == RETAINED
         if retained and cache.cached[source] <= found.tokens and cache.reuse(source, token_ids, found.tokens):
             return source, found.tokens
-        slot = cache.take(token_ids, source=source)
+        slot = cache.take(token_ids, adapter, source=source)
         if slot is not None:
             cache.share(slot, source, found.tokens)
             return slot, found.tokens
         if not retained or not alone:
             return None
         cache.release(source)
-        slot = cache.take(token_ids)
+        slot = cache.take(token_ids, adapter)
         return None if slot is None else (slot, 0)

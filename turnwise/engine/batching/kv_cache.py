@@ -223,6 +223,7 @@ class KVCache:
         pool_of: int64 of shape [slots]: index into ``pools``.
         row_of: int64 of shape [slots]: row in that pool.
         state: int8 of shape [slots]: free, active or retained.
+        adapter: int64 of shape [slots]: number of the adapter that its keys and values belong to.
         pools: One per capacity, smallest first.
         capacity: int64 of shape [pools].
     """
@@ -246,6 +247,7 @@ class KVCache:
         self.pool_of = np.zeros(slots, dtype=np.int64)
         self.row_of = np.zeros(slots, dtype=np.int64)
         self.state = np.zeros(slots, dtype=np.int8)
+        self.adapter = np.zeros(slots, dtype=np.int64)
         self._used_at = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._top = 0
@@ -261,11 +263,11 @@ class KVCache:
         """Return the number of slots in a state."""
         return int((self.state == state).sum())
 
-    def take(self, token_ids: npt.NDArray[np.int32], *, source: int | None = None) -> int | None:
+    def take(self, token_ids: npt.NDArray[np.int32], adapter: int = 0, *, source: int | None = None) -> int | None:
         """Allocate an active slot and row for uncached tokens, without evicting ``source``; None if memory is short."""
         if source is not None and self.state[source] == RETAINED:
             self.state[source] = ACTIVE
-            slot = self.take(token_ids)
+            slot = self.take(token_ids, adapter)
             self.state[source] = RETAINED
             return slot
         free = np.flatnonzero(self.state == FREE)
@@ -284,6 +286,7 @@ class KVCache:
         self.pools[pool].owner[row] = slot
         self.pool_of[slot], self.row_of[slot] = pool, row
         self.state[slot] = ACTIVE
+        self.adapter[slot] = adapter
         self.cached[slot] = 0
         self._write(slot, token_ids)
         return slot
@@ -346,9 +349,12 @@ class KVCache:
         self.state[slot] = FREE
         self.length[slot] = self.cached[slot] = 0
 
-    def drop_retained(self) -> None:
-        """Free every retained prefix, and give all memory without owner back."""
-        for slot in np.flatnonzero(self.state == RETAINED):
+    def drop_retained(self, adapter: int | None = None) -> None:
+        """Free the retained prefixes of an adapter (None: all), and give all memory without owner back."""
+        dropped = self.state == RETAINED
+        if adapter is not None:
+            dropped &= self.adapter == adapter
+        for slot in np.flatnonzero(dropped):
             self.release(int(slot))
         for index in range(len(self.pools)):
             self._shrink(index, 0)
@@ -365,8 +371,11 @@ class KVCache:
         moved = [self._shrink(index, self.pools[index].spare // 2) for index in slack]
         return any(moved)
 
-    def shared_prefixes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return the length of the prefix shared with ``token_ids``, for each slot up to the last one in use."""
+    def shared_prefixes(self, token_ids: npt.NDArray[np.int32], adapter: int = 0) -> npt.NDArray[np.int64]:
+        """Return the length of the prefix shared with ``token_ids``, for each slot up to the last one in use.
+
+        Slots of another ``adapter`` share nothing.
+        """
         top, size = self._top, len(token_ids)
         known = np.minimum(self.length[:top], size)
         head = min(size, 64)
@@ -378,7 +387,7 @@ class KVCache:
             width = min(size, self.token_ids.shape[1])
             equal = self.token_ids[deep, :width] == token_ids[:width]
             shared[deep] = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
-        return np.minimum(shared, known)
+        return np.where(self.adapter[:top] == adapter, np.minimum(shared, known), 0)
 
     def compact(self, slots: npt.NDArray[np.int64]) -> bool:
         """Move these slots to the low end of their pools if too many holes lie between; return whether rows moved."""

@@ -180,7 +180,7 @@ class Scheduler:
                 continue
             found = PrefixMatch()
             if self._prefix_cache and not generation.scored:
-                found = self._prefixes.find(generation.token_ids, generation.session_id)
+                found = self._prefixes.find(generation.token_ids, generation.session_id, generation.adapter)
             if found.wait_for is not None:
                 generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
                 held.append(generation)
@@ -188,7 +188,7 @@ class Scheduler:
             alone = not len(self.running) and not admitted
             # Memory is gathered by moving rows, also where there is too little of it.
             moved = True
-            placed = self._prefixes.place(generation.token_ids, found, alone=alone)
+            placed = self._prefixes.place(generation.token_ids, found, generation.adapter, alone=alone)
             if placed is None:
                 self.waiting.appendleft(generation)
                 break

@@ -28,6 +28,7 @@ from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.media_files import FOLDER, MediaFiles
+from turnwise.model.core import ServedPolicy
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.remote.protocol import error_record
@@ -40,15 +41,44 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPolicy:
+    """A trained policy as a worker samples from it.
+
+    Attributes:
+        name: Its key in ``policies``.
+        model: The model that it begins with, for tokenizer and chat template.
+        renderer: Its renderer.
+        urls: Its inference servers.
+        inference: Retries and routing of its client.
+        adapter: Its name on servers of several policies; None on its own.
+    """
+
+    name: str
+    model: Path
+    renderer: RendererConfig
+    urls: tuple[str, ...]
+    inference: InferenceConfig
+    adapter: str | None = None
+
+    def client(self) -> HTTPClient:
+        """Return a client of its servers."""
+        return HTTPClient(
+            self.urls,
+            model=self.adapter,
+            retries=self.inference.retries,
+            retry_wait=self.inference.retry_wait,
+            routing=self.inference.routing,
+            processor=load_processor(self.model),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """What a worker needs to know of its run.
 
     Attributes:
         config: How episodes are rolled out.
-        model: The model that the run begins with, for tokenizer and chat template.
-        renderer: Its renderer.
-        urls: The inference servers.
-        inference: Retries and routing of its client.
+        policies: The trained policies; the first is that of agents which no role maps.
         frozen: Further policies, with the URLs of their servers.
         run: The run directory, which all nodes share.
         name: Name of its log.
@@ -56,10 +86,7 @@ class WorkerSpec:
     """
 
     config: RolloutConfig
-    model: Path
-    renderer: RendererConfig
-    urls: tuple[str, ...]
-    inference: InferenceConfig
+    policies: tuple[WorkerPolicy, ...]
     run: Path
     name: str
     path: tuple[str, ...] = ()
@@ -102,36 +129,35 @@ class RolloutWorker:
         images = MediaFiles(spec.run / FOLDER)
         book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
         self._stack.push(book.leave)
-        renderer = spec.renderer.load(spec.model)
-        renderers = load_renderers(spec.frozen, spec.model, spec.renderer)
+        first, *others = spec.policies
+        served = {policy.name: await self._served(policy, book) for policy in spec.policies}
+        renderers = load_renderers(spec.frozen, first.model, first.renderer)
         logs = spec.run / "logs"
-        frozen = await open_frozen(spec.frozen, renderers, self._stack, start=spec.model, logs=logs, book=book)
-        client_of = spec.inference
-        served = HTTPClient(
-            spec.urls,
-            retries=client_of.retries,
-            retry_wait=client_of.retry_wait,
-            routing=client_of.routing,
-            processor=load_processor(spec.model),
-        )
-        self._clients = [served, *frozen.clients]
-        client = LedgerClient(served, book)
-        self._stack.push_async_callback(client.close)
-        info = await client.model_info()
+        frozen = await open_frozen(spec.frozen, renderers, self._stack, start=first.model, logs=logs, book=book)
+        self._clients += frozen.clients
+        main = served[first.name]
         runner = EpisodeRunner(
             spec.config,
-            client,
-            renderer,
-            context_length=info.context_length,
-            guides=info.guides,
+            main.client,
+            main.renderer,
+            context_length=main.info.context_length,
+            guides=main.info.guides,
             executor=self._threads,
             write=self._write,
-            policies=frozen.policies,
+            policy=first.name,
+            policies={**{policy.name: served[policy.name] for policy in others}, **frozen.policies},
         )
         await runner.prepare()
         self._stack.push_async_callback(runner.close)
         self._runner = runner
         _log.info("ready for episodes")
+
+    async def _served(self, policy: WorkerPolicy, book: LedgerWriter) -> ServedPolicy:
+        renderer, own = policy.renderer.load(policy.model), policy.client()
+        self._clients.append(own)
+        client = LedgerClient(own, book)
+        self._stack.push_async_callback(client.close)
+        return ServedPolicy(client, renderer, await client.model_info())
 
     async def run(self, spec: EpisodeSpec) -> WorkerAnswer:
         """Run one episode."""
@@ -160,7 +186,7 @@ class RolloutWorker:
     def move(self, before: str, after: str) -> None:
         """Send requests for one server to another, which has taken its place."""
         for client in self._clients:
-            # Each policy has servers of its own.
+            # Not all policies have servers in common.
             with contextlib.suppress(ValueError):
                 client.replace_url(before, after)
                 client.admit(after)

@@ -219,6 +219,8 @@ class PolicyConfig(Section):
         critic: The critic that ``algorithm.advantage: gae`` reads.
         algorithm: Keys of the run's ``algorithm`` that differ for this policy.
         inference: Keys of the run's ``inference`` that differ for its servers.
+        served_by: Another policy, whose servers sample for this one too: both have ``model.lora`` on one model, and
+            requests name the adapter. By default a policy has its own servers.
         renderer: Its renderer of messages; by default the run's.
     """
 
@@ -231,6 +233,7 @@ class PolicyConfig(Section):
     critic: CriticConfig | None = None
     algorithm: AlgorithmConfig | None = None
     inference: InferenceConfig | None = None
+    served_by: str | None = None
     renderer: RendererConfig | None = None
 
     @model_validator(mode="before")
@@ -283,6 +286,9 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
     for name, frozen in rollout.frozen.items():
         if frozen.league is not None:
             _check_league(name, frozen.league, policies)
+    for name, policy in policies.items():
+        if policy.served_by is not None:
+            _check_served_by(name, policy, policies)
     known = [*policies, *rollout.frozen]
     for role, name in rollout.roles.items():
         if name not in known:
@@ -299,6 +305,37 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
     if idle:
         raise ValueError(
             f"policies.{idle[0]} is trained, but no role of rollout.roles is mapped to it: add one, or remove it"
+        )
+
+
+def _check_served_by(name: str, policy: PolicyConfig, policies: Mapping[str, PolicyConfig]) -> None:
+    key, host = f"policies.{name}.served_by", str(policy.served_by)
+    others = [each for each in policies if each != name]
+    if host not in others:
+        raise ValueError(
+            f"{key} is {host!r}, which is no other trained policy: name one of {', '.join(others) or 'none'}, or "
+            "remove it"
+        )
+    by = policies[host]
+    if by.served_by is not None:
+        raise ValueError(
+            f"{key} is {host!r}, which has no servers of its own (policies.{host}.served_by is {by.served_by!r}): name "
+            f"{by.served_by}"
+        )
+    for each, model in ((name, policy.model), (host, by.model)):
+        if model.lora is None:
+            raise ValueError(
+                f"{key} is {host!r}, but policies.{each} trains all weights, and servers are shared by adapters of one "
+                f"model: give policies.{each}.model.lora, or remove served_by"
+            )
+    if policy.model.path.resolve() != by.model.path.resolve():
+        raise ValueError(
+            f"{key} is {host!r}, but policies.{name}.model.path is {policy.model.path} and policies.{host}.model.path "
+            f"{by.model.path}: adapters share a server on one model; name the same folder, or remove served_by"
+        )
+    if policy.inference is not None:
+        raise ValueError(
+            f"{key} is {host!r}, but policies.{name}.inference is given: what serves both is policies.{host}.inference"
         )
 
 

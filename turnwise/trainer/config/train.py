@@ -541,13 +541,13 @@ class TrainConfig(Section):
         return self
 
     def _check_several(self) -> None:
-        if self.placement == "ray":
+        if self.placement == "ray" and self.leagues:
             raise ValueError(
-                f"placement is ray, which serves one trained policy ({', '.join([*self.policies, *self.leagues])} are "
-                "given): set placement to local"
+                f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
+                "set placement to local"
             )
         taken: dict[str, str] = {}
-        for name in self.policies:
+        for name in self.served:
             inference = self.of_policy(name).inference
             for key, values in (("port", [inference.port] * (inference.port > 0)), ("url", inference.urls)):
                 for value in map(str, values):
@@ -569,6 +569,15 @@ class TrainConfig(Section):
         return {name: policy.algorithm or self.algorithm for name, policy in self.policies.items()}
 
     @property
+    def served(self) -> dict[str, tuple[str, ...]]:
+        """The policies with servers of their own, each with all policies that those sample for, itself first."""
+        hosts = [name for name, policy in self.policies.items() if policy.served_by is None]
+        return {
+            host: (host, *(name for name, policy in self.policies.items() if policy.served_by == host))
+            for host in hosts
+        }
+
+    @property
     def leagues(self) -> dict[str, FrozenConfig]:
         """The frozen policies that are past versions of a trained one."""
         return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is not None}
@@ -586,9 +595,10 @@ class TrainConfig(Section):
     def of_policy(self, name: str) -> TrainConfig:
         """Return the configuration of one policy: ``policies`` holds it alone, and its sections are the run's."""
         policy = self.policies[name]
+        serving = policy if policy.served_by is None else self.policies[policy.served_by]
         own = {
             "algorithm": policy.algorithm or self.algorithm,
-            "inference": policy.inference or self.inference,
+            "inference": serving.inference or self.inference,
             "renderer": policy.renderer or self.renderer,
         }
         return self.model_copy(update={"policies": {name: policy}, **own})

@@ -117,7 +117,8 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weigh
         return {(MAIN, 0): _Weights(Path(model), is_float32(Path(model), dtype))}
     found: dict[_Version, _Weights] = {}
     for name, policy in config["policies"].items():
-        own = (policy.get("inference") or {}).get("dtype", dtype)
+        serving = config["policies"].get(policy.get("served_by"), policy)
+        own = (serving.get("inference") or {}).get("dtype", dtype)
         found |= dict(_versions_of(run, name, policy["model"], own, config["policies"]))
     for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
         if league := frozen.get("league"):

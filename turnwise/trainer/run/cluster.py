@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from turnwise.placement.local import placed_by
 from turnwise.placement.ray_cluster import Needs, RayCluster, amounts, lay_out, total
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.workers.pool import PoolSize, WorkerPool
-from turnwise.rollout.workers.worker import RolloutWorker, WorkerSpec
+from turnwise.rollout.workers.worker import RolloutWorker, WorkerPolicy, WorkerSpec
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trajectory import Trajectory
@@ -33,10 +33,11 @@ _LOST_STARTS = 20
 
 def cluster_needs(config: TrainConfig) -> Needs:
     """Return how many processes a run has from its start on."""
-    served = [config.inference, *(each.inference for each in config.rollout.frozen.values() if not each.urls)]
+    trained = [config.of_policy(name).inference for name in config.served]
+    served = [*trained, *(each.inference for each in config.rollout.frozen.values() if not each.urls)]
     replicas = sum(each.replicas for each in served if not each.urls)
     # A learner that has ranks says how many; that of torch computes in this process.
-    ranks = int(chosen_engine(config.policy).options.get("ranks", 0))
+    ranks = sum(int(chosen_engine(policy).options.get("ranks", 0)) for policy in config.policies.values())
     return Needs(replicas, config.ray.workers.min, ranks)
 
 
@@ -63,7 +64,7 @@ async def open_cluster(
     """
     if config.placement == "local":
         return None
-    paths = {"policies.main.model.path": Path(config.policy.model.path).absolute()}
+    paths = {f"policies.{name}.model.path": each.model.path.absolute() for name, each in config.policies.items()}
     if directory.parent.is_dir():
         paths["runs"] = directory.parent.absolute()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -85,13 +86,19 @@ class ClusterWorkers:
     """
 
     def __init__(
-        self, cluster: RayCluster, config: TrainConfig, directory: Path, fleet: ReplicaSet, frozen: FrozenPolicies
+        self,
+        cluster: RayCluster,
+        config: TrainConfig,
+        directory: Path,
+        fleets: Mapping[str, ReplicaSet],
+        frozen: FrozenPolicies,
     ) -> None:
+        """Configure them; :meth:`open` starts them. ``fleets`` are the servers by trained policy."""
         self.reissues = config.ray.workers.reissues
         self._cluster = cluster
         self._config = config
         self._directory = directory.absolute()
-        self._fleet = fleet
+        self._fleets = dict(fleets)
         self._frozen = frozen
         self._numbers = itertools.count()
 
@@ -101,22 +108,33 @@ class ClusterWorkers:
         episodes = bounds.episodes or math.ceil(config.concurrency / bounds.min)
         size = PoolSize(bounds.min, bounds.max or bounds.min, episodes, bounds.idle)
         pool = await WorkerPool.open(partial(self._start, config), size, write=write)
-        for fleet in (self._fleet, *self._frozen.fleets.values()):
+        trained = [self._fleets[host] for host in self._config.served]
+        for fleet in (*trained, *self._frozen.fleets.values()):
             fleet.moved.append(pool.move)
         return pool
 
     async def _recover(self, error: InferenceError) -> None:
         """Wait until all servers run, which a worker could not reach."""
-        await self._fleet.recover(error)
+        for host in self._config.served:
+            await self._fleets[host].recover(error)
         await self._frozen.recover(error)
+
+    def _policy(self, name: str) -> WorkerPolicy:
+        own = self._config.of_policy(name)
+        shares = any(name in names and len(names) > 1 for names in self._config.served.values())
+        return WorkerPolicy(
+            name,
+            own.policy.model.path.absolute(),
+            own.renderer,
+            tuple(replica.url for replica in self._fleets[name].replicas),
+            own.inference,
+            name if shares else None,
+        )
 
     def _spec(self, config: RolloutConfig, name: str) -> WorkerSpec:
         return WorkerSpec(
             config,
-            Path(self._config.policy.model.path).absolute(),
-            self._config.renderer,
-            tuple(replica.url for replica in self._fleet.replicas),
-            self._config.inference,
+            tuple(self._policy(name) for name in self._config.policies),
             self._directory,
             name,
             tuple(sys.path),

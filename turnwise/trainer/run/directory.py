@@ -44,7 +44,7 @@ from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, policy_folder, restore_rng
 from turnwise.trainer.run.hooks import Hooks, load_hooks
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trainer.run.policies import LoadedPolicy
+from turnwise.trainer.run.policies import LoadedPolicy, check_shared_servers
 from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 
 CHECKPOINTS = "checkpoints"
@@ -63,6 +63,7 @@ def config_digest(config: TrainConfig) -> str:
         name: {
             "engine_options": set(find_engine(each.engine).placement_options),
             "inference": True,
+            "served_by": True,
             "weight_transport": True,
         }
         for name, each in config.policies.items()
@@ -296,6 +297,8 @@ async def read_start(
     else:
         latest, state = home.resume_point(store, digest, resume_step)
     state.config_digest = digest
+    for host, names in config.served.items():
+        check_shared_servers(config, host, names)
     renderers = {name: _renderer(config, name, latest, console) for name in config.policies}
     renderer = next(iter(renderers.values()))
     frozen = load_renderers(config.other_frozen, Path(config.policy.model.path), config.renderer)

@@ -46,7 +46,9 @@ from turnwise.trainer.run.cluster import placement_text
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trainer.scale.layout import Placement, PlanConfig, check_plan
+from turnwise.trainer.run.policies import check_shared_servers
+from turnwise.trainer.scale.layout import Placement, PlanConfig
+from turnwise.trainer.scale.several import check_plan
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -155,9 +157,11 @@ async def check_inference(config: TrainConfig) -> str:
     if not all(model_under(each.policy.model.path).is_dir() for each in trained.values()):
         raise _Wanting("wants a model")
     several, start = len(trained) > 1, config.policy.model.path
-    served = [
-        (f"{name}: " if several else "", each.policy.model.path, each.inference) for name, each in trained.items()
-    ]
+    served = []
+    for host, names in config.served.items():
+        check_shared_servers(config, host, names)
+        each = trained[host]
+        served.append((f"{', '.join(names)}: " if several else "", each.policy.model.path, each.inference))
     for name, frozen in config.rollout.frozen.items():
         if frozen.league is not None:
             of = trained[frozen.league.of].policy.model.path

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
-from turnwise.errors import InferenceError
+from turnwise.engine.lora import model_under
+from turnwise.errors import ConfigError, InferenceError
+from turnwise.inference.engines import find_engine
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -82,38 +85,52 @@ class TrainedPolicy(LoadedPolicy):
         fleet: Its inference servers.
         client: Their client, which records every request in the run's ledger.
         writer: Sends weights to them.
+        shares: Whether the servers sample for other policies too, so that its adapter has its name there.
         teacher: The teacher of distillation, if any.
     """
 
     fleet: ReplicaSet
     client: LedgerClient
     writer: WeightWriter
+    shares: bool = False
     teacher: Teacher | None = None
 
     @classmethod
     async def serve(
-        cls, loaded: LoadedPolicy, logs: Path, book: LedgerWriter, stack: contextlib.AsyncExitStack
-    ) -> Self:
-        """Start the servers of a loaded policy; ``stack`` closes them.
+        cls, loaded: Sequence[LoadedPolicy], logs: Path, book: LedgerWriter, stack: contextlib.AsyncExitStack
+    ) -> list[Self]:
+        """Start the servers of a loaded policy, or of several whose adapters share them; ``stack`` closes them.
 
         Raises:
             ConfigError: The engine cannot be used as configured.
             InferenceError: A server fails.
             TrainError: There is no room for weights.
         """
-        writer = stack.enter_context(contextlib.closing(open_transport(loaded.config.policy.weight_transport)))
-        fleet = ReplicaSet(loaded.config.inference, Path(loaded.config.policy.model.path), logs=logs)
+        config, shares = loaded[0].config, len(loaded) > 1
+        writers = [
+            stack.enter_context(contextlib.closing(open_transport(each.config.policy.weight_transport)))
+            for each in loaded
+        ]
+        infos = ((each.name, each.learner.adapter) for each in loaded if shares)
+        ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
+        fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)
-        client = LedgerClient(fleet.client, book)
-        stack.push_async_callback(client.close)
-        parts = (loaded.name, loaded.config, loaded.renderer, loaded.learner, loaded.kl, loaded.critic)
-        return cls(*parts, fleet, client, writer)
+        served = []
+        for each, writer in zip(loaded, writers, strict=True):
+            client = LedgerClient(fleet.client_of(each.name if shares else None), book)
+            stack.push_async_callback(client.close)
+            parts = (each.name, each.config, each.renderer, each.learner, each.kl, each.critic)
+            served.append(cls(*parts, fleet, client, writer, shares))
+        return served
 
     @property
     def launched_elsewhere(self) -> bool:
-        """Whether the servers were launched with other weights than the learner begins with, or with unknown ones."""
-        return self.config.policy.model.continues_adapter or bool(self.config.inference.urls)
+        """Whether the servers were launched with other weights than the learner begins with, or with unknown ones.
+
+        So are servers of several adapters taken: one that they cannot hold is then refused before the first episode.
+        """
+        return self.config.policy.model.continues_adapter or bool(self.config.inference.urls) or self.shares
 
     async def served(self) -> ServedPolicy:
         """Return what episodes sample from. Raises InferenceError if no server responds."""
@@ -131,26 +148,12 @@ class TrainedPolicy(LoadedPolicy):
         except InferenceError as error:
             await self.fleet.recover(error)
 
-    async def sync_weights(self, version: int, *, still: bool = False) -> int:
-        """Send the learner's weights to the servers as a version; return the bytes written.
-
-        A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered.
-        ``still`` makes servers abort running requests and pause meanwhile.
-
-        Raises:
-            InferenceError: A server rejects them, or died too often.
-        """
-        before = self.writer.written_bytes
-        await self.fleet.with_recovery(lambda: self._write_weights(version, still))
-        return self.writer.written_bytes - before
-
-    async def _write_weights(self, version: int, still: bool) -> None:
-        learner, fleet = self.learner, self.fleet
-        if still:
-            await fleet.pause()
-        await self.writer.sync(learner.export_weights(), fleet.replicas, version, adapter=learner.adapter)
-        if still:
-            await fleet.resume()
+    async def write_weights(self, version: int) -> None:
+        """Send the learner's weights to the servers as a version. Raises InferenceError."""
+        adapter = self.learner.adapter
+        if self.shares and adapter is not None:
+            adapter = replace(adapter, name=self.name)
+        await self.writer.sync(self.learner.export_weights(), self.fleet.replicas, version, adapter=adapter)
 
     def save(self, directory: Path) -> None:
         """Write the state of learner and critic, and the renderer's format, to its folder of a checkpoint."""
@@ -161,19 +164,90 @@ class TrainedPolicy(LoadedPolicy):
 
 
 async def serve_policies(
-    loaded: Mapping[str, LoadedPolicy], logs: Path, book: LedgerWriter, stack: contextlib.AsyncExitStack
+    config: TrainConfig,
+    loaded: Mapping[str, LoadedPolicy],
+    logs: Path,
+    book: LedgerWriter,
+    stack: contextlib.AsyncExitStack,
 ) -> dict[str, TrainedPolicy]:
-    """Start the servers of all trained policies concurrently; logs of several are in one folder each.
+    """Start the servers of all trained policies concurrently; logs of several policies are in a folder for each set.
 
     Raises as :meth:`TrainedPolicy.serve`.
     """
     several = len(loaded) > 1
     try:
         async with asyncio.TaskGroup() as starting:
-            tasks = {
-                name: starting.create_task(TrainedPolicy.serve(policy, logs / name if several else logs, book, stack))
-                for name, policy in loaded.items()
-            }
+            tasks = [
+                starting.create_task(
+                    TrainedPolicy.serve([loaded[name] for name in names], logs / host if several else logs, book, stack)
+                )
+                for host, names in config.served.items()
+            ]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    return {name: task.result() for name, task in tasks.items()}
+    found = {policy.name: policy for task in tasks for policy in task.result()}
+    return {name: found[name] for name in loaded}
+
+
+def serving_together(policies: Mapping[str, TrainedPolicy]) -> list[list[TrainedPolicy]]:
+    """Return the policies by the servers that sample for them."""
+    found: dict[int, list[TrainedPolicy]] = {}
+    for policy in policies.values():
+        found.setdefault(id(policy.fleet), []).append(policy)
+    return list(found.values())
+
+
+async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, still: bool = False) -> int:
+    """Send the weights of policies of the same servers to them as a version; return the bytes written.
+
+    A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``still`` makes
+    servers abort running requests and pause meanwhile.
+
+    Raises:
+        InferenceError: A server rejects them, or died too often.
+    """
+    fleet = policies[0].fleet
+
+    async def write() -> None:
+        if still:
+            await fleet.pause()
+        for policy in policies:
+            await policy.write_weights(version)
+        if still:
+            await fleet.resume()
+
+    before = sum(policy.writer.written_bytes for policy in policies)
+    await fleet.with_recovery(write)
+    return sum(policy.writer.written_bytes for policy in policies) - before
+
+
+def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -> None:
+    """Check that the engine of a policy's servers can serve the adapters of all its policies.
+
+    Raises:
+        ConfigError: It serves one policy only, or the servers are not launched here.
+    """
+    if len(names) == 1:
+        return
+    serving, key = config.of_policy(host), f"policies.{names[1]}.served_by is {host!r}"
+    engine = serving.inference.engine
+    if not find_engine(engine).serves_adapters:
+        raise ConfigError(
+            f"{key}, whose servers' inference.engine is {engine}, which serves one policy: set it to builtin or "
+            "vllm, or remove served_by"
+        )
+    if serving.inference.urls:
+        raise ConfigError(
+            f"{key}, whose inference.url is {serving.inference.url}: servers of several policies are launched by the "
+            "run; remove url, or served_by"
+        )
+    if engine == "vllm" and config.placement == "ray":
+        raise ConfigError(
+            f"{key}, whose servers are vLLM's, which name each version anew, and by placement ray workers sample by "
+            "one name: set inference.engine to builtin, or placement to local, or remove served_by"
+        )
+    if engine == "vllm" and "vision_config" in model_settings(model_under(serving.policy.model.path), "model.path"):
+        raise ConfigError(
+            f"{key}, whose servers are vLLM's with a vision-language model, whose adapters vLLM may apply in part: set "
+            "inference.engine to builtin, or remove served_by"
+        )

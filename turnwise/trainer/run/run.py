@@ -48,7 +48,7 @@ from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
 from turnwise.trainer.run.directory import RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
-from turnwise.trainer.run.policies import TrainedPolicy, serve_policies
+from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -86,7 +86,7 @@ async def launch_servers(
     model, logs = Path(config.policy.model.path), directory / "logs"
     book = LedgerWriter(directory / "ledger.jsonl")
     stack.push(book.leave)
-    policies = await serve_policies(start.policies, logs, book, stack)
+    policies = await serve_policies(config, start.policies, logs, book, stack)
     frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=book)
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
@@ -245,8 +245,8 @@ class TrainRun:
         Raises:
             InferenceError: A server died more often than ``inference.max_restarts``.
         """
-        for policy in self.policies.values():
-            await policy.pause()
+        for first, *_ in serving_together(self.policies):
+            await first.pause()
 
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
         """Send the weights of all policies to their servers as the version of this step; return metrics.
@@ -258,7 +258,7 @@ class TrainRun:
             InferenceError: A server rejects them, or died too often.
         """
         step = self.state.step
-        written = [await policy.sync_weights(step, still=still) for policy in self.policies.values()]
+        written = [await sync_weights(each, step, still=still) for each in serving_together(self.policies)]
         self.state.weight_version = step
         metrics = {"sync/bytes": float(sum(written))}
         for name, league in self.leagues.items():
@@ -269,7 +269,8 @@ class TrainRun:
 
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
-        servers = [each for policy in self.policies.values() for each in await policy.fleet.memory()]
+        together = serving_together(self.policies)
+        servers = [each for first, *_ in together for each in await first.fleet.memory()]
         return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -365,9 +366,10 @@ async def open_run(
             gc.freeze()
             stack.callback(gc.unfreeze)
         yield run
-        for name, policy in run.policies.items():
-            whose = {"policy": name} if len(run.policies) > 1 else {}
-            run.metrics.log({"kind": "inference", "step": run.state.step, **whose, **await policy.fleet.stats()})
+        for together in serving_together(run.policies):
+            whose = {"policy": ", ".join(each.name for each in together)} if len(run.policies) > 1 else {}
+            stats = await together[0].fleet.stats()
+            run.metrics.log({"kind": "inference", "step": run.state.step, **whose, **stats})
 
 
 async def _check_room(run: TrainRun, console: Console) -> None:
@@ -412,7 +414,7 @@ async def _assemble(
         policies=await servers.beside(first),
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
-        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, policy.fleet, servers.frozen),
+        workers=None if cluster is None else _workers(cluster, config, directory, servers),
     )
     manager = await create_manager(config.rollout, policy.client, buffer, parts)
     stack.push_async_callback(manager.close)
@@ -436,6 +438,11 @@ async def _assemble(
         timeline=files.timeline,
     )
     return run
+
+
+def _workers(cluster: RayCluster, config: TrainConfig, directory: Path, servers: Servers) -> ClusterWorkers:
+    fleets = {name: policy.fleet for name, policy in servers.policies.items()}
+    return ClusterWorkers(cluster, config, directory, fleets, servers.frozen)
 
 
 def _budget(config: TrainConfig, state: TrainerState) -> Budget:

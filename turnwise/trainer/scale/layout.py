@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.devices import number_of
 from turnwise.engine.lora import model_under
-from turnwise.errors import ConfigError
 from turnwise.inference.engines import served_dtype
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.memory import (
@@ -67,11 +66,11 @@ class Placement:
     named: bool
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Self:
-        """Return the placement of a configuration.
+    def of(cls, config: TrainConfig, *, after: int = 0) -> Self:
+        """Return the placement of a configuration of one policy.
 
-        Where no device is named, servers of ``separate_async`` follow the trainer's devices, as that mode is meant for,
-        and those of other modes share them in turn.
+        Where no device is named, servers of ``separate_async`` follow the trainer's devices (and device ``after``), as
+        that mode is meant for, and those of other modes share them in turn.
         """
         ranks, inference = Sharded.of(config.policy).ranks, config.inference
         first = _number(config.policy.model.device)
@@ -84,20 +83,25 @@ class Placement:
             servers = tuple(tuple(gpus[number * each : (number + 1) * each]) for number in range(count))
             return cls(trainer, servers, named=True)
         apart = config.mode == "separate_async" or inference.url is not None
-        start = max(trainer) + 1 if apart else 0
+        start = max(max(trainer) + 1, after) if apart else 0
         width = count * each if apart else max(ranks, each)
         places = [start + (number % width) for number in range(count * each)]
         return cls(trainer, tuple(tuple(places[n * each : (n + 1) * each]) for n in range(count)), named=False)
 
     @property
+    def serving(self) -> set[int]:
+        """Devices of all servers."""
+        return {device for server in self.servers for device in server}
+
+    @property
     def devices(self) -> int:
         """Number of devices in use."""
-        return len({*self.trainer, *(device for server in self.servers for device in server)})
+        return len({*self.trainer} | self.serving)
 
     @property
     def separate(self) -> bool:
         """Whether trainer and servers share no device."""
-        return not set(self.trainer) & {device for server in self.servers for device in server}
+        return not set(self.trainer) & self.serving
 
 
 def _number(device: str) -> int | None:
@@ -135,8 +139,20 @@ class Estimate:
         return f"{kind}, {_many(self.ranks, 'rank')} and {_many(self.servers, 'server')}: {self.seconds:,.0f} s a step"
 
 
+def by_parts(held: Mapping[int, Memory]) -> list[tuple[str, Memory]]:
+    """Return the memory of each group of devices with the same parts, named by their numbers."""
+    groups: list[tuple[list[int], Memory]] = []
+    for device in sorted(held):
+        same = next((each for each in groups if each[1].parts == held[device].parts), None)
+        if same is None:
+            groups.append(([device], held[device]))
+        else:
+            same[0].append(device)
+    return [(_ranges(devices), memory) for devices, memory in groups]
+
+
 class Plan:
-    """The plan of a configuration on a cluster.
+    """The plan of a configuration of one policy on a cluster.
 
     Attributes:
         shape: The policy's model.
@@ -144,8 +160,16 @@ class Plan:
         step: Tokens of a step.
     """
 
-    def __init__(self, config: TrainConfig, plan: PlanConfig) -> None:
+    def __init__(
+        self, config: TrainConfig, plan: PlanConfig, *, placement: Placement | None = None, played: int = 1
+    ) -> None:
         """Read the shapes of the models; nothing else is loaded.
+
+        Args:
+            config: The configuration, of one policy.
+            plan: What it is planned for.
+            placement: Which devices hold what; by default that of the configuration.
+            played: Sessions of an episode that the policy samples in.
 
         Raises:
             ConfigError: A model's directory has no ``config.json``, or its family is not counted.
@@ -154,16 +178,18 @@ class Plan:
         self._cluster = plan.cluster
         self._workload = plan.workload
         self._path = model_under(config.policy.model.path)
-        self.shape = ModelShape.load(self._path, "policies.main.model.path")
+        self._key = f"policies.{next(iter(config.policies))}"
+        self.shape = ModelShape.load(self._path, f"{self._key}.model.path")
         critic = config.policy.critic
         path = None if critic is None else critic.path
-        self._critic = None if path is None else ModelShape.load(path, "policies.main.critic.path")
-        self.placement = Placement.of(config)
-        self.step = StepTokens.of(config, plan.workload, self.shape.context)
+        self._critic = None if path is None else ModelShape.load(path, f"{self._key}.critic.path")
+        self.placement = placement or Placement.of(config)
+        step = StepTokens.of(config, plan.workload, self.shape.context)
+        self.step = replace(step, episodes=played * step.episodes)
         self._dtype = served_dtype(self._path, config.inference.dtype)
 
-    def memory(self) -> list[tuple[str, Memory]]:
-        """Return the memory of each group of devices with the same parts, named by their numbers."""
+    def held(self) -> dict[int, Memory]:
+        """Return the memory of each device by its number."""
         trainer = trainer_memory(self._config, self.shape, self._critic)
         server = server_memory(self._config.inference, self._path, self.shape)
         held: dict[int, Memory] = {}
@@ -173,14 +199,11 @@ class Plan:
         for device in (device for each in self.placement.servers for device in each):
             for part, size in server.parts.items():
                 held.setdefault(device, Memory()).add(part, size)
-        groups: list[tuple[list[int], Memory]] = []
-        for device in sorted(held):
-            same = next((each for each in groups if each[1].parts == held[device].parts), None)
-            if same is None:
-                groups.append(([device], held[device]))
-            else:
-                same[0].append(device)
-        return [(_ranges(devices), memory) for devices, memory in groups]
+        return held
+
+    def memory(self) -> list[tuple[str, Memory]]:
+        """Return the memory of each group of devices with the same parts, named by their numbers."""
+        return by_parts(self.held())
 
     def problems(self) -> list[str]:
         """Return what keeps the configuration from running on the cluster, each with a remedy."""
@@ -188,38 +211,43 @@ class Plan:
         if (wanted := self.placement.devices) > cluster.count:
             found.append(
                 f"cluster.count is {cluster.count}, but the run places its {len(self.placement.trainer)} ranks and "
-                f"{len(self.placement.servers)} servers on {wanted} devices: lower policies.main.engine_options.ranks "
+                f"{len(self.placement.servers)} servers on {wanted} devices: lower {self._key}.engine_options.ranks "
                 "or inference.replicas, or plan for a larger cluster"
             )
-        each = tensor_parallel(self._config.inference)
-        if self.shape.kv_heads % each and each % self.shape.kv_heads:
-            found.append(
-                f"inference.{self._config.inference.engine}.tensor_parallel is {each}, which the model's "
-                f"{self.shape.kv_heads} heads of keys and values cannot be divided among: choose a divisor of them"
-            )
+        found += self.indivisible()
         for devices, memory in self.memory():
             if memory.total > cluster.usable_bytes:
                 largest = sorted(memory.parts, key=lambda part: -memory.parts[part])[:3]
-                parts = ", ".join(f"{part} {_gb(memory.parts[part])}" for part in largest)
+                parts = ", ".join(f"{part} {gigabytes(memory.parts[part])}" for part in largest)
                 found.append(
-                    f"devices {devices} need {_gb(memory.total)} of the {_gb(cluster.usable_bytes)} that are usable of "
-                    f"a {cluster.device} (cluster.usable: {cluster.usable:g}); largest: {parts}: "
-                    f"{', '.join(self._remedies(memory))}"
+                    f"devices {devices} need {gigabytes(memory.total)} of the {gigabytes(cluster.usable_bytes)} that "
+                    f"are usable of a {cluster.device} (cluster.usable: {cluster.usable:g}); largest: {parts}: "
+                    f"{', '.join(self.remedies(memory))}"
                 )
         return found
 
-    def _remedies(self, memory: Memory) -> Iterator[str]:
+    def indivisible(self) -> Iterator[str]:
+        """Yield what is wrong with the number of devices of a server."""
+        each = tensor_parallel(self._config.inference)
+        if self.shape.kv_heads % each and each % self.shape.kv_heads:
+            yield (
+                f"inference.{self._config.inference.engine}.tensor_parallel is {each}, which the model's "
+                f"{self.shape.kv_heads} heads of keys and values cannot be divided among: choose a divisor of them"
+            )
+
+    def remedies(self, memory: Memory) -> Iterator[str]:
+        """Yield what to change where a device has too little memory for these parts."""
         model, inference = self._config.policy.model, self._config.inference
         if memory.parts.get("activations", 0) > 0.1 * memory.total:
             if model.gradient_checkpointing is not True:
-                yield "set policies.main.model.gradient_checkpointing: true"
+                yield f"set {self._key}.model.gradient_checkpointing: true"
             yield "lower batch.max_tokens_per_micro_batch"
         if memory.parts.get("critic", 0) > 0.1 * memory.total:
-            yield "choose a smaller policies.main.critic.path, or critic.kind: shared (engine: torch)"
+            yield f"choose a smaller {self._key}.critic.path, or critic.kind: shared (engine: torch)"
         if "optimizer states" in memory.parts:
-            yield "raise policies.main.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)"
+            yield f"raise {self._key}.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)"
         if "bfloat16 weights" in memory.parts and self._config.policy.engine == "fsdp":
-            yield "set policies.main.engine_options.mixed_precision: true"
+            yield f"set {self._key}.engine_options.mixed_precision: true"
         if "keys and values" in memory.parts:
             yield "lower inference.kv_tokens"
         if inference.engine in ("vllm", "sglang") and "served weights" in memory.parts:
@@ -281,7 +309,7 @@ class Plan:
         policy = self._config.policy
         options = {**policy.engine_options, "ranks": ranks}
         spread = policy.model_copy(update={"engine": "fsdp", "engine_options": options} if ranks > 1 else {})
-        config = self._config.model_copy(update={"policies": {"main": spread}})
+        config = self._config.model_copy(update={"policies": {next(iter(self._config.policies)): spread}})
         trainer = trainer_memory(config, self.shape, self._critic)
         server = server_memory(config.inference, self._path, self.shape)
         limit = self._cluster.usable_bytes
@@ -291,13 +319,14 @@ class Plan:
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text."""
-        yield from self._about()
+        yield from self.about()
         yield ""
         yield from self._memory_table()
         yield ""
         yield from self._speed()
 
-    def _about(self) -> Iterator[str]:
+    def about(self, *, alone: bool = True) -> Iterator[str]:
+        """Yield model, cluster (where the plan is ``alone``) and step as text."""
         shape, cluster, step = self.shape, self._cluster, self.step
         active = "" if shape.experts is None else f", {shape.active_matrices / 1e9:,.2f} B of matrices for a token"
         keys = shape.kv_elements(1) * {"float32": 4}.get(self._dtype, 2)
@@ -305,12 +334,8 @@ class Plan:
             f"model: {shape.family}, {shape.parameters / 1e9:,.2f} B parameters{active}; keys and values take {keys:,} "
             f"bytes a token in {self._dtype}"
         )
-        sheet = cluster.sheet
-        yield (
-            f"cluster: {cluster.count} x {cluster.device}, {sheet.memory_gb:g} GB ({cluster.usable:.0%} usable), "
-            f"{sheet.tflops:g} TFLOP/s ({cluster.mfu:.0%} reached), {sheet.bandwidth_gb_s:,g} GB/s "
-            f"({cluster.bandwidth_use:.0%} reached)"
-        )
+        if alone:
+            yield about_cluster(cluster)
         yield (
             f"a step: {step.episodes:,} episodes of {step.turns:g} turns, {step.sampled:,.0f} sampled tokens and "
             f"{step.length:,.0f} in all; {step.episodes * step.computed / 1e6:,.2f} M tokens are trained"
@@ -322,22 +347,23 @@ class Plan:
     def _memory_table(self) -> Iterator[str]:
         groups = self.memory()
         parts = list(dict.fromkeys(part for _, memory in groups for part in memory.parts))
-        yield _row("GB per device", [devices for devices, _ in groups])
+        yield table_row("GB per device", [devices for devices, _ in groups])
         for part in parts:
-            yield _row(part, [f"{memory.parts.get(part, 0) / 1e9:,.2f}" for _, memory in groups])
-        yield _row("total", [f"{memory.total / 1e9:,.2f}" for _, memory in groups])
-        yield _row("usable", [f"{self._cluster.usable_bytes / 1e9:,.2f}"] * len(groups))
+            yield table_row(part, [f"{memory.parts.get(part, 0) / 1e9:,.2f}" for _, memory in groups])
+        yield table_row("total", [f"{memory.total / 1e9:,.2f}" for _, memory in groups])
+        yield table_row("usable", [f"{self._cluster.usable_bytes / 1e9:,.2f}"] * len(groups))
         model, tokens = self._config.policy.model, self._config.batch.max_tokens_per_micro_batch
         sizes = (
-            f"{str(each).lower()} {_gb(activation_bytes(self.shape, model, tokens, each))}" for each in CHECKPOINTING
+            f"{str(each).lower()} {gigabytes(activation_bytes(self.shape, model, tokens, each))}"
+            for each in CHECKPOINTING
         )
         yield f"activations by gradient_checkpointing: {', '.join(sizes)}"
         for part, size in main_memory(self._config, self.shape):
-            yield f"main memory: {_gb(size)} for {part}"
+            yield f"main memory: {gigabytes(size)} for {part}"
 
-    def _speed(self) -> Iterator[str]:
-        now = self.configured()
-        rollout, training, step = now.rollout, now.training, self.step
+    def times(self, estimate: Estimate) -> Iterator[str]:
+        """Yield the expected speed of rollout and training as text."""
+        rollout, training = estimate.rollout, estimate.training
         yield (
             f"rollout: {_many(rollout.servers, 'server')} with {rollout.sequences:,.0f} episodes each sample "
             f"{rollout.tokens_per_s:,.0f} tokens/s ({1e3 * rollout.decode_s:.1f} ms a step) and prefill "
@@ -352,6 +378,11 @@ class Plan:
             f"{training.gathering_s:,.0f} s of weights and gradients between ranks, {training.micro_batches} "
             f"micro-batches{critic})"
         )
+
+    def _speed(self) -> Iterator[str]:
+        now = self.configured()
+        rollout, training, step = now.rollout, now.training, self.step
+        yield from self.times(now)
         share = rollout.busy_s / (rollout.busy_s + training.seconds)
         needed = step.episodes * step.sampled / max(training.seconds, 1e-9)
         if now.separate:
@@ -388,21 +419,14 @@ def _reason(best: Estimate, shared: Estimate | None, apart: Sequence[Estimate]) 
     return f"on shared devices a step takes {shared.seconds:,.0f} s{why} (mode: separate_async)"
 
 
-def check_plan(config: TrainConfig, plan: PlanConfig) -> Plan:
-    """Return the plan of a configuration that can run on a cluster.
-
-    Raises:
-        ConfigError: It cannot: memory, or the number of devices.
-    """
-    if len(config.policies) > 1:
-        raise ConfigError(
-            f"policies holds {', '.join(config.policies)}: memory and speed are planned for one trained policy: plan "
-            "each by itself, and add up"
-        )
-    made = Plan(config, plan)
-    if problems := made.problems():
-        raise ConfigError("; ".join(problems))
-    return made
+def about_cluster(cluster: ClusterConfig) -> str:
+    """Describe a cluster."""
+    sheet = cluster.sheet
+    return (
+        f"cluster: {cluster.count} x {cluster.device}, {sheet.memory_gb:g} GB ({cluster.usable:.0%} usable), "
+        f"{sheet.tflops:g} TFLOP/s ({cluster.mfu:.0%} reached), {sheet.bandwidth_gb_s:,g} GB/s "
+        f"({cluster.bandwidth_use:.0%} reached)"
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -420,9 +444,11 @@ def _many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
+def table_row(name: str, cells: Sequence[str]) -> str:
+    """Return a row of a table."""
     return f"{name:<24}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-def _gb(size: float) -> str:
+def gigabytes(size: float) -> str:
+    """Return bytes as text."""
     return f"{size / 1e9:,.1f} GB"

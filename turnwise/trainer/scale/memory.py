@@ -242,6 +242,15 @@ def server_memory(config: InferenceConfig, model: Path, shape: ModelShape) -> Me
     return memory
 
 
+def adapter_memory(config: TrainConfig, shape: ModelShape) -> float:
+    """Return the bytes of one policy's adapter on each device of servers that hold several beside each other."""
+    lora = config.policy.model.lora
+    if lora is None:
+        return 0.0
+    number = BYTES[served_dtype(config.policy.model.path, config.inference.dtype)]
+    return float(number * shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
+
+
 def kv_tokens(config: InferenceConfig, shape: ModelShape) -> int:
     """Return the ``kv_tokens`` of a server: as configured, 131072, or one sequence if that is more."""
     return config.kv_tokens or max(_KV_TOKENS, config.max_context or shape.context)

@@ -280,6 +280,7 @@ class Rollout:
         prefill_per_s: Prefilled tokens a second of all servers.
         seconds: Seconds until the last episode has ended.
         busy_s: Seconds that the work takes where servers never wait for a longest episode.
+        longest_s: Seconds of the longest episode.
     """
 
     servers: int
@@ -289,6 +290,7 @@ class Rollout:
     prefill_per_s: float
     seconds: float
     busy_s: float
+    longest_s: float
 
 
 def roll_out(
@@ -323,7 +325,7 @@ def roll_out(
     busy = step.episodes * (step.sampled / speed + step.read / prefill)
     alone = decode_step(shape, cluster, dtype, devices, 1, context)
     longest = workload.tail * (step.sampled * (alone + decode) / 2 + step.turns * workload.tool_seconds)
-    return Rollout(servers, sequences, decode, speed, prefill, max(busy, longest), busy)
+    return Rollout(servers, sequences, decode, speed, prefill, max(busy, longest), busy, longest)
 
 
 @dataclass(frozen=True, slots=True)
