@@ -11,7 +11,7 @@ from turnwise.chat.formats.core import CLOSE, OPEN, ChatFormat, Parsed, Probe, T
 from turnwise.chat.formats.derive import common_start, reasoning_markers, split_added
 from turnwise.chat.template import TemplateFacts, Wire
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import ConfigError, RenderError
+from turnwise.errors import ConfigError, RegistryError, RenderError
 from turnwise.types import ToolCall, ToolSchema
 
 _USUAL = ("<think>", "</think>")
@@ -175,7 +175,7 @@ def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
     """
     try:
         format_class = find_format(name)
-    except ConfigError as error:
+    except (ConfigError, RegistryError) as error:
         raise RenderError(str(error)) from error
     markers = format_class.detect(facts.probe) or dict(format_class.defaults)
     chat_format = _made(format_class, markers, facts, tokens)
