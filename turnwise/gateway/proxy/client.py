@@ -129,7 +129,7 @@ class HostedClient(LLMClient):
         return Answered(said[0].message, said[0].cut, reader.usage, sampling, reader.model)
 
     async def _answer(self, headers: Mapping[str, str], data: bytes, session_id: str) -> tuple[int, bytes]:
-        """Send a request; with a limit, what is rejected as too much waits as long as it is told, and is sent again."""
+        """Send a request; with a limit, a rejected one is sent again after the wait that the endpoint names."""
         for number in itertools.count():
             asking = self.endpoint.asked("POST", "chat/completions", b"", headers, data, token=session_id)
             async with asking as answer:
