@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.trainer.lookup_run import kill_at_random_moments, lines, silent
+from support.trainer.policies_run import MODES, ROLES, solver_and_critic
 from turnwise.errors import ConfigError
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
@@ -24,39 +25,16 @@ from turnwise.trainer.run.train import export_model, run_train, train
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "colocate": {"mode": "colocate_async"},
-    "separate": {"mode": "separate_async", "overlap": {"stream": 2}},
-}
 KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
-ROLES = {"solver": "solver", "critic": "critic_agent"}
 
 
 def two_policies(model: Path, runs: Path, **changes: Any) -> TrainConfig:
-    """Return the configuration of a run of seconds in which solver and critic are two policies."""
     own: dict[str, Any] = {"model": {"path": model, "threads": 1}}
-    plain: dict[str, Any] = {
-        "name": "run",
-        "runs": runs,
-        "steps": 2,
-        "seed": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=7&split=train",
-        "policies": {
-            "solver": {**own, "optim": {"lr": 1e-3}},
-            "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"norm_by_std": False}},
-        },
-        "rollout": {
-            "env": {"name": "lookup"},
-            "agent": {"name": "support.agents.solver_critic:SolverAndCritic"},
-            "roles": ROLES,
-            "group_size": 4,
-            "max_tokens_per_turn": 24,
-        },
-        "batch": {"groups": 2, "max_tokens_per_micro_batch": 256},
-        "checkpoint": {"every": 1, "keep": None},
+    policies = {
+        "solver": {**own, "optim": {"lr": 1e-3}},
+        "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"norm_by_std": False}},
     }
-    return TrainConfig.model_validate(plain | changes)
+    return solver_and_critic(runs, policies, **changes)
 
 
 def league_of_two(model: Path, runs: Path, **changes: Any) -> TrainConfig:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, training, wait_until
+from support.trainer.policies_run import MODES, ROLES, solver_and_critic
 from turnwise.errors import ConfigError
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
@@ -19,13 +20,6 @@ from turnwise.trainer.run.plan import dry_run
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train, train
 from turnwise.trajectory_file import read_trajectories
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "colocate": {"mode": "colocate_async"},
-    "separate": {"mode": "separate_async", "overlap": {"stream": 2}},
-}
-ROLES = {"solver": "solver", "critic": "critic_agent"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,30 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_adapters(model: Path, runs: Path, **changes: Any) -> TrainConfig:
-    """Return the configuration of a run of seconds with adapters of different ranks and targets on one server."""
+    """Return the configuration of a run with adapters of different ranks and targets on one server."""
     solver: dict[str, Any] = {"path": model, "threads": 1, "lora": {"rank": 4}}
     critic: dict[str, Any] = {"path": model, "threads": 1, "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
-    plain: dict[str, Any] = {
-        "name": "run",
-        "runs": runs,
-        "steps": 2,
-        "seed": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=7&split=train",
-        "policies": {
-            "solver": {"model": solver, "optim": {"lr": 2e-2}},
-            "critic_agent": {"model": critic, "optim": {"lr": 2e-2}, "served_by": "solver"},
-        },
-        "rollout": {
-            "env": {"name": "lookup"},
-            "agent": {"name": "support.agents.solver_critic:SolverAndCritic"},
-            "roles": ROLES,
-            "group_size": 4,
-            "max_tokens_per_turn": 24,
-        },
-        "batch": {"groups": 2, "max_tokens_per_micro_batch": 256},
-        "checkpoint": {"every": 1, "keep": None},
+    policies = {
+        "solver": {"model": solver, "optim": {"lr": 2e-2}},
+        "critic_agent": {"model": critic, "optim": {"lr": 2e-2}, "served_by": "solver"},
     }
-    return TrainConfig.model_validate(plain | changes)
+    return solver_and_critic(runs, policies, **changes)
 
 
 def check_run(run: Path, steps: int) -> None:
