@@ -77,6 +77,10 @@ class Endpoint:
                 }
                 for at, each in enumerate(calls)
             ]
+        if not body.get("stream"):
+            choice = {"index": 0, "message": delta, "finish_reason": "tool_calls" if calls else "stop"}
+            whole = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+            return web.json_response(whole)
         choice = {"index": 0, "delta": delta, "finish_reason": "tool_calls" if calls else "stop"}
         chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
         return web.Response(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")

@@ -97,7 +97,7 @@ async def _gated(client: Any, url: str | None, call: dict[str, Any]) -> dict[str
 async def _called(servers: Any, dispatch: Any, function: dict[str, Any]) -> Any:
     """Return the result of a call by the framework's tool servers, or an error that the model may correct."""
     if function["name"] not in dispatch:
-        return f"error: there is no tool {function['name']!r}"
+        return f"error: unknown tool {function['name']!r}"
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
