@@ -360,6 +360,15 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
 
 
+def test_long_rows_come_in_several_answers_and_endless_ones_need_a_number(monkeypatch) -> None:
+    monkeypatch.setitem(core._FRAMEWORKS, "tiny", core.Framework("tiny", str(DRIVER), "turnwise-tiny", has_rows=True))
+    rows = list(tasks("tiny:countdown", kwargs={"padding": 20_000}))
+    assert [each.data["start"] for each in rows] == list(range(3, 703))
+    with pytest.raises(TaskError, match=r"its dataset has no end: give their number \(size\)"):
+        next(tasks("tiny:countdown", kwargs={"trouble": "endless"}))
+    assert len(list(tasks("tiny:countdown", kwargs={"trouble": "endless"}, size=5))) == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "told"),
     [

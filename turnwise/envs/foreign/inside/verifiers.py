@@ -24,6 +24,8 @@ from .core import Failure, framework
 PACKAGE = "verifiers"
 _SESSION = "X-Session-ID"
 """The header by which requests of a trace are known."""
+_HARNESS = "turnwise_chat"
+"""Id of the harness in ``verifiers_chat.py``: the name of a module without dots, under which it is registered."""
 _MOST_DRAWN = 1000
 """Tasks among which a seed chooses, where none is named."""
 _LINGER_SECONDS = 60.0
@@ -65,7 +67,7 @@ def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Enviro
 def _register_harness() -> None:
     from . import verifiers_chat
 
-    sys.modules.setdefault(verifiers_chat.ID, verifiers_chat)
+    sys.modules.setdefault(_HARNESS, verifiers_chat)
 
 
 def _importable(place: str) -> str:
@@ -99,8 +101,7 @@ def _seated(config: Any) -> tuple[str, Any]:
         # The default is a sandbox in a cloud, which has to be asked for here.
         update = {} if "runtime" in seat.model_fields_set else {"runtime": vf.SubprocessConfig()}
         if seat.harness is None and vf.default_harness_id(config.taskset.id) == "bash":
-            own = vf.harness_config_type("turnwise_chat")
-            update["harness"] = own.model_validate({"id": "turnwise_chat"})
+            update["harness"] = vf.harness_config_type(_HARNESS).model_validate({"id": _HARNESS})
         changes[name] = seat.model_copy(update=update)
     return free[0], config.model_copy(update=changes)
 
@@ -371,9 +372,7 @@ class Play:
 
 
 def _conversations() -> dict[str, list[dict[str, Any]]]:
-    from . import verifiers_chat
-
-    return verifiers_chat.conversations
+    return getattr(sys.modules.get(_HARNESS), "conversations", {})
 
 
 def _dumped(data: Any) -> Any:

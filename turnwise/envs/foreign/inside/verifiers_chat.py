@@ -10,8 +10,6 @@ from .core import framework
 
 __all__ = ["ChatHarness"]
 
-ID = "turnwise_chat"
-"""The name under which this module is registered: an id of a harness is a name of a module without dots."""
 _chat = framework("verifiers.v1.dialects.chat")
 _mcp = framework("verifiers.v1.harnesses.utils.mcp")
 _bounded = framework("verifiers.v1.harnesses.utils.compaction").bound_tool_message
