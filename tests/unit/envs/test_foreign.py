@@ -358,6 +358,10 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert rows[650:] == list(tasks("tiny:countdown", python=python, start=650))
     assert len(list(tasks("tiny:countdown", split="test", python=python))) == 2
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
+    core.foreign_class.cache_clear()
+    env = make("tiny:countdown", python=python, kwargs={"padding": 1})
+    core.foreign_class.cache_clear()
+    assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
 
 
 def test_long_rows_come_in_several_answers_and_endless_ones_need_a_number(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import orjson
 
@@ -157,6 +157,11 @@ class ForeignEnv(Env):
         if self._spec is None:
             self._station = _station(self.framework)
         _opened(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
+        if self.framework.has_rows:
+            # Rows are read where the framework is, which the class does not know.
+            given = {"env": name, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
+            query = urlencode({key: value for key, value in given.items() if value is not None})
+            vars(self)["default_tasks"] = f"turnwise.envs.foreign.core:tasks?{query}"
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Begin an episode: of the row that the task names, or of the seed."""

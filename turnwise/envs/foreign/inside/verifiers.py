@@ -43,6 +43,8 @@ def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Enviro
     """Return an environment: ``TASKSET``, ``ENV+TASKSET``, or the path of a module; ``kwargs`` is its ``EnvConfig``."""
     vf = framework("verifiers.v1")
     kind, _, place = name.rpartition("+")
+    if os.sep in kind:
+        kind, place = "", name
     taskset = kwargs.get("taskset") or {}
     if not isinstance(taskset, dict) or "id" in taskset or "id" in kwargs:
         raise Failure("config", "kwargs.taskset is a mapping, and no id stands in kwargs: the name has them")
