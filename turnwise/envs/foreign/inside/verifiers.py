@@ -274,7 +274,7 @@ class Play:
                 raise Failure("raised", "the episode ended before its model was asked")
             self._tools = [_schema(each) for each in body.get("tools") or ()]
             return {"messages": self._fresh(body), "tools": self._tools}
-        except BaseException:
+        except BaseException:  # also a cancellation: no run is left
             await self.close()
             raise
 
