@@ -40,7 +40,7 @@ FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" in
 FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
 CREWAI_BIN := .venv-crewai/bin
-# Environments of other frameworks. gem pins an older reasoning-gym than the newest.
+# Environments of other frameworks. gem pins an older reasoning-gym than the newest, verifiers its own mcp and openai.
 FOREIGN_games ?= reasoning-gym==0.1.25 textarena==0.7.4
 FOREIGN_gem ?= gem-llm==0.1.0
 FOREIGN_openenv ?= openenv-core==0.3.0

@@ -55,6 +55,8 @@ def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Enviro
         seat, config = _seated(config)
         return Environment(vf.load_environment(config), seat, system_prompt)
     except ModuleNotFoundError as error:
+        if not str(error).startswith(("taskset", "environment")):
+            raise Failure("config", str(error)) from error
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and f"{cause.name}" not in f"{error}":
             raise Failure("config", f"its package imports {cause.name}, which is not installed there") from error
@@ -63,7 +65,9 @@ def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Enviro
         raise Failure("unknown", f"there is no {name!r}", known=known, hint=hint) from error
     except AttributeError as error:
         old = "; a load_environment without a Taskset is of verifiers before 0.2, which is not taken"
-        raise Failure("config", f"{error}{old}") from error
+        raise Failure("config", f"{error}".rstrip(".") + old) from error
+    except ImportError as error:
+        raise Failure("config", f"its package cannot be imported: {error}") from error
 
 
 def _register_harness() -> None:
@@ -138,7 +142,10 @@ class Environment:
         if "split" in type(taskset.config).model_fields:
             vf = framework("verifiers.v1")
             chosen = {**taskset.config.model_dump(), "split": split}
-            taskset = vf.load_taskset(type(taskset.config).model_validate(chosen))
+            try:
+                taskset = vf.load_taskset(type(taskset.config).model_validate(chosen))
+            except ValueError as error:
+                raise Failure("config", f"the split {split!r}: {error}") from error
         elif split != "train":
             raise Failure("config", f"its taskset has no splits, so there is no {split!r}: all tasks are of 'train'")
         found = itertools.islice(taskset, start, start + count)
@@ -247,13 +254,16 @@ class Play:
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._waiting: asyncio.Future[Mapping[str, Any] | None] | None = None
         self._run: asyncio.Task[Any] | None = None
+        self._refusal: str | None = None
         self._seen: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] = []
 
     def joined(self, trace: Any, seat: str) -> None:
         """Take the trace of the player's seat."""
         if self.traces:
-            raise RuntimeError(f"the seat {seat!r} plays a second time in one episode, which has no form here")
+            # Kept, too: the framework may show it in a group of errors only.
+            self._refusal = f"the seat {seat!r} plays a second time in one episode, which has no form here"
+            raise RuntimeError(self._refusal)
         self.traces.append(trace)
 
     async def ask(self, body: dict[str, Any]) -> Mapping[str, Any] | None:
@@ -357,7 +367,7 @@ class Play:
         if not episode.ok:
             last = errors[-1] if errors else None
             why = "the framework calls the episode not ok" if last is None else f"{last.type}: {last.message}"
-            raise Failure("raised", why, stack=((last and last.traceback) or "")[-_STACK:])
+            raise Failure("raised", self._refusal or why, stack=((last and last.traceback) or "")[-_STACK:])
         trace = self.traces[0]
         rewards = {name: each.value for name, each in trace.rewards.items() if each is not None}
         if not rewards:
