@@ -48,8 +48,9 @@ class ChatHarness(_NullHarness):  # type: ignore[misc]
         conversations[trace.id] = messages
         urls = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            # No time limit: the answer takes as long as the policy and its trainer do.
+            # No time limit: the answer takes as long as the policy and its trainer do. Certificates take long to load.
             options = {"headers": {"Authorization": f"Bearer {secret}"}, "timeout": None, "trust_env": False}
+            options["verify"] = endpoint.startswith("https:")
             client = await stack.enter_async_context(_httpx.AsyncClient(**options))
             tools, dispatch, servers = await _mcp.connect_mcp({"mcpServers": urls}, stack)
             body = {"model": ctx.model, **({"tools": tools} if tools else {})}
