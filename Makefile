@@ -40,11 +40,12 @@ FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" in
 FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
 CREWAI_BIN := .venv-crewai/bin
-# Environments of other frameworks. gem pins an older reasoning-gym than the newest.
+# Environments of other frameworks. gem pins an older reasoning-gym than the newest, verifiers its own mcp and openai.
 FOREIGN_games ?= reasoning-gym==0.1.25 textarena==0.7.4
 FOREIGN_gem ?= gem-llm==0.1.0
 FOREIGN_openenv ?= openenv-core==0.3.0
-FOREIGN_STAMPS := .venv-foreign-games/.turnwise-installed .venv-foreign-gem/.turnwise-installed .venv-foreign-openenv/.turnwise-installed
+FOREIGN_verifiers ?= verifiers==0.4.0
+FOREIGN_STAMPS := .venv-foreign-games/.turnwise-installed .venv-foreign-gem/.turnwise-installed .venv-foreign-openenv/.turnwise-installed .venv-foreign-verifiers/.turnwise-installed
 # Beside the package's own environment, which has all else that they need.
 LANGCHAIN_SUITES ?= langchain-tests==1.1.9 syrupy==5.5.3 vcrpy==8.5.0 pytest-recording==0.14.1 pytest-benchmark==5.3.1 pytest-codspeed==5.0.4 pytest-socket==0.8.1 wrapt==2.5.2 py-cpuinfo==9.0.0
 LANGCHAIN_SUITES_DIR := .cache/langchain-tests

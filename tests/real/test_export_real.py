@@ -1,4 +1,4 @@
-"""Exported environments under the real OpenEnv and Inspect, and installed for Gymnasium by pip."""
+"""Exported environments under the real OpenEnv, Inspect and verifiers, and installed for Gymnasium by pip."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ CLIENT = ROOT / "tests" / "support" / "envs" / "openenv_client.py"
 EVALUATION = CLIENT.with_name("inspect_eval.py")
 INSPECT = ROOT / ".venv-frameworks" / "bin" / "python"
 OPENENV = ROOT / ".venv-foreign-openenv" / "bin" / "python"
+VERIFIERS = ROOT / ".venv-foreign-verifiers" / "bin" / "python"
 HERE = [str(ROOT), sysconfig.get_path("purelib")]
 GYMNASIUM = """
 import json, sys
@@ -76,6 +77,13 @@ def test_inspect_scores_as_here(tmp_path) -> None:
     jobs = asyncio.run(jobs_of(tmp_path, "inspect"))
     expected = [[sum(play.rewards) for play in plays] for _, plays in jobs]
     assert played_by(INSPECT, EVALUATION, jobs) == expected
+
+
+@pytest.mark.timeout(600)
+def test_verifiers_rewards_as_here(tmp_path) -> None:
+    jobs = asyncio.run(jobs_of(tmp_path, "verifiers"))
+    expected = [[sum(play.rewards) for play in plays] for _, plays in jobs]
+    assert played_by(VERIFIERS, CLIENT.with_name("verifiers_eval.py"), jobs) == expected
 
 
 def test_openenv_finds_the_folder_valid(tmp_path) -> None:

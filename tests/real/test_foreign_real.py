@@ -1,4 +1,4 @@
-"""Environments of reasoning-gym, TextArena, gem and OpenEnv: their own rewards for recorded actions, and training."""
+"""Environments of other frameworks: their own rewards for recorded actions, and training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
-from turnwise.errors import EnvError
+from turnwise.errors import ConfigError, EnvError, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
@@ -35,7 +35,9 @@ INTERPRETERS = {
     "textarena": ROOT / ".venv-foreign-games/bin/python",
     "gem": ROOT / ".venv-foreign-gem/bin/python",
     "openenv": ROOT / ".venv-foreign-openenv/bin/python",
+    "verifiers": ROOT / ".venv-foreign-verifiers/bin/python",
 }
+VERIFIERS = PLAYS.with_name("verifiers_envs")
 
 
 def interpreter(framework: str) -> str:
@@ -259,9 +261,101 @@ async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
         await invoke(env, "reset", None, seed=1)
 
 
+def said(message: dict[str, Any]) -> Any:
+    """Return a recorded message for a scripted client or a step."""
+    calls = [ToolCall(each["id"], each["name"], each["arguments"]) for each in message.get("tool_calls") or ()]
+    return {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+
+
+def asked(wire: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that verifiers asked its model with, as an observation says it."""
+    message = {key: wire[key] for key in ("role", "tool_call_id", "name") if key in wire}
+    return {**message, "content": wire.get("content") or ""}
+
+
+@pytest.fixture(scope="session")
+def verifiers_plays() -> list[dict[str, Any]]:
+    command = [interpreter("verifiers"), str(PLAYS.with_name("verifiers_plays.py"))]
+    done = subprocess.run(command, capture_output=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+# Its interpreter takes seconds to import it, and each environment is tried in one of its own.
+@pytest.mark.timeout(600)
+async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifiers_plays) -> None:
+    python, recorded = interpreter("verifiers"), verifiers_plays
+    assert len({each["name"] for each in recorded}) >= 3
+    assert sum(len(each["messages"]) for each in recorded) >= 50
+    names = {each["name"]: f"verifiers:{VERIFIERS / each['name']}.py" for each in recorded}
+    envs = {name: make(reference, python=python) for name, reference in names.items()}
+    for each in recorded:
+        env, row = envs[each["name"]], Task("t", "", {"task": each["row"]})
+        seen, _ = await invoke(env, "reset", row, seed=1)
+        offered = [tool["function"] for tool in each["asked"][0]["tools"] or ()]
+        assert [schema.name for schema in schemas(env)] == [tool["name"] for tool in offered]
+        assert [schema.parameters for schema in schemas(env)] == [tool["parameters"] for tool in offered]
+        conversation = list(seen)
+        for number, message in enumerate(each["messages"]):
+            assert [asked(told) for told in each["asked"][number]["messages"]] == [
+                {"role": told["role"], **{key: told[key] for key in ("tool_call_id", "name", "content") if key in told}}
+                for told in conversation
+            ]
+            result = await invoke(env, "step", said(message))
+            conversation += [said(message), *result.observation]
+        assert (result.reward, result.info["rewards"]) == (each["reward"], each["rewards"])
+        assert result.info["notes"] == {"stop": each["stop"]}
+        assert (result.terminated, result.truncated) == (not each["truncated"], each["truncated"])
+        assert result.info.get("metrics", {}) == each["metrics"]
+        await invoke(env, "close")
+    # The same by the runner, and an episode that its limit ends.
+    last = next(each for each in recorded if each["name"] == "vf_guess" and each["rewards"]["found"])
+    [trajectory] = await played(
+        names["vf_guess"],
+        [each["content"] for each in last["messages"]],
+        Task("t", "", {"task": last["row"]}),
+        python=python,
+    )
+    assert sum(reward for _, _, reward in trajectory.rewards) == last["reward"]
+    env = envs["vf_guess"]
+    await invoke(env, "reset", None, seed=3)
+    await invoke(env, "step", {"role": "assistant", "content": "99"})
+    assert await invoke(env, "score", None) == {"patience": 0.0625, "found": 0.0}
+    await invoke(env, "close")
+
+
+@pytest.mark.timeout(600)
+def test_rows_of_a_taskset_of_verifiers_are_tasks() -> None:
+    source = {"env": f"verifiers:{VERIFIERS / 'vf_sums.py'}", "python": interpreter("verifiers")}
+    kwargs = {"taskset": {"size": 3}}
+    rows = list(tasks(**source, split="test", kwargs=kwargs))
+    assert [each.id.rpartition("/")[2] for each in rows] == [f"vf_sums.py-test-{number}" for number in range(3)]
+    sums = [[int(word) for word in each.prompt.split() if word.isdigit()][-2:] for each in rows]
+    assert [sum(numbers) for numbers in sums] == [each.data["task"]["answer"] for each in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "match"),
+    [
+        ("vf_nowhere", RegistryError, "has no 'vf_nowhere'; it has .*others are packages: install one there"),
+        ("user_sim+vf_sums.py", ConfigError, r"2 of its seats \(assistant, user\) have no client"),
+    ],
+)
+def test_an_environment_of_verifiers_that_cannot_be_made(name, kind, match, monkeypatch) -> None:
+    monkeypatch.chdir(VERIFIERS)
+    with pytest.raises(kind, match=match):
+        make(f"verifiers:{name}", python=interpreter("verifiers"))
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.alike("foreign trainings")
 @pytest.mark.parametrize(
-    "name", ["reasoning-gym:chain_sum", "textarena:GuessTheNumber-v0", "gem:game:GuessTheNumber-v0-easy", "openenv"]
+    "name",
+    [
+        *("reasoning-gym:chain_sum", "textarena:GuessTheNumber-v0", "gem:game:GuessTheNumber-v0-easy", "openenv"),
+        pytest.param(f"verifiers:{VERIFIERS / 'vf_guess.py'}", id="verifiers"),
+    ],
 )
 def test_a_step_of_training(name, tmp_path, tmp_path_factory, monkeypatch) -> None:
     model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL
@@ -271,6 +365,8 @@ def test_a_step_of_training(name, tmp_path, tmp_path_factory, monkeypatch) -> No
     else:
         env["config"]["python"] = interpreter(name.partition(":")[0])
     source = f"turnwise.envs.foreign.core:tasks?env={env['name']}&size=4"
+    if name.startswith("verifiers"):
+        source += f"&python={interpreter('verifiers')}"
     rollout = {"env": env, "group_size": 2, "max_turns": 2, "max_tokens_per_turn": 8}
     run_train(train_config(model, tmp_path, steps=1, tasks=source, rollout=rollout), console=silent())
     [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]

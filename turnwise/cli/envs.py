@@ -122,7 +122,7 @@ def export_env(
     ] = None,
     *,
     form: Annotated[
-        str, typer.Option("--as", help="The framework: gymnasium, inspect, mcp or openenv.", show_default=False)
+        str, typer.Option("--as", help="gymnasium, inspect, mcp, openenv or verifiers.", show_default=False)
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
@@ -130,7 +130,7 @@ def export_env(
     tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
 ) -> None:
-    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients or OpenEnv."""
+    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients, OpenEnv or verifiers."""
     import asyncio
 
     from turnwise.envs.export import export_env as write

@@ -21,15 +21,16 @@ def load(name, kwargs, system_prompt):
 
 
 class Source:
-    def __init__(self, name, system_prompt, start=5, trouble=""):
-        self.system_prompt, self.start, self.trouble = system_prompt, start, trouble
+    def __init__(self, name, system_prompt, start=5, trouble="", padding=0):
+        self.system_prompt, self.start, self.trouble, self.padding = system_prompt, start, trouble, padding
+        self.endless = trouble == "endless"
 
     def episode(self):
         return Episode(self)
 
     def tasks(self, split, start, count):
         rows = [{"prompt": f"from {n}", "data": {"start": n}} for n in range(3, 3 + (700 if split == "train" else 2))]
-        return rows[start : start + count]
+        return [{**each, "prompt": each["prompt"] + " " * self.padding} for each in rows[start : start + count]]
 
 
 class Episode:

@@ -136,7 +136,7 @@ async def test_two_files_of_one_name_are_kept_apart(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spec", "form", "match"),
     [
-        (EnvSpec("calculator"), "gem", "as is 'gem': an environment is exported as gymnasium, inspect, mcp, openenv"),
+        (EnvSpec("calculator"), "gem", "as is 'gem': .* exported as gymnasium, inspect, mcp, openenv, verifiers"),
         (EnvSpec("nim"), "mcp", "'nim' has several agents, and mcp one"),
         (EnvSpec("lookup", tools={"function_tool_path": "a.py"}), "mcp", "loaded tools and wrappers are not exported"),
     ],

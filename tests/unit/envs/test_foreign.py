@@ -358,6 +358,19 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert rows[650:] == list(tasks("tiny:countdown", python=python, start=650))
     assert len(list(tasks("tiny:countdown", split="test", python=python))) == 2
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
+    core.foreign_class.cache_clear()
+    env = make("tiny:countdown", python=python, kwargs={"padding": 1})
+    core.foreign_class.cache_clear()
+    assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
+
+
+def test_long_rows_come_in_several_answers_and_endless_ones_need_a_number(monkeypatch) -> None:
+    monkeypatch.setitem(core._FRAMEWORKS, "tiny", core.Framework("tiny", str(DRIVER), "turnwise-tiny", has_rows=True))
+    rows = list(tasks("tiny:countdown", kwargs={"padding": 20_000}))
+    assert [each.data["start"] for each in rows] == list(range(3, 703))
+    with pytest.raises(TaskError, match=r"its dataset has no end: give their number \(size\)"):
+        next(tasks("tiny:countdown", kwargs={"trouble": "endless"}))
+    assert len(list(tasks("tiny:countdown", kwargs={"trouble": "endless"}, size=5))) == 5
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from turnwise.envs.core import Env
 from turnwise.envs.export.inspect_task import inspect_files
 from turnwise.envs.export.openenv import openenv_files
 from turnwise.envs.export.packages import Subject, gymnasium_files, mcp_files
+from turnwise.envs.export.verifiers import verifiers_files
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_class
@@ -28,12 +29,15 @@ TASKS_FILE: Final = "tasks.jsonl"
 MOST_TASKS: Final = 1_000
 """Default number of tasks that are written; a source may be endless."""
 _HERE: Final = "{folder}/"
+_PACKAGES: Final = ("gymnasium", "verifiers")
+"""Forms whose environment lies in a package of the folder, which pip installs with it."""
 _VERSION: Final = 1
 FORMS: Final[dict[str, Callable[[Subject], dict[str, str]]]] = {
     "gymnasium": gymnasium_files,
     "inspect": inspect_files,
     "mcp": mcp_files,
     "openenv": openenv_files,
+    "verifiers": verifiers_files,
 }
 """What each framework's folder holds besides the environment: texts by their paths."""
 
@@ -98,7 +102,7 @@ async def export_env(
     title = spec.id.rpartition(":")[2]
     subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
     written = FORMS[form](subject)
-    home = folder / (subject.package if form == "gymnasium" else ".")
+    home = folder / (subject.package if form in _PACKAGES else ".")
     carried: dict[str, Path] = {}
     record = {
         "version": _VERSION,

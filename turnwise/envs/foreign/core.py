@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import orjson
 
@@ -37,7 +37,8 @@ _CHECKED: Final = 32
 """Environments whose arguments are tried in an interpreter that is started for it."""
 SPLITS: Final = {"train": 0, "validation": 500_000_000, "test": 1_000_000_000}
 """Distance of the seeds of a split from those of ``train``: none has a seed of another."""
-_BATCH: Final = 256
+_BATCH: Final = 4096
+"""Rows of one request, for which an interpreter is started; a worker gives fewer where they are long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ _FRAMEWORKS: dict[str, Framework] = {
         Framework("gem", "gem", "gem-llm==0.1.0", example="game:GuessTheNumber-v0-easy"),
         Framework("openenv", "openenv", "openenv-core==0.3.0", example="http://127.0.0.1:8000", forks=False),
         Framework("textarena", "textarena", "textarena==0.7.4", example="GuessTheNumber-v0"),
+        Framework("verifiers", "verifiers", "verifiers==0.4.0", example="TASKSET", has_rows=True, forks=False),
     )
 }
 
@@ -155,6 +157,11 @@ class ForeignEnv(Env):
         if self._spec is None:
             self._station = _station(self.framework)
         _opened(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
+        if self.framework.has_rows:
+            # Rows are read where the framework is, which the class does not know.
+            given = {"env": name, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
+            query = urlencode({key: value for key, value in given.items() if value is not None})
+            vars(self)["default_tasks"] = f"turnwise.envs.foreign.core:tasks?{query}"
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Begin an episode: of the row that the task names, or of the seed."""
@@ -303,11 +310,13 @@ def tasks(
         request = {"op": "tasks", "name": name, "kwargs": kwargs or {}, "system_prompt": None, "split": split}
         while size is None or start < size:
             count = _BATCH if size is None else min(_BATCH, size - start)
-            rows = ask(framework, python, {**request, "start": start, "count": count})["rows"]
-            for row in rows:
+            answer = ask(framework, python, {**request, "start": start, "count": count})
+            if size is None and answer["endless"]:
+                raise TaskError(f"tasks of {env}: its dataset has no end: give their number (size)")
+            for row in answer["rows"]:
                 yield Task(f"{name}-{split}-{start}", row["prompt"], row["data"])
                 start += 1
-            if len(rows) < count:
+            if not answer["more"]:
                 return
         return
     if split not in SPLITS:
@@ -351,7 +360,8 @@ def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> No
     wanted = orjson.loads(request)
     try:
         # Rows may have arguments of their own; what is wrong with later ones their episodes say.
-        whole = wanted["kwargs"] and _opened.cache_info().currsize < _CHECKED
+        # What has rows lists no names either: one start of an interpreter is enough.
+        whole = (wanted["kwargs"] or framework.has_rows) and _opened.cache_info().currsize < _CHECKED
         listed = None if spec is None or whole else _listed(spec)
         if listed is None or not listed["names"]:
             listed = _asked(framework, spec, {"op": "open", **wanted})
@@ -402,7 +412,8 @@ def _error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec |
         close = nearest(name, known)
         more = len(known) - _SHOWN_NAMES
         few = ", ".join(known[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
-        return RegistryError(f"{framework.prefix} has no {name!r}{close or f'; it has {few}'}")
+        hint = failure.details.get("hint", "")
+        return RegistryError(f"{framework.prefix} has no {name!r}{close or f'; it has {few}'}{hint}")
     if failure.kind == "config":
         return ConfigError(f"{label} refuses its arguments (kwargs): {failure}")
     stack = failure.details.get("stack")

@@ -2,7 +2,7 @@
 
 A driver is a module with ``PACKAGE`` (the distribution's name), ``names()`` (the known environments) and
 ``load(name, kwargs, system_prompt)``, which returns a source. A source has ``episode()`` and optionally
-``tasks(split, start, count)``. An episode has ``reset(data, seed)``, ``step(message)``, and optionally
+``tasks(split, start, count)`` and ``endless``. An episode has ``reset(data, seed)``, ``step(message)``, and optionally
 ``score(message)``, ``fork()`` and ``close()``. Those of an episode may be ``async def``.
 
 ``reset`` returns a dict with ``messages``, and optionally ``tools`` (schemas), ``agents``, ``turn`` and ``info``.
@@ -27,6 +27,8 @@ from typing import Any
 
 _STACK = 1500
 _MOST_SOURCES = 64
+_MOST_LETTERS = 2**22
+"""Most characters of the rows of one answer."""
 
 
 class Failure(Exception):
@@ -225,7 +227,17 @@ class Station:
         return self._sources[key]
 
     async def _tasks(self, request: Mapping[str, Any]) -> Any:
-        return {"rows": self._source(request).tasks(request["split"], request["start"], request["count"])}
+        source, count = self._source(request), request["count"]
+        rows = source.tasks(request["split"], request["start"], count)
+        kept: list[Any] = []
+        letters = 0
+        for row in rows:
+            letters += len(json.dumps(plain(row)))
+            if kept and letters > _MOST_LETTERS:
+                break
+            kept.append(row)
+        more = len(kept) < len(rows) or len(rows) == count
+        return {"rows": kept, "more": more, "endless": getattr(source, "endless", False)}
 
     async def _reset(self, request: Mapping[str, Any]) -> Any:
         await self._close(request)
