@@ -328,6 +328,9 @@ class Episode:
             record.refused, record.refusals = str(error), record.refusals + 1
             return
         record.asks(name, fork, len(self.rewards))
+        # The first call of a fork is what it was made for.
+        if record.hold is not None and not first:
+            await record.hold(record.points[-1])
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL of the session's model endpoint, valid until the agent returns.

@@ -40,6 +40,7 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.preflight import load_checked
+from turnwise.rollout.search.core import Searcher
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -405,6 +406,9 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
+    if config.search is not None:
+        # A scorer that cannot be loaded is an error before a model is.
+        Searcher(config.search)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
@@ -451,7 +455,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 
         parts = RolloutParts(
             renderer, run_part=str(finished.part), write=write, finished=finished, recover=recover,
-            policies=frozen.policies, custom=config.custom, notify=console.print,
+            policies=frozen.policies, search=config.search, custom=config.custom, notify=console.print,
             slots=None if limit is None else limit.episodes,
         )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)

@@ -20,6 +20,14 @@ def unforked(trajectory: Trajectory) -> list[Trajectory]:
     return [_branch(trajectory, number, path) for number, path in enumerate(branch_paths(trajectory.branches))]
 
 
+def chosen_way(trajectory: Trajectory) -> Trajectory:
+    """Return the chosen branch of a searched episode as :func:`unforked` does; any other trajectory as it is."""
+    if trajectory.search is None or not trajectory.branches:
+        return trajectory
+    number = trajectory.search.chosen
+    return _branch(trajectory, number, branch_paths(trajectory.branches)[number])
+
+
 def is_later_branch(episode_id: str) -> bool:
     """Whether an id of :func:`unforked` is that of another branch than the first, whose turns were renumbered."""
     return re.search(r"~[1-9]\d*/[^/]*$", episode_id) is not None
@@ -41,7 +49,13 @@ def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajec
         rewards=[(None if turn is None else names.get(turn), name, value) for turn, name, value in events],
         states={names.get(turn, turn): state for turn, state in trajectory.states.items() if not turn or turn in own},
         stop_reason=branch.stop_reason,
+        turn_metrics={names[turn]: values for turn, values in trajectory.turn_metrics.items() if turn in own},
+        turn_times={names[turn]: times for turn, times in trajectory.turn_times.items() if turn in own},
+        turn_notes={
+            names.get(turn, turn): note for turn, note in trajectory.turn_notes.items() if not turn or turn in own
+        },
         branches=[],
+        search=None,
     )
 
 

@@ -17,8 +17,9 @@ import orjson
 from turnwise.agents.roles import MAIN, role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
+from turnwise.evaluation.searched import chosen_members
 from turnwise.report.runs import MOST_TEXT, RunFacts
-from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
+from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
 from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, placed_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
@@ -156,8 +157,9 @@ def _part(group: str, partition: str) -> str:
     return tag if partition != "train" and tag else partition
 
 
-def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
-    """Return the row of a trajectory whose record is at an offset."""
+def trajectory_row(offset: int, whole: Trajectory, facts: RunFacts) -> Row:
+    """Return the row of a trajectory whose record is at an offset; of a searched one that of the chosen way."""
+    [trajectory] = chosen_members([whole])
     kinds = {
         name.removeprefix("tool_errors/"): int(count)
         for name, count in trajectory.metrics.items()
@@ -166,11 +168,11 @@ def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
     versions = [version for each in trajectory.segments for version, _, _ in each.weight_versions]
     return Row(
         offset=offset,
-        id=trajectory.id,
+        id=whole.id,
         task=trajectory.task_id,
         part=_part(trajectory.group_id, trajectory.partition),
         group=trajectory.group_id,
-        episode=(trajectory.episode_id, trajectory.attempt),
+        episode=(whole.episode_id, trajectory.attempt),
         agent=trajectory.agent,
         counted=not trajectory.frozen if facts.role is None else role_of(trajectory.agent) == facts.role,
         reward=round(trajectory.reward, 6),
@@ -441,7 +443,27 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
         "seed": str(trajectory.seed),
         "segments": [_segment(segment, tokens) for segment in trajectory.segments],
         "gaps": facts.gaps.get(trajectory.id, ()),
+        "search": _search(trajectory),
     }
+
+
+def _search(trajectory: Trajectory) -> dict[str, Any] | None:
+    """Return the choice of a searched trajectory; ``leaves`` are (last segment, score, chosen) of each way."""
+    search = trajectory.search
+    if search is None:
+        return None
+    places = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
+    paths = branch_paths(trajectory.branches)
+    leaves = [
+        (places.get(path[-1]), score, number == search.chosen)
+        for number, (path, score) in enumerate(zip(paths, search.scores, strict=False))
+        if path
+    ]
+    score = search.scores[search.chosen] if search.scores else None
+    return {
+        "kind": search.kind, "scorer": search.scorer, "chosen": search.chosen, "ways": max(1, len(paths)),
+        "score": score, "leaves": leaves,
+    }  # fmt: skip
 
 
 def _segment(segment: Segment, tokens: bool) -> dict[str, Any]:
