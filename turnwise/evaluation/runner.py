@@ -370,6 +370,9 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         KeyboardInterrupt: It was interrupted; the summary counts the unfinished episodes.
     """
     console = console or Console()
+    if config.search is not None:
+        # A scorer that cannot be loaded is an error before a model is served.
+        Searcher(config.search)
     folder = output_directory(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
@@ -406,9 +409,6 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
-    if config.search is not None:
-        # A scorer that cannot be loaded is an error before a model is.
-        Searcher(config.search)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)

@@ -24,6 +24,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
     from turnwise.rollout.runner import EpisodePlayer
+    from turnwise.rollout.search.config import SearchConfig
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -113,6 +114,7 @@ class RolloutParts:
     settings: BaseModel | None = None
     notify: Callable[[str], None] | None = None
     workers: Workers | None = None
+    search: SearchConfig | None = None
     slots: AbstractAsyncContextManager[None] | None = None
 
 

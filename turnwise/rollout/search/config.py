@@ -100,4 +100,12 @@ class SearchConfig(BaseModel):
 
     def tree(self) -> TreeConfig:
         """Return the configuration of the forks of kind ``tree``."""
-        return TreeConfig.model_validate({name: getattr(self, name) for name in _KEYS["tree"]})
+        return TreeConfig.model_validate(
+            {
+                "branches": self.branches,
+                "where": self.where,
+                "rounds": self.rounds,
+                "max_tokens": self.max_tokens,
+                "max_tool_calls": self.max_tool_calls,
+            }
+        )
