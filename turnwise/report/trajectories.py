@@ -461,8 +461,7 @@ def _search(trajectory: Trajectory) -> dict[str, Any] | None:
     ]
     score = search.scores[search.chosen] if search.scores else None
     return {
-        "kind": search.kind, "scorer": search.scorer, "chosen": search.chosen, "ways": max(1, len(paths)),
-        "score": score, "leaves": leaves,
+        "kind": search.kind, "scorer": search.scorer, "ways": max(1, len(paths)), "score": score, "leaves": leaves,
     }  # fmt: skip
 
 

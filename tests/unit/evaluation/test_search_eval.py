@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import random
 from collections import Counter
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.record_files import record_bytes
@@ -19,6 +22,7 @@ from turnwise.errors import ConfigError
 from turnwise.evaluation import EvalConfig, EvalPlan, EvalResult, evaluate, result_table
 from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
+from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.runner import Spending
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.report.page import write_report
@@ -30,6 +34,7 @@ from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.metrics import figures as flat
+from turnwise.trajectory import branch_paths
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import Message, ToolCall
 
@@ -179,6 +184,12 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
     assert export_run(tmp_path, tmp_path / "ways.jsonl", "jsonl") == 3 * len(searched) + 3
     written = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
     assert all(row["messages"][-1]["role"] == "assistant" for row in written)
+    # Rescored is what was chosen.
+    settings = RescoreSettings(tmp_path, tmp_path / "again", f"{__file__}:spoken", tasks=TASKS)
+    rescored = await asyncio.to_thread(run_rescore, settings, console=Console(file=io.StringIO()))
+    assert rescored.sampled is not None
+    turns = [len(branch_paths(each.branches)[each.search.chosen]) for each in searched if each.search is not None]
+    assert sorted(row.reward for row in rescored.sampled.rows) == sorted(turns)
     page = tmp_path / "report.html"
     write_report([tmp_path], page)
     assert page.stat().st_size > 10_000
@@ -232,6 +243,11 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             Searcher(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
+
+
+def spoken(messages: list[Message]) -> float:
+    """Count what the model said."""
+    return float(sum(message["role"] == "assistant" for message in messages))
 
 
 def wants_env(env: Any) -> float:

@@ -24,8 +24,10 @@ from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, InferenceError, ScorerError
 from turnwise.evaluation.metrics import summarize
+from turnwise.evaluation.replay.replay import replay
 from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.recorder.branches import unforked
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
@@ -411,6 +413,35 @@ async def test_what_cannot_be_forked_is_refused_before_the_first_episode(kind: s
             await search(kind=kind, **KINDS[kind], **wrong)
         assert said in str(raised.value)
         assert "best_of_n" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+async def test_the_ways_of_a_search_are_replayed(kind: str) -> None:
+    outcome, _ = await search(kind=kind, **KINDS[kind])
+    [trajectory] = outcome.trajectories
+    ways = unforked(replace(trajectory, group_id="0-val-t-e0"))
+    pruned = sum(way.stop_reason is StopReason.PRUNED for way in ways)
+    config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}})
+    report = await replay(ways, {"t": TASK}, config, ToyRenderer())
+    assert [str(each) for each in report.divergences] == []
+    assert report.episodes == len(ways) - pruned
+    # What is said of a way's turns has their names there.
+    for way in ways:
+        assert {turn.turn_id for turn in way.turns()} == way.turn_times.keys()
+        assert sum(each.get("tool_calls", 0) for each in way.turn_metrics.values()) == sum(
+            len(turn.sampled.messages[0].get("tool_calls") or ()) for turn in way.turns()
+        )
+
+
+async def test_the_audit_finds_a_choice_that_is_none(tmp_path: Path) -> None:
+    outcome, _ = await search(samples=4, ledger=tmp_path)
+    [trajectory] = outcome.trajectories
+    assert trajectory.search is not None
+    worse = replace(trajectory.search, chosen=(trajectory.search.chosen + 1) % 4)
+    write_trajectories(tmp_path, [replace(trajectory, search=worse)])
+    [said] = audit_files(tmp_path).contradictions
+    assert f"its search chose way {worse.chosen}" in said
+    assert f"although another has {max(trajectory.returns())}" in said
 
 
 async def test_a_searched_episode_is_shown_with_its_choice() -> None:

@@ -154,9 +154,9 @@ function headOf(row, record) {
   if (row.agent !== "main") items.push(["session", row.agent]);
   if (record) {
     if (record.search) {
-      const { kind, scorer, chosen, ways, score } = record.search;
+      const { kind, scorer, ways, score } = record.search;
       const worth = score === null ? "" : `, ${scorer} ${figure(score)}`;
-      items.push(["search", `${kind}, way ${chosen + 1} of ${ways}${worth}`]);
+      items.push(["search", `${kind}: the best of ${plural(ways, "way")}${worth}`]);
     }
     items.push(["group", record.group_id], ["seed", record.seed]);
     if (record.attempt) items.push(["attempt", record.attempt + 1]);

@@ -33,7 +33,7 @@ class Searcher:
         self.config = config
         self._scorer = Scorer(config.scorer, executor)
         if config.kind == "tree":
-            config.tree().chooser()
+            config.tree().chooser("search.where")
 
     async def rate(
         self, task: Task, tree: Sequence[Grown], wanted: Mapping[int, bool], frozen: Collection[str] = ()
