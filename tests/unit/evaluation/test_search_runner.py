@@ -22,7 +22,7 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.agents.registry import register_agent
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import ConfigError, InferenceError, ScorerError
+from turnwise.errors import ConfigError, EnvError, InferenceError, ScorerError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.replay.replay import replay
 from turnwise.evaluation.view import render
@@ -75,7 +75,15 @@ class FixedCounter(Counter):
     forks = None
 
 
+class StuckCounter(Counter):
+    """The same, with a connection."""
+
+    async def fork(self) -> Any:
+        raise EnvError("its connection has no copy")
+
+
 register("test-search-counter", Counter)
+register("test-search-stuck", StuckCounter)
 register("test-search-fixed", FixedCounter)
 
 
@@ -401,6 +409,32 @@ async def test_a_search_that_is_cancelled_leaves_nothing_open() -> None:
 
 def adds(n: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": n})]}
+
+
+@pytest.mark.parametrize("kind", ["tree", "beam"])
+async def test_where_nothing_can_be_forked_the_episode_is_its_only_way(kind: str) -> None:
+    outcome, _ = await search(kind=kind, env="test-search-stuck", **KINDS[kind])
+    [trajectory] = outcome.trajectories
+    assert outcome.error is None
+    assert trajectory.search is not None
+    assert (trajectory.branches, trajectory.search.scores) == ([], (trajectory.reward,))
+    assert trajectory.metrics["tree/refusals"] > 0
+    assert "its connection has no copy" in trajectory.turn_notes[""]["tree/failed"]
+
+
+async def test_a_way_whose_time_is_over_while_it_waits_has_ended() -> None:
+    async def slow(request: ScriptedRequest) -> Message | str:
+        # One continuation of the first turn lasts longer than an episode may.
+        if not request.text.count("total") and request.number == 1:
+            await asyncio.sleep(60)
+        return adds(1) if request.text.count("total") < 2 else "done"
+
+    outcome, _ = await search(kind="beam", width=2, branches=2, script=slow, rollout={"episode_timeout": 1.0})
+    [trajectory] = outcome.trajectories
+    assert outcome.error is None, outcome.error
+    assert trajectory.search is not None
+    assert StopReason.TIMEOUT in {branch.stop_reason for branch in trajectory.branches}
+    assert None not in trajectory.search.scores
 
 
 @pytest.mark.parametrize("kind", ["tree", "beam"])

@@ -27,6 +27,7 @@ class Way:
         error: The failure that ended it.
         at: The state before the model call at which it waits; None where it does not.
         score: Of the way as far as it went.
+        rated: Whether that is its end.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Way:
     error: Exception | None = None
     at: BranchPoint | None = None
     score: float | None = None
+    rated: bool = False
     _task: asyncio.Task[None] | None = None
     _may_go: asyncio.Event = field(default_factory=asyncio.Event)
     _waits: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,6 +141,8 @@ async def beam(width: int, branches: int, play: PlayWay, score: ScoreWays) -> li
             candidates.sort(key=lambda way: (-(way.score or 0.0), way.number))
             kept = candidates[:width]
             await asyncio.gather(*(way.prune() for way in candidates[width:] if not way.over))
+        # Such as one that could not be forked anywhere, or whose time was over while it waited.
+        await _rate(ways, [way for way in ways if way.complete and not way.rated], score)
     finally:
         await asyncio.gather(*(way.cancel() for way in ways if not way.over), return_exceptions=True)
     return ways
@@ -153,9 +157,10 @@ async def _all_stop(ways: Sequence[Way]) -> None:
 
 async def _rate(ways: Sequence[Way], rated: Sequence[Way], score: ScoreWays) -> None:
     tree, numbers = tree_of(ways)
-    found = await score(tree, {numbers[way]: way.over for way in rated})
-    for way, value in zip(rated, found, strict=True):
-        way.score = value
+    ended = [way.over for way in rated]
+    found = await score(tree, {numbers[way]: over for way, over in zip(rated, ended, strict=True)})
+    for way, value, over in zip(rated, found, ended, strict=True):
+        way.score, way.rated = value, over
 
 
 def tree_of(ways: Sequence[Way]) -> tuple[list[Grown], dict[Way, int]]:
