@@ -26,6 +26,8 @@ from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.runner import Spending
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.report.page import write_report
+from turnwise.report.runs import RunFacts
+from turnwise.report.trajectories import episodes_of, part_figures, read_rows
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
@@ -190,6 +192,19 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
     assert rescored.sampled is not None
     turns = [len(branch_paths(each.branches)[each.search.chosen]) for each in searched if each.search is not None]
     assert sorted(row.reward for row in rescored.sampled.rows) == sorted(turns)
+    facts = RunFacts("a", "evaluation", tmp_path / TRAJECTORIES)
+    parts = part_figures(episodes_of(read_rows(facts), facts))
+    returns = [each.returns() for each in searched]
+    assert parts["greedy"]["search"] is None
+    assert parts["sampled"]["search"] == pytest.approx(
+        {
+            "ways": 3,
+            "tokens": sum(each.sampled_tokens for each in searched) / len(searched),
+            "mean": sum(sum(each) for each in returns) / (3 * len(returns)),
+            "best": sum(max(each) for each in returns) / len(returns),
+        }
+    )
+    assert parts["sampled"]["reward"][0] == pytest.approx(parts["sampled"]["search"]["best"])
     page = tmp_path / "report.html"
     write_report([tmp_path], page)
     assert page.stat().st_size > 10_000

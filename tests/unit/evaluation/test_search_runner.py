@@ -141,6 +141,8 @@ def nothing(text: str) -> float:
 
 
 HERE = f"{Path(__file__)}:"
+GRAPH = Path(__file__).parents[3] / "examples" / "langgraph_agent" / "graph.py"
+AGENTS = {"graph": {"name": "langgraph", "config": {"graph": f"{GRAPH}:make_graph"}}}
 
 
 async def search(
@@ -161,7 +163,7 @@ async def search(
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, script)
     config = RolloutConfig.model_validate(
-        {"env": {"name": env}, "agent": {"name": agent}, "retries": 1, **(rollout or {})}
+        {"env": {"name": env}, "agent": AGENTS.get(agent, {"name": agent}), "retries": 1, **(rollout or {})}
     )
     asked = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
     wanted = None if plain else SearchConfig.model_validate({"kind": "best_of_n", "scorer": scorer, **keys})
@@ -224,7 +226,7 @@ async def test_a_tree_is_searched_at_its_turns(tmp_path: Path) -> None:
     assert row_of(trajectory).search.sampled_tokens == trajectory.sampled_tokens
 
 
-@pytest.mark.parametrize("agent", ["react", "test-search-loop", "test-search-minds"])
+@pytest.mark.parametrize("agent", ["react", "graph", "test-search-loop", "test-search-minds"])
 async def test_a_beam_keeps_the_ways_that_score_best(agent: str, tmp_path: Path) -> None:
     outcome, client = await search(
         kind="beam", width=2, branches=3, agent=agent, scorer=f"{HERE}seen", seed=2, ledger=tmp_path

@@ -112,7 +112,8 @@ def _observed(episode: Episode) -> list[Message]:
     """Return what an environment answered since the last turn of an episode that waits before its next one."""
     record = episode.record
     assert record is not None
-    before = record.points[-2].answers if len(record.points) > 1 else 0
+    inherited = 0 if record.point is None else record.point.answers
+    before = record.points[-2].answers if len(record.points) > 1 else inherited
     found: list[Message] = []
     for answer in record.answers[before:]:
         if isinstance(answer.result, StepResult):
