@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from support.trainer.lookup_run import Turnwise, silent, wait_until
+from support.trainer.lookup_run import Turnwise, lines, silent, train_config, wait_until
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.metrics import Summary
 from turnwise.evaluation.runner import run_eval
 from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.metrics import figures
+from turnwise.trainer.run.train import run_train
+from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message
 
 PORT = re.compile(r"serving \S+ on 127\.0\.0\.1:(\d+)")
@@ -79,3 +82,23 @@ def test_searches_find_more_than_plain_episodes(url: str, warm_lookup: Path, tmp
             assert found.success.mean <= found.search.success_best.mean
     report = audit_run(tmp_path / "beam-grounded", at_most=8, console=silent())
     assert report.contradictions == []
+
+
+@pytest.mark.long
+def test_a_training_run_searches_in_its_evaluations(lookup_model: Path, tmp_path: Path) -> None:
+    held_out = "turnwise.envs.library.lookup:tasks?n=3&split=test"
+    search = {"kind": "tree", "branches": 3, "scorer": "likelihood"}
+    plan = {"tasks": held_out, "samples": 1, "greedy": False, "every": None, "search": search}
+    run_train(train_config(lookup_model, tmp_path, steps=1, eval=plan), console=silent())
+    run = tmp_path / "run"
+    found = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "eval"]
+    assert len(found) == 2
+    for each in found:
+        shown = figures(each)
+        assert shown["eval/sampled/search/ways"] == 4
+        assert shown["eval/sampled/search/sampled_tokens"] > shown["eval/sampled/sampled_tokens"]
+    searched = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "val"]
+    assert all(each.search is not None and len(each.branches) == 4 for each in searched)
+    trained = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
+    assert all(each.search is None and not each.branches for each in trained)
+    assert audit_run(run, at_most=4, console=silent()).contradictions == []
