@@ -46,6 +46,12 @@ class EnvError(TurnwiseError):
     retryable = True
 
 
+class ScorerError(EnvError):
+    """The scorer of a search raised, or returned no finite number: an error of that episode alone."""
+
+    retryable = False
+
+
 class SandboxError(TurnwiseError):
     """A sandbox or its backend failed; a failed command is a result instead."""
 

@@ -191,6 +191,23 @@ class Branch:
     stop_reason: StopReason = StopReason.COMPLETED
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A choice among the ways through an episode (``eval.search``).
+
+    Attributes:
+        kind: ``best_of_n``, ``tree`` or ``beam``.
+        scorer: What scored the ways.
+        chosen: Index of the chosen branch; 0 where the episode has no branches.
+        scores: Score of each branch, at its end or as far as it went; None where none was given.
+    """
+
+    kind: str
+    scorer: str
+    chosen: int = 0
+    scores: tuple[float | None, ...] = ()
+
+
 def branch_paths(branches: Sequence[Branch]) -> list[tuple[str, ...]]:
     """Return the turns of each branch, those before its fork included.
 
@@ -241,7 +258,9 @@ class Trajectory:
         echo: How rewritten turns were matched: ``same`` or ``strict``.
         recorded: ``tokens``, or ``text`` for endpoints without token ids, where segments hold messages only.
         baseline: Whether it is a greedy rollout that serves as a reward baseline: in no group, never trained.
-        branches: The ways through an episode that was forked (``rollout.tree``); empty for one that was not.
+        branches: The ways through an episode that was forked (``rollout.tree``) or searched (``eval.search``); empty
+            for one that was not.
+        search: The choice among them, for an episode that was searched.
     """
 
     id: str
@@ -268,12 +287,15 @@ class Trajectory:
     recorded: str = "tokens"
     baseline: bool = False
     branches: list[Branch] = field(default_factory=list)
+    search: Search | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
     def reward(self) -> float:
-        """Sum of all reward events; of a forked episode, the mean over its branches."""
+        """Sum of all reward events; of a forked episode the mean over branches, of a searched one the choice's."""
         returns = self.returns()
+        if self.search is not None:
+            return returns[self.search.chosen]
         return sum(returns) / len(returns)
 
     def returns(self) -> list[float]:
@@ -283,7 +305,9 @@ class Trajectory:
         return [sum(each.values()) for each in self.branch_rewards()]
 
     def named_rewards(self) -> dict[str, float]:
-        """Return the rewards summed by name; of a forked episode, the mean over its branches."""
+        """Return the rewards summed by name; of a forked episode the mean, of a searched one those of the choice."""
+        if self.search is not None:
+            return self.branch_rewards()[self.search.chosen]
         found: dict[str, float] = {}
         for each in self.branch_rewards():
             for name, value in each.items():
@@ -347,7 +371,7 @@ class Trajectory:
         if not np.isfinite([*(value for _, _, value in self.rewards), *of_branches]).all():
             raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}, {of_branches}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
-        for rare in ("frozen", "branches"):
+        for rare in ("frozen", "branches", "search"):
             if not record[rare]:
                 del record[rare]
         record["segments"] = [segment_record(segment, media) for segment in self.segments]
@@ -377,6 +401,8 @@ class Trajectory:
             record["turn_times"] = {turn: (begin, end) for turn, (begin, end) in times.items()}
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
             record["branches"] = [_read_branch(each) for each in record.get("branches", ())]
+            if (search := record.get("search")) is not None:
+                record["search"] = Search(**{**search, "scores": tuple(search["scores"])})
             return cls(segments=segments, **record)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(f"trajectory record {record.get('id')!r} is malformed: {error!r}") from error

@@ -32,6 +32,7 @@ class StopReason(StrEnum):
     INTERRUPTED = "interrupted"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
+    PRUNED = "pruned"
     ERROR = "error"
 
 

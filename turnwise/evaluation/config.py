@@ -15,6 +15,7 @@ from turnwise.config import ConfigPath
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.search.config import ENVIRONMENT, LIKELIHOOD, SearchConfig
 from turnwise.tasks.config import TasksConfig
 
 Count = Annotated[int, Field(ge=0)]
@@ -96,6 +97,7 @@ class EvalPlan(BaseModel):
         answer: Regular expression of an answer in the last message (its first group, or the whole match; the last one
             counts), for maj@k. None: no maj@k.
         pass_k: Values of k for pass@k; a k above ``samples`` is an error.
+        search: Makes each sampled episode a search: several ways through it, one of which a scorer chooses.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -109,6 +111,7 @@ class EvalPlan(BaseModel):
     role: str | None = None
     answer: str | None = None
     pass_k: list[PositiveInt] = []
+    search: SearchConfig | None = None
 
     @field_validator("answer")
     @classmethod
@@ -126,6 +129,48 @@ class EvalPlan(BaseModel):
         if self.pass_k and max(self.pass_k) > self.samples:
             raise ValueError(f"pass_k up to samples ({self.samples}); it asks for {max(self.pass_k)}")
         return self
+
+    @model_validator(mode="after")
+    def _searches_something(self) -> Self:
+        if self.search is None:
+            return self
+        if self.samples == 0:
+            raise ValueError("samples of at least 1 together with search: greedy episodes are not searched")
+        if self.role is not None and self.search.scorer.function == ENVIRONMENT:
+            raise ValueError(
+                f"no role together with search.scorer {ENVIRONMENT}, which scores by the rewards of all sessions: "
+                "write the scorer of a role as a function"
+            )
+        return self
+
+
+def check_search(search: SearchConfig | None, rollout: RolloutConfig, *, tokens: bool = True) -> None:
+    """Check that a search goes with the rollouts that it makes.
+
+    Args:
+        search: The search, if there is one.
+        rollout: Their configuration.
+        tokens: Whether the model's tokens are known, as those of a hosted endpoint are not.
+
+    Raises:
+        ValueError: It does not; the message begins with what is to be given.
+    """
+    if search is None:
+        return
+    for name in ("remote", "agent_loop_manager_class"):
+        if getattr(rollout, name) is not None:
+            raise ValueError(f"either search or rollout.{name}, which runs agents elsewhere")
+    if rollout.group_reward is not None and rollout.group_reward.in_evaluation:
+        raise ValueError("either search or rollout.group_reward.in_evaluation, which compares episodes of one way")
+    if rollout.temperature == 0:
+        raise ValueError("rollout.temperature above 0 together with search: at 0 all ways through an episode are alike")
+    if not tokens and search.forks:
+        raise ValueError(
+            f"search.kind best_of_n instead of {search.kind}: what a hosted endpoint said is recorded as text, and "
+            "cannot be forked in its middle"
+        )
+    if not tokens and search.scorer.function == LIKELIHOOD:
+        raise ValueError(f"another search.scorer than {LIKELIHOOD}: a hosted endpoint returns no log-probabilities")
 
 
 class EvalConfig(EvalPlan):
@@ -199,6 +244,11 @@ class EvalConfig(EvalPlan):
         said = [name for name, is_set in wrong.items() if is_set]
         if said:
             raise ValueError(f"no {', '.join(said)} together with hosted: its tokens are not known, and agents ask it")
+        return self
+
+    @model_validator(mode="after")
+    def _search_fits(self) -> Self:
+        check_search(self.search, self.rollout, tokens=self.hosted is None)
         return self
 
     @property

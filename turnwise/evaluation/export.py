@@ -19,7 +19,7 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import chosen_way, unforked
 from turnwise.trajectory import Trajectory, Turn, messages_of
 from turnwise.trajectory_file import read_trajectories
 
@@ -110,7 +110,7 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
         )
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
-        "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file))), part),
+        "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, chosen=True))), part),
         "otel": lambda: _write_lines(traces(choice.of(read_trajectories(file))), part),
         "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
@@ -129,10 +129,18 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     return count
 
 
-def branches(file: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file, of forked ones each branch. Raises FormatError."""
+def branches(file: Path, *, chosen: bool = False) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file, of forked ones each branch. Raises FormatError.
+
+    Args:
+        file: The trajectories.
+        chosen: Of searched ones, the chosen branch alone.
+    """
     for trajectory in read_trajectories(file):
-        yield from unforked(trajectory)
+        if chosen and trajectory.search is not None:
+            yield chosen_way(trajectory)
+        else:
+            yield from unforked(trajectory)
 
 
 def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.text import Text
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
+from turnwise.evaluation.searched import SearchRow, SearchSummary, chosen_members, search_row, summarize_searches
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -45,6 +46,7 @@ class EpisodeRow:
         source: Its task's source, if named.
         roles: (Reward, turns) of each session by role, where the episode has several.
         answer: What its last message answers, where the plan says how an answer is found.
+        search: What its search cost and found; all other fields are those of the chosen way.
     """
 
     task_id: str
@@ -63,10 +65,13 @@ class EpisodeRow:
     source: str | None = None
     roles: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
     answer: str | None = None
+    search: SearchRow | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {name: getattr(self, name) for name in _ROW_FIELDS}
+        found = {name: getattr(self, name) for name in _ROW_FIELDS}
+        search = found.pop("search")
+        return found if search is None else {**found, "search": search.to_json()}
 
 
 _ROW_FIELDS = tuple(each.name for each in fields(EpisodeRow))
@@ -107,6 +112,7 @@ class Summary:
         tasks: Number of tasks with at least one counted episode.
         by_source: Metrics per task source, where named.
         by_role: Metrics per role in multi-agent episodes; ``role@policy`` for frozen policies.
+        search: What searches cost and found; all other metrics are those of the chosen ways.
     """
 
     success: Estimate
@@ -126,6 +132,7 @@ class Summary:
     pass_all: Mapping[int, Estimate] = field(default_factory=dict)
     best_at: Mapping[int, Estimate] = field(default_factory=dict)
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
+    search: SearchSummary | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the metrics (not the rows) as JSON values."""
@@ -145,6 +152,7 @@ class Summary:
             "forks": dict(self.forks),
             "failed": self.failed,
             "tasks": self.tasks,
+            **({"search": self.search.to_json()} if self.search is not None else {}),
             **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
             **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
         }
@@ -173,6 +181,9 @@ def episode_rows(
 
 def _row(members: Sequence[Trajectory], success_reward: float, role: str | None, answer: str | None) -> EpisodeRow:
     main = next((member for member in members if member.agent == "main"), members[0])
+    searched = search_row(members, lambda way: _reward(way, role), lambda each: each >= success_reward - _TOLERANCE)
+    place = members.index(main)
+    members = chosen_members(members)
     rewards: defaultdict[str, float] = defaultdict(float)
     metrics: defaultdict[str, float] = defaultdict(float)
     forks: Counter[str] = Counter()
@@ -202,10 +213,11 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None,
         tool_errors={"all": max(int(metrics["tool_errors"]), sum(kinds.values())), **kinds},
         sampled_tokens=sum(member.sampled_tokens for member in members),
         forks=dict(forks),
-        stop_reason=main.stop_reason,
+        stop_reason=members[place].stop_reason,
         error=next((member.error for member in members if member.error is not None), None),
         roles=dict(roles) if len(roles) > 1 else {},
-        answer=None if answer is None else _answer(main, answer),
+        answer=None if answer is None else _answer(members[place], answer),
+        search=searched,
     )
 
 
@@ -310,6 +322,7 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
         failed=failed,
         tasks=len(by_task),
         rows=tuple(rows),
+        search=summarize_searches({task: [row.search for row in members] for task, members in by_task.items()}),
     )
 
 
@@ -413,6 +426,8 @@ def result_table(result: EvalResult, title: str = "") -> Table:
         _table_row(table, "cost of all episodes", [f"{cost:.2f}", *["" for _ in summaries[1:]]])
     _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
+    if any(s.search for s in summaries):
+        _search_rows(table, [s.search for s in summaries])
     _table_row(table, "ended", [_counts(s.stop_reasons) for s in summaries])
     if any(s.forks for s in summaries):
         _table_row(table, "forks", [_counts(s.forks) for s in summaries])
@@ -422,6 +437,22 @@ def result_table(result: EvalResult, title: str = "") -> Table:
         cells = [Text(str(s.failed), style="red" if s.failed else "") for s in summaries]
         table.add_row(Text("failed, not counted", style="red"), *cells)
     return table
+
+
+def _search_rows(table: Table, searches: Sequence[SearchSummary | None]) -> None:
+    """Add what searches cost, and what their choice was worth."""
+    shown: dict[str, Callable[[SearchSummary], str]] = {
+        "ways of an episode": lambda s: f"{s.ways:.2f}",
+        "tokens sampled, all ways": lambda s: f"{s.sampled_tokens:.1f}",
+        "tool calls, all ways": lambda s: str(s.tool_calls),
+        "score of the chosen": lambda s: _shown(s.score),
+        "success, any way": lambda s: _shown(s.success_mean),
+        "success, best way": lambda s: _shown(s.success_best),
+        "reward, any way": lambda s: _shown(s.reward_mean),
+        "reward, best way": lambda s: _shown(s.reward_best),
+    }
+    for name, say in shown.items():
+        _table_row(table, name, ["-" if search is None else say(search) for search in searches])
 
 
 def _table_row(table: Table, name: str, cells: list[str]) -> None:

@@ -22,6 +22,7 @@ from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize
+from turnwise.evaluation.searched import chosen_members
 from turnwise.evaluation.tables import run_file
 from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
@@ -140,7 +141,10 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
 
 def _chosen(settings: RescoreSettings) -> list[Trajectory]:
     file = run_file(settings.source)
-    found = [each for each in read_trajectories(file) if settings.partition in (None, each.partition)]
+    every = [each for each in read_trajectories(file) if settings.partition in (None, each.partition)]
+    # Of a search, what it chose is rescored.
+    ways = zip(every, chosen_members(every), strict=True)
+    found = [replace(way, id=each.id, episode_id=each.episode_id, search=None) for each, way in ways]
     if not found:
         raise FormatError(f"{file} holds no trajectories of partition {settings.partition or 'train or val'}")
     return found

@@ -40,6 +40,7 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.preflight import load_checked
+from turnwise.rollout.search.core import Searcher
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -369,6 +370,9 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         KeyboardInterrupt: It was interrupted; the summary counts the unfinished episodes.
     """
     console = console or Console()
+    if config.search is not None:
+        # A scorer that cannot be loaded is an error before a model is served.
+        Searcher(config.search)
     folder = output_directory(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
@@ -451,7 +455,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 
         parts = RolloutParts(
             renderer, run_part=str(finished.part), write=write, finished=finished, recover=recover,
-            policies=frozen.policies, custom=config.custom, notify=console.print,
+            policies=frozen.policies, search=config.search, custom=config.custom, notify=console.print,
             slots=None if limit is None else limit.episodes,
         )  # fmt: skip
         producer = await create_manager(config.rollout, client, None, parts)

@@ -105,7 +105,9 @@ def _head(trajectory: Trajectory) -> Text:
         facts.insert(1, f"session {trajectory.agent}")
     if trajectory.policy != "main":
         facts.append(f"sampled by {trajectory.policy}{', which is frozen' if trajectory.frozen else ''}")
-    if trajectory.branches:
+    if trajectory.search is not None:
+        facts.append(f"{trajectory.search.kind}: way {trajectory.search.chosen} of {max(1, len(trajectory.branches))}")
+    elif trajectory.branches:
         facts.append(f"mean of {len(trajectory.branches)} ways")
     head = Text.assemble(("reward ", "dim"), (f"{trajectory.reward:g}", "bold"), ("  ended ", "dim"))
     head.append(str(trajectory.stop_reason), style="bold")
@@ -121,6 +123,10 @@ def _ways(trajectory: Trajectory) -> Iterator[Text]:
     """Yield a line for each branch of a forked episode."""
     for number, (branch, reward) in enumerate(zip(trajectory.branches, trajectory.returns(), strict=False)):
         text = Text(f"way {number}", style="bold")
+        if (search := trajectory.search) is not None:
+            score = search.scores[number] if number < len(search.scores) else None
+            text.append("  chosen" if number == search.chosen else "", style="bold green")
+            text.append("" if score is None else f"  {search.scorer} {score:g}")
         text.append(f"  reward {reward:g}  {branch.stop_reason}  turns {' '.join(branch.turns) or 'none'}")
         if branch.parent >= 0:
             again = "" if branch.again is None else f", {branch.again} sampled again"

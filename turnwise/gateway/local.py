@@ -233,8 +233,10 @@ class LocalGateway:
             if self._serving is None:
                 self._start()
 
-    async def open(self, session: Session, place: Place | None = None) -> SessionEndpoint:
+    async def open(self, session: Session, place: Place | None = None, name: str | None = None) -> SessionEndpoint:
         """Open an endpoint for a session; ``place`` fills the URL's fields. Errors as :meth:`start`.
+
+        ``name`` distinguishes the forks of a session, which share its id.
 
         Raises ConfigError if the renderer does not support streaming, InferenceError if the session has an endpoint.
         """
@@ -243,7 +245,7 @@ class LocalGateway:
             raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} lacks")
         await self.start()
         try:
-            entry = self._sessions.adopt(session, self._renderer)
+            entry = self._sessions.adopt(session, self._renderer, name)
         except ApiError as error:
             raise InferenceError(error.message) from error
         place = place or Place(session.id, "0")

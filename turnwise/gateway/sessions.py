@@ -334,11 +334,14 @@ class Sessions:
         self._settle(entry, settings)
         return entry
 
-    def adopt(self, session: Session, reader: Reader) -> GatewaySession:
-        """Give an externally owned session a token, until :meth:`release`. Raises ApiError if it has one."""
-        if session.id in self._by_id:
-            raise ApiError(409, f"session {session.id!r} has an address already", param="id")
-        return self._enter(session, reader, {}, math.inf)
+    def adopt(self, session: Session, reader: Reader, name: str | None = None) -> GatewaySession:
+        """Give an externally owned session a token, until :meth:`release`. Raises ApiError if it has one.
+
+        ``name`` distinguishes the forks of a session, which share its id.
+        """
+        if (name or session.id) in self._by_id:
+            raise ApiError(409, f"session {name or session.id!r} has an address already", param="id")
+        return self._enter(session, reader, {}, math.inf, name=name)
 
     async def release(self, entry: GatewaySession) -> None:
         """Revoke the token of an adopted session, cancelling its requests in flight."""
@@ -352,10 +355,11 @@ class Sessions:
         about: dict[str, str],
         expires: float,
         keys: tuple[str, str] | None = None,
+        name: str | None = None,
     ) -> GatewaySession:
         token, reward_key = keys or (secrets.token_urlsafe(32), secrets.token_urlsafe(32))
         entry = GatewaySession(
-            id=session.id,
+            id=name or session.id,
             token=token,
             reward_key=reward_key,
             session=session,

@@ -13,20 +13,32 @@ from turnwise.trajectory import Segment, Trajectory, branch_paths
 def unforked(trajectory: Trajectory) -> list[Trajectory]:
     """Return the branches of a forked episode as trajectories without forks; any other trajectory as it is.
 
-    The id of the n-th is that of the episode with ``~n`` before its member.
+    The id of the n-th is that of the episode with ``~n`` before its member. A way of a search has its own score.
     """
     if not trajectory.branches:
         return [trajectory]
     return [_branch(trajectory, number, path) for number, path in enumerate(branch_paths(trajectory.branches))]
 
 
-def is_later_branch(episode_id: str) -> bool:
-    """Whether an id of :func:`unforked` is that of another branch than the first, whose turns were renumbered."""
-    return re.search(r"~[1-9]\d*/[^/]*$", episode_id) is not None
+def chosen_way(trajectory: Trajectory) -> Trajectory:
+    """Return the chosen branch of a searched episode as :func:`unforked` does; any other trajectory as it is."""
+    if trajectory.search is None or not trajectory.branches:
+        return trajectory
+    number = trajectory.search.chosen
+    return _branch(trajectory, number, branch_paths(trajectory.branches)[number])
+
+
+def is_renumbered(way: Trajectory) -> bool:
+    """Whether turns of a branch of :func:`unforked` have other numbers than when they were sampled.
+
+    Those of all branches but the first have; those of the first, too, where the others grew at the same time.
+    """
+    beam = way.search is not None and way.search.kind == "beam"
+    return beam or re.search(r"~[1-9]\d*/[^/]*$", way.episode_id) is not None
 
 
 def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajectory:
-    branch, own = trajectory.branches[number], set(turns)
+    branch, own, search = trajectory.branches[number], set(turns), trajectory.search
     sampled = [each for each in trajectory.segments if each.turn_id in own]
     places = sorted({segment.index for each in sampled for segment in trajectory.path(each.index)})
     order = {index: place for place, index in enumerate(places)}
@@ -41,7 +53,13 @@ def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajec
         rewards=[(None if turn is None else names.get(turn), name, value) for turn, name, value in events],
         states={names.get(turn, turn): state for turn, state in trajectory.states.items() if not turn or turn in own},
         stop_reason=branch.stop_reason,
+        turn_metrics={names[turn]: values for turn, values in trajectory.turn_metrics.items() if turn in own},
+        turn_times={names[turn]: times for turn, times in trajectory.turn_times.items() if turn in own},
+        turn_notes={
+            names.get(turn, turn): note for turn, note in trajectory.turn_notes.items() if not turn or turn in own
+        },
         branches=[],
+        search=None if search is None else replace(search, chosen=0, scores=search.scores[number : number + 1]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,6 +94,27 @@ class Prefix:
         prompt = path_tokens(turn.parent)
         placement = PromptPlacement(prompt, prompt, turn.parent.token_ids)
         return RecordedTurn(placement, completion, snapshot(self.said[turn.turn_id or ""]))
+
+
+def visible(
+    found: tuple[list[tuple[Node, int]], Node | None], turns: Collection[str] | None
+) -> tuple[list[tuple[Node, int]], Node | None]:
+    """Return what a request was found to extend, without what other forks of the session sampled.
+
+    Two forks may have sampled equal messages, and not every agent says which of them it means.
+
+    Args:
+        found: Turns with the number of messages up to them, and a context of all messages; see ``Tree.deepest``.
+        turns: Ids of the session's own turns and of those before its fork; None where nothing was forked.
+    """
+    if turns is None:
+        return found
+
+    def own(node: Node) -> bool:
+        return all(each.turn_id in turns for each in node.path() if each.sampled)
+
+    places, context = found
+    return [place for place in places if own(place[0])], context if context is not None and own(context) else None
 
 
 def asked_ids(turn: Node, prompt: TokenIds) -> bool:

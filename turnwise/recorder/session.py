@@ -27,7 +27,7 @@ from turnwise.recorder.completion import (
     read_completion,
     token_budget,
 )
-from turnwise.recorder.fork import Prefix, RequestGate, asked_messages
+from turnwise.recorder.fork import Prefix, RequestGate, asked_messages, visible
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
@@ -129,9 +129,8 @@ class Session:
         self._requests = self._spent = 0
         self._history = History(self._echoes.recognise)
         self._request_tools = RequestTools()
-        self._prompt_tokens = 0
-        self._encoded_tokens = 0
-        self._escaped = 0
+        self._before: tuple[str, ...] | None = None  # the turns before its own fork, once anything is forked
+        self._prompt_tokens = self._encoded_tokens = self._escaped = 0
         self._counts: dict[str, float] = {}
 
     @property
@@ -381,6 +380,7 @@ class Session:
         made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
         made._last = made._failure = made.gate = None
         made.own_turns, made._forks, made._seed = [], [], seed
+        made._before, self._before = tuple(turns), self._before or ()
         path = {node for turn in turns for node in nodes[turn].path()}
         made._requests, made._spent = len(turns), sum(node.tokens for node in path)
         made._prompt_tokens = made._encoded_tokens = made._escaped = 0
@@ -480,7 +480,8 @@ class Session:
         renderer: Renderer,
     ) -> Match:
         commits = len(self._tree.nodes)
-        turns, context = self._tree.deepest(messages, key)
+        own = None if self._before is None else {*self._before, *self.own_turns}
+        turns, context = visible(self._tree.deepest(messages, key), own)
         if context is not None:
             return Match(context.parent, context, (), context.token_ids, None, commits, key, tools, context.media)
         why = None

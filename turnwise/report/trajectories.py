@@ -17,8 +17,9 @@ import orjson
 from turnwise.agents.roles import MAIN, role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
+from turnwise.evaluation.searched import chosen_members, search_row
 from turnwise.report.runs import MOST_TEXT, RunFacts
-from turnwise.trajectory import Segment, Trajectory, messages_of, segment_record
+from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
 from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, placed_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
@@ -71,6 +72,7 @@ class Row:
         calls: Number of tool calls; None, like ``errors`` and ``forks``, where only the index was read.
         version: Newest weight version that sampled a token of it.
         place: Chunk and place in it, if the report holds its contents.
+        search: Of a searched trajectory the ways, the sampled ids of all, and the rewards of those that ended.
     """
 
     offset: int
@@ -93,6 +95,7 @@ class Row:
     version: int | None
     success: bool = False
     place: tuple[int, int] | None = None
+    search: tuple[int, int, tuple[float, ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -107,6 +110,7 @@ class Episode:
     tokens: int
     stop: str
     error: str | None
+    search: tuple[int, int, tuple[float, ...]] | None = None
 
 
 def read_rows(facts: RunFacts) -> list[Row]:
@@ -156,8 +160,10 @@ def _part(group: str, partition: str) -> str:
     return tag if partition != "train" and tag else partition
 
 
-def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
-    """Return the row of a trajectory whose record is at an offset."""
+def trajectory_row(offset: int, whole: Trajectory, facts: RunFacts) -> Row:
+    """Return the row of a trajectory whose record is at an offset; of a searched one that of the chosen way."""
+    [trajectory] = chosen_members([whole])
+    searched = search_row([whole], lambda way: way[0].reward, lambda reward: reward >= facts.success_reward)
     kinds = {
         name.removeprefix("tool_errors/"): int(count)
         for name, count in trajectory.metrics.items()
@@ -166,11 +172,11 @@ def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
     versions = [version for each in trajectory.segments for version, _, _ in each.weight_versions]
     return Row(
         offset=offset,
-        id=trajectory.id,
+        id=whole.id,
         task=trajectory.task_id,
         part=_part(trajectory.group_id, trajectory.partition),
         group=trajectory.group_id,
-        episode=(trajectory.episode_id, trajectory.attempt),
+        episode=(whole.episode_id, trajectory.attempt),
         agent=trajectory.agent,
         counted=not trajectory.frozen if facts.role is None else role_of(trajectory.agent) == facts.role,
         reward=round(trajectory.reward, 6),
@@ -184,6 +190,7 @@ def trajectory_row(offset: int, trajectory: Trajectory, facts: RunFacts) -> Row:
         forks=sum(trajectory.forks().values()),
         version=max(versions, default=None),
         success=trajectory.error is None and trajectory.reward >= facts.success_reward - _TOLERANCE,
+        search=None if searched is None else (searched.ways, searched.sampled_tokens, searched.rewards),
     )
 
 
@@ -211,9 +218,20 @@ def episodes_of(rows: Iterable[Row], facts: RunFacts) -> list[Episode]:
                 tokens=sum(row.tokens for row in each),
                 stop=main.stop,
                 error=next((row.error for row in each if row.error is not None), None),
+                search=_searched(each),
             )
         )
     return found
+
+
+def _searched(rows: Sequence[Row]) -> tuple[int, int, tuple[float, ...]] | None:
+    """Return the search of an episode, over all its sessions."""
+    found = [(row, row.search) for row in rows if row.search is not None]
+    if not found:
+        return None
+    rewards = [search[2] for row, search in found if row.counted]
+    totals = tuple(math.fsum(each) for each in zip(*rewards, strict=True))
+    return found[0][1][0], sum(search[1] for _, search in found), totals
 
 
 def part_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
@@ -243,6 +261,20 @@ def _figures(episodes: Sequence[Episode]) -> dict[str, Any]:
         "turns": mean(lambda each: each.turns)[0],
         "tokens": mean(lambda each: each.tokens)[0],
         "stops": dict(Counter(each.stop for each in episodes).most_common()),
+        "search": _search_figures([each.search for each in whole if each.search is not None and each.search[2]]),
+    }
+
+
+def _search_figures(searches: Sequence[tuple[int, int, tuple[float, ...]]]) -> dict[str, float] | None:
+    """Return means over searched episodes: ways, sampled ids of all of them, and their mean and best reward."""
+    if not searches:
+        return None
+    count = len(searches)
+    return {
+        "ways": sum(ways for ways, _, _ in searches) / count,
+        "tokens": sum(tokens for _, tokens, _ in searches) / count,
+        "mean": math.fsum(math.fsum(rewards) / len(rewards) for _, _, rewards in searches) / count,
+        "best": math.fsum(max(rewards) for _, _, rewards in searches) / count,
     }
 
 
@@ -441,7 +473,26 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
         "seed": str(trajectory.seed),
         "segments": [_segment(segment, tokens) for segment in trajectory.segments],
         "gaps": facts.gaps.get(trajectory.id, ()),
+        "search": _search(trajectory),
     }
+
+
+def _search(trajectory: Trajectory) -> dict[str, Any] | None:
+    """Return the choice of a searched trajectory; ``leaves`` are (last segment, score, chosen) of each way."""
+    search = trajectory.search
+    if search is None:
+        return None
+    places = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
+    paths = branch_paths(trajectory.branches)
+    leaves = [
+        (places.get(path[-1]), score, number == search.chosen)
+        for number, (path, score) in enumerate(zip(paths, search.scores, strict=False))
+        if path
+    ]
+    score = search.scores[search.chosen] if search.scores else None
+    return {
+        "kind": search.kind, "scorer": search.scorer, "ways": max(1, len(paths)), "score": score, "leaves": leaves,
+    }  # fmt: skip
 
 
 def _segment(segment: Segment, tokens: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, re
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, row_digest
-from turnwise.trajectory import Segment, Trajectory, branch_paths, path_media, to_samples
+from turnwise.trajectory import Branch, Segment, Trajectory, branch_paths, path_media, to_samples
 from turnwise.trajectory_file import TRAJECTORIES, placed_trajectories, read_trajectories
 from turnwise.types import StopReason, TokenIds
 
@@ -262,6 +262,7 @@ class _Audit:
                 continue
             unsound = list(_structure(trajectory.segments)) + list(_events(trajectory))
             unsound += _branches(trajectory) if trajectory.branches else ()
+            unsound += _search(trajectory)
             for text in unsound:
                 self._say(trajectory, text)
             if not unsound:
@@ -528,6 +529,26 @@ def _branches(trajectory: Trajectory) -> Iterator[str]:
             yield f"branch {number} samples turn {branch.again} again, which its parent does not have"
         elif begins and sibling.parent not in begins:
             yield f"branch {number} does not begin where turn {branch.again}, which it samples again, does"
+
+
+def _search(trajectory: Trajectory) -> Iterator[str]:
+    """Check that a search chose the way with the highest score of those that came to their end."""
+    search, branches = trajectory.search, trajectory.branches or [Branch()]
+    if search is None:
+        return
+    if not 0 <= search.chosen < len(branches) or len(search.scores) != len(branches):
+        yield f"its search chose way {search.chosen} of {len(search.scores)}, but it has {len(branches)}"
+        return
+    if branches[search.chosen].stop_reason is StopReason.PRUNED:
+        yield f"its search chose way {search.chosen}, which was pruned"
+    ended = [
+        score
+        for branch, score in zip(branches, search.scores, strict=True)
+        if score is not None and branch.stop_reason not in (StopReason.PRUNED, StopReason.ERROR)
+    ]
+    chosen = search.scores[search.chosen]
+    if ended and (chosen is None or chosen < max(ended)):
+        yield f"its search chose way {search.chosen}, whose score is {chosen}, although another has {max(ended)}"
 
 
 def _unexplained(

@@ -24,6 +24,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
     from turnwise.rollout.runner import EpisodePlayer
+    from turnwise.rollout.search.config import SearchConfig
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -95,6 +96,7 @@ class RolloutParts:
         notify: Called with messages for the user (runners that come and go).
         workers: Starts the rollout workers that play the episodes; None plays them in this process.
         settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
+        search: How sampled episodes of evaluations are searched; None: each is one way.
         slots: Held by every episode that runs; None: ``rollout.concurrency`` of them.
     """
 
@@ -112,6 +114,7 @@ class RolloutParts:
     settings: BaseModel | None = None
     notify: Callable[[str], None] | None = None
     workers: Workers | None = None
+    search: SearchConfig | None = None
     slots: AbstractAsyncContextManager[None] | None = None
 
 

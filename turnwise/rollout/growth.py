@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from turnwise.agents.core import Episode, Reward
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.recorder.branches import unforked
 from turnwise.recorder.session import Session
 from turnwise.rollout.tree import TreeConfig, TreeTurn
-from turnwise.trajectory import Branch, RewardEvent, Segment, branch_paths
+from turnwise.trajectory import Branch, RewardEvent, Segment, Trajectory, branch_paths
 from turnwise.types import StopReason
 
 
@@ -243,6 +244,40 @@ def _branch(grown: Grown, name: str) -> Branch:
         turns=() if session is None else tuple(session.own_turns),
         stop_reason=grown.stop_reason,
     )
+
+
+def ways_of(tree: Sequence[Grown], frozen: Collection[str] = ()) -> list[list[Trajectory]]:
+    """Return the ways through an episode before they are folded, each as the trajectories of its sessions.
+
+    Args:
+        tree: The ways; those that have not ended are as far as they went.
+        frozen: Sessions whose policy is never trained.
+    """
+    episode, events = tree[0].episode, _events(tree)
+    sessions = {name: session for grown in reversed(tree) for name, session in grown.episode.sessions.items()}
+    found: list[list[Trajectory]] = [[] for _ in tree]
+    for name, session in sessions.items():
+        ways = [
+            replace(
+                _branch(grown, name),
+                rewards=tuple((each.turn_id, each.name, each.value) for each in own if each.agent == name),
+            )
+            for grown, own in zip(tree, events, strict=True)
+        ]
+        measured = {
+            turn: values
+            for grown in tree
+            for (agent, turn), values in grown.episode.turn_metrics.items()
+            if agent == name
+        }
+        whole = Trajectory(
+            id=session.id, episode_id=episode.id, group_id="", task_id=episode.task.id, agent=name,
+            frozen=name in frozen, segments=session.segments(), branches=ways, turn_metrics=measured,
+            recorded=session.recorded_as, partition=episode.partition, seed=episode.seed,
+        )  # fmt: skip
+        for way, trajectory in zip(found, unforked(whole), strict=True):
+            way.append(trajectory)
+    return found
 
 
 def leave_out_failed(segments: Sequence[Segment], branches: Iterable[Branch]) -> list[Segment]:

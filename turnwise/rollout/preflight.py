@@ -15,8 +15,8 @@ from turnwise.envs.registration import env_class, make
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
+from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import AgentTable
 from turnwise.tasks.config import Sources
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks, load_mix

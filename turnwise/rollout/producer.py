@@ -297,6 +297,7 @@ class RolloutProducer(RolloutManager):
             write=write,
             policy=parts.policy,
             policies=parts.policies,
+            search=parts.search,
             recover=parts.recover,
         )
         await runner.prepare()

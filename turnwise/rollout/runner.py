@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
-from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
 from turnwise.agents.roles import MAIN, check_played
-from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
@@ -26,7 +24,6 @@ from turnwise.errors import (
     ConfigError,
     EnvError,
     InferenceError,
-    RegistryError,
     TurnwiseError,
     first_of,
     undo_on_error_async,
@@ -39,89 +36,20 @@ from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
-from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
+from turnwise.rollout.agent_table import AgentTable
+from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.growth import Grown, fold, grow
+from turnwise.rollout.search.beam import Way, beam, tree_of
+from turnwise.rollout.search.config import SearchConfig
+from turnwise.rollout.search.core import Searcher, check_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import Branch, Trajectory
+from turnwise.trajectory import Branch, Search, Trajectory
 from turnwise.types import Message, StopReason
-
-
-class AgentTable:
-    """Agents of a run, made once for each configuration.
-
-    Args:
-        config: Names the run's agent and the file of further agents.
-    """
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self._default = config.agent
-        self._policies = {MAIN, *config.frozen, *config.roles.values()}
-        self._file = config.agent_loop_config_path
-        self._named: dict[str, AgentEntry] = {}
-        self._made: dict[str, Agent] = {}
-        for entry in self._entries():
-            if entry.name in self._named:
-                raise ConfigError(f"{self._file}: the agent name {entry.name!r} occurs twice")
-            self._named[entry.name] = entry
-
-    def _entries(self) -> list[AgentEntry]:
-        if self._file is None:
-            return []
-        try:
-            return load_config(AgentFile, self._file, root="agents").agents
-        except ConfigError as error:
-            raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
-
-    def own(self) -> Agent:
-        """Return the run's default agent."""
-        return self._agent(self._default.name, {})
-
-    def of(self, task: Task) -> Agent:
-        """Return the agent of a task."""
-        return self._agent(task.agent or self._default.name, task.agent_config)
-
-    def check(self) -> None:
-        """Check that every agent of the file can be loaded; make none."""
-        for name, entry in self._named.items():
-            try:
-                find_agent(entry.target)
-            except (AgentError, ConfigError, RegistryError) as error:
-                raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
-
-    async def close(self) -> None:
-        """Close the agents."""
-        await asyncio.gather(*(agent.close() for agent in self._made.values()))
-
-    def _agent(self, name: str, own: dict[str, object]) -> Agent:
-        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
-        if key not in self._made:
-            agent = self._made[key] = self._make(name, own)
-            unknown = sorted(agent.policies() - self._policies)
-            if unknown:
-                del self._made[key]
-                raise ConfigError(
-                    f"agent {name!r} names the policy {unknown[0]!r}, which does not exist: name one of "
-                    f"{', '.join(sorted(self._policies))}, map a role to it in rollout.roles, or add "
-                    f"rollout.frozen.{unknown[0]}"
-                )
-        return self._made[key]
-
-    def _make(self, name: str, own: dict[str, object]) -> Agent:
-        entry = self._named.get(name)
-        run = self._default.config if name == self._default.name else {}
-        if entry is None:
-            if self._named and not is_registered(name) and not any(mark in name for mark in ":./"):
-                raise unknown_agent(name, self._named)
-            return make_agent(name, **{**run, **own})
-        try:
-            return make_agent(entry.target, **{**entry.config, **run, **own})
-        except (AgentError, ConfigError, RegistryError) as error:
-            raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +109,7 @@ class _Run:
     record: EpisodeRecord | None = None
     fork: _Fork | None = None
     branches: dict[str, list[Branch]] = field(default_factory=dict)
+    search: Search | None = None
     # Of the environment, at the points of the tree; closed with it.
     forks: list[Env] = field(default_factory=list)
     env: Env | None = None
@@ -188,6 +117,12 @@ class _Run:
     stop_reason: StopReason = StopReason.COMPLETED
     error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def _branch_of(run: _Run, fork: _Fork) -> _Run:
+    """Return the state of a branch of a running episode."""
+    assert fork.of.record is not None
+    return _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
 
 
 class EpisodePlayer(Protocol):
@@ -213,6 +148,7 @@ class EpisodeRunner:
         write: Called with every trajectory, failed and cancelled ones included.
         policy: Name of the policy that client and renderer belong to.
         policies: Further policies by name; those of ``rollout.frozen`` are never trained.
+        search: How sampled episodes of evaluations are searched.
         recover: Awaited after an inference failure in a branch of a tree, before it is grown again; without it such a
             failure is that of the episode.
     """
@@ -229,8 +165,10 @@ class EpisodeRunner:
         write: Callable[[Trajectory], None] | None = None,
         policy: str = MAIN,
         policies: Mapping[str, ServedPolicy] | None = None,
+        search: SearchConfig | None = None,
         recover: Callable[[InferenceError], Awaitable[None]] | None = None,
     ) -> None:
+        self._search = None if search is None else Searcher(search, executor)
         self._policy = policy
         self._recover = recover
         # As many branches as episodes: those of one tree grow at the same time.
@@ -276,7 +214,8 @@ class EpisodeRunner:
             self._spare = await self._make(name, {})
             self._hold(name, self._spare)
             self._check_roles(self._spare)
-            self._check_tree(self._spare)
+            search = None if self._search is None else self._search.config
+            check_forks(self._config, search, self._spare, self._agents.own())
         except ConfigError:
             await self.close()
             raise
@@ -288,24 +227,6 @@ class EpisodeRunner:
         if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.own().policies():
             return
         check_played(env.agents, self._config.roles, [self._policy, *self._further])
-
-    def _check_tree(self, env: Env) -> None:
-        """Check that trees can be grown of the configured environment and agent."""
-        if self._config.tree is None:
-            return
-        if not env.supports_fork:
-            raise ConfigError(
-                f"rollout.tree: environment {self._config.env.name!r} cannot be forked ({type(env).__qualname__}.forks "
-                'is None): write its fork(), set forks = "replay" if its answers depend on seed and actions alone, or '
-                "leave rollout.tree out"
-            )
-        agent = self._agents.own()
-        if not agent.forkable:
-            raise ConfigError(
-                f"rollout.tree: the agent {self._config.agent.name!r} is a program of its own, which cannot be forked: "
-                "choose an agent that runs in this process, or leave rollout.tree out"
-            )
-        self._config.tree.chooser()
 
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""
@@ -331,14 +252,19 @@ class EpisodeRunner:
                 written.
         """
         run = _Run(spec, self._sessions(spec), agent)
-        tree = self._config.tree
-        if tree is not None and spec.partition == "train" and not spec.baseline:
+        trained = spec.partition == "train" and not spec.baseline
+        # A greedy episode has no other ways.
+        search = self._search if not trained and spec.temperature is None and not spec.baseline else None
+        if (self._config.tree is not None and trained) or (search is not None and search.config.forks):
             run.record = EpisodeRecord()
         started = time.monotonic()
         try:
-            await self._play(run)
-            if run.record is not None and run.error is None:
-                await self._grow(run)
+            if search is not None:
+                await self._recorded(run, self._find(run, search))
+            else:
+                await self._play(run)
+                if run.record is not None and run.error is None:
+                    await self._recorded(run, self._grow(run))
         finally:
             run.forks += [] if run.record is None else [point.env for point in run.record.points]
             interrupted = await self._close(run)
@@ -375,52 +301,143 @@ class EpisodeRunner:
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
 
-    async def _grow(self, run: _Run) -> None:
-        """Grow the branches of a tree, and note them in the episode."""
-        assert self._config.tree is not None
+    async def _grow(self, run: _Run, search: Searcher | None = None) -> None:
+        """Grow the branches of a tree, or the ways of a search, and note them in the episode."""
         assert run.episode is not None
+        first = Grown(run.episode, run.stop_reason)
 
-        async def play(parent: Grown, index: int, point: BranchPoint, number: int) -> Grown | None:
+        async def branch(parent: Grown, index: int, point: BranchPoint, number: int) -> Grown | None:
+            fork = _Fork(parent.episode, point, number)
             async with self._branch_slots:
-                return await self._branch(run, _Fork(parent.episode, point, number), index)
+                return await self._way(run, partial(_branch_of, run, fork), index, fork)
 
-        try:
+        async def again(number: int) -> Grown | None:
+            async with self._branch_slots:
+                return await self._way(run, lambda: _Run(run.spec, run.sessions.way(number), run.agent), 0)
+
+        config = self._config.tree if search is None else search.config
+        assert config is not None
+        if isinstance(config, SearchConfig) and config.samples is not None:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(again(number)) for number in range(1, config.samples)]
+            tree = [first, *(grown for task in asked if (grown := task.result()) is not None)]
+        else:
             seed = stable_hash("tree", run.spec.sampling_seed)
-            tree = await grow(Grown(run.episode, run.stop_reason), self._config.tree, seed, play)
-        except (TurnwiseError, ExceptionGroup) as error:
-            run.stop_reason, run.error = StopReason.ERROR, first_of(error)
-            return
-        except asyncio.CancelledError:
-            run.stop_reason = StopReason.CANCELLED
-            raise
+            tree = await grow(first, config.tree() if isinstance(config, SearchConfig) else config, seed, branch)
+        try:
+            if search is not None:
+                await self._choose(run, search, tree)
+        finally:
+            self._fold(run, tree)
+
+    def _fold(self, run: _Run, tree: Sequence[Grown]) -> None:
+        """Note the ways through an episode in it."""
+        assert run.episode is not None
         if len(tree) > 1 or run.metrics.get("tree/failures"):
             # What a branch sampled that failed for good is in the session, and in none of these.
             run.branches = fold(tree)
-        refusals = sum(grown.record.refusals for grown in tree)
+        records = [grown.episode.record for grown in tree if grown.episode.record is not None]
+        refusals = sum(record.refusals for record in records)
         if refusals and len(tree) == 1:
-            run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", tree[0].record.refused)
+            run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", records[0].refused)
         counts = {"tree/branches": len(tree), "tree/refusals": refusals}
         run.metrics |= {name: float(count) for name, count in counts.items()}
 
-    async def _branch(self, run: _Run, fork: _Fork, index: int) -> Grown | None:
-        """Play a branch, again from its point after an infrastructure failure; None where it failed for good."""
-        assert fork.of.record is not None
+    async def _find(self, run: _Run, search: Searcher) -> None:
+        """Play the ways of a search, and choose one."""
+        if search.config.width is not None:
+            await self._beam(run, search, search.config.width)
+            return
+        await self._play(run)
+        if run.error is None:
+            await self._grow(run, search)
+
+    async def _recorded(self, run: _Run, playing: Awaitable[None]) -> None:
+        """Await a part of an episode; a failure becomes the run's error."""
+        try:
+            await playing
+        except (TurnwiseError, ExceptionGroup) as error:
+            run.stop_reason, run.error = StopReason.ERROR, first_of(error)
+        except asyncio.CancelledError:
+            run.stop_reason = StopReason.CANCELLED
+            raise
+
+    async def _choose(self, run: _Run, search: Searcher, tree: Sequence[Grown]) -> None:
+        scores = await search.rate(run.spec.task, tree, dict.fromkeys(range(len(tree)), True), self._frozen(run))
+        run.search = search.choose(scores, range(len(tree)))
+        run.stop_reason = tree[run.search.chosen].stop_reason
+
+    def _frozen(self, run: _Run) -> set[str]:
+        return {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
+
+    async def _beam(self, run: _Run, search: Searcher, width: int) -> None:
+        """Play the ways of a beam search, and choose one of those that ended."""
+        assert search.config.branches is not None
+
+        async def play(way: Way) -> None:
+            fork = None
+            if way.parent is not None and way.point is not None and way.parent.episode is not None:
+                fork = _Fork(way.parent.episode, way.point, way.number)
+            branch = run if fork is None else _branch_of(run, fork)
+            assert branch.record is not None
+
+            async def hold(point: BranchPoint) -> None:
+                way.episode = branch.episode
+                await way.wait(point)
+
+            branch.record.hold = hold
+            try:
+                await self._play(branch)
+            except asyncio.CancelledError:
+                if way.stop_reason is not StopReason.PRUNED:
+                    raise
+            finally:
+                way.episode = branch.episode
+                if fork is not None:
+                    run.forks += [point.env for point in branch.record.points]
+                    await self._close(branch)
+            if way.stop_reason is not StopReason.PRUNED:
+                way.error, way.stop_reason = branch.error, branch.stop_reason
+
+        async def score(tree: Sequence[Grown], wanted: Mapping[int, bool]) -> list[float]:
+            return await search.rate(run.spec.task, tree, wanted, self._frozen(run))
+
+        ways = await beam(width, search.config.branches, play, score)
+        run.error, complete = None, [way for way in ways if way.complete]
+        if not complete:
+            run.stop_reason, run.error = StopReason.ERROR, next(way.error for way in ways if way.error is not None)
+            return
+        tree, numbers = tree_of(ways)
+        for grown in tree:
+            grown.record.settle()
+        scores: list[float | None] = [None for _ in tree]
+        for way, number in numbers.items():
+            scores[number] = way.score
+        run.search = search.choose(scores, [numbers[way] for way in complete])
+        run.stop_reason = tree[run.search.chosen].stop_reason
+        failed = sum(way.error is not None for way in ways)
+        run.metrics |= {"tree/failures": float(failed)} if failed else {}
+        self._fold(run, tree)
+
+    async def _way(self, run: _Run, make: Callable[[], _Run], index: int, fork: _Fork | None = None) -> Grown | None:
+        """Play a way, again from its beginning after an infrastructure failure; None where it failed for good."""
+        noted = run.episode if fork is None else fork.of
+        assert noted is not None
         for _ in range(self._config.retries + 1):
-            branch = _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
+            branch = make()
             try:
                 await self._play(branch)
             finally:
-                assert branch.record is not None
                 # Later branches may begin at its points.
                 keeps = run if branch.error is None else branch
-                keeps.forks += [point.env for point in branch.record.points]
+                keeps.forks += [] if branch.record is None else [point.env for point in branch.record.points]
                 if await self._close(branch):
                     raise asyncio.CancelledError
             error = branch.error
             if error is None and branch.episode is not None:
-                return Grown(branch.episode, branch.stop_reason, index, fork.point)
+                return Grown(branch.episode, branch.stop_reason, index, None if fork is None else fork.point)
             run.metrics["tree/failures"] = run.metrics.get("tree/failures", 0.0) + 1
-            fork.of.turn_notes.setdefault(("main", None), {})["tree/failed"] = f"{type(error).__name__}: {error}"
+            noted.turn_notes.setdefault(("main", None), {})["tree/failed"] = f"{type(error).__name__}: {error}"
             if isinstance(error, InferenceError):
                 if self._recover is None:
                     raise error
@@ -605,6 +622,7 @@ class EpisodeRunner:
             seed=spec.env_seed,
             metrics=dict(run.metrics),
             baseline=spec.baseline,
+            search=run.search,
         )
         return session_trajectories(
             blank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -86,6 +87,11 @@ class EpisodeSessions:
         policies: Mapping[str, Sampler] | None = None,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
+        # Of another way through the episode: the sessions that it forks, and its number.
+        self._of: EpisodeSessions | None = None
+        self._number = 0
+        # Sessions that only branches have opened so far.
+        self._forked_only: set[str] = set()
         self._gateway = gateway
         self._gateways: dict[str, LocalGateway] = {}
         self._endpoints: dict[str, SessionEndpoint] = {}
@@ -107,6 +113,13 @@ class EpisodeSessions:
             max_turns=config.max_turns,
         )
 
+    def way(self, number: int) -> EpisodeSessions:
+        """Return the sessions of the episode's n-th way from its reset on, recorded in the same trees."""
+        made = copy.copy(self)
+        made._of, made._number = self, number
+        made.opened, made._gateways, made._endpoints, made._base = {}, {}, {}, None
+        return made
+
     def open(self, name: str, policy: str) -> Session:
         """Open a session."""
         sampler = self._samplers.get(policy)
@@ -115,6 +128,14 @@ class EpisodeSessions:
                 f"session {name!r} has the policy {policy!r}, which does not exist: map its role in rollout.roles, or "
                 f"name one of {', '.join(self._samplers)} (policies and rollout.frozen)"
             )
+        if self._of is not None:
+            session = self._of.fork(name, policy, None, self._number)
+            self.opened[name] = (session, policy)
+            self._gateways[session.id] = sampler.gateway
+            return session
+        if name in self._forked_only and self.opened[name][1] == policy:
+            self._forked_only.discard(name)
+            return self.opened[name][0]
         params = self._params
         if sampler.temperature is not None:
             params = replace(params, temperature=sampler.temperature)
@@ -138,22 +159,26 @@ class EpisodeSessions:
         self._gateways[session_id] = sampler.gateway
         return session
 
-    def fork(self, name: str, policy: str, point: BranchPoint, branch: int) -> Session:
-        """Return a session of a branch: a fork at a point, or a new one where none of the name is open.
+    def fork(self, name: str, policy: str, point: BranchPoint | None, branch: int) -> Session:
+        """Return a session of a branch: a fork at a point, also of one that the first branch has not opened yet.
+
+        Without a point it is forked before its first turn.
 
         Raises:
-            AgentError: The session has another policy, or is recorded as text.
+            AgentError: The session has another policy, or is recorded as text and is to be forked at a point.
         """
         if name not in self.opened:
-            return self.open(name, policy)
+            self.open(name, policy)
+            self._forked_only.add(name)
         session, known = self.opened[name]
-        if known != policy or isinstance(session, TextSession):
+        if known != policy or (point is not None and isinstance(session, TextSession)):
             what = f"has the policy {known!r}, not {policy!r}" if known != policy else "is recorded as text"
             raise AgentError(f"session {name!r} {what}: it cannot be forked")
+        seed = stable_hash("branch", self._seed, name, branch)
+        if point is None:
+            return session.fork((), seed=seed)
         again = point.turn if point.session == name else None
-        return session.fork(
-            point.turns.get(name, ()), again=again, seed=stable_hash("branch", self._seed, name, branch)
-        )
+        return session.fork(point.turns.get(name, ()), again=again, seed=seed)
 
     def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
         limits = self._limits
@@ -175,8 +200,10 @@ class EpisodeSessions:
             name = next(name for name, (each, _) in self.opened.items() if each is session)
             # A proxy in front of the run's gateway does not reach the gateway of a frozen policy.
             base = self._base if gateway is self._gateway else None
-            place = Place(self._rollout_id, self._attempt_id, name, base)
-            self._endpoints[session.id] = await gateway.open(session, place)
+            rollout_id = self._rollout_id if self._of is None else f"{self._rollout_id}~{self._number}"
+            own = None if self._of is None else f"{session.id}~{self._number}"
+            place = Place(rollout_id, self._attempt_id, name, base)
+            self._endpoints[session.id] = await gateway.open(session, place, own)
         return self._endpoints[session.id]
 
     @contextlib.asynccontextmanager

@@ -167,22 +167,20 @@ class TreeConfig(BaseModel):
             raise ValueError(f"rounds is {self.rounds}, but there are only {self.branches} branches: lower it")
         return self
 
-    def chooser(self) -> Chooser:
-        """Return the function that chooses turns.
+    def chooser(self, key: str = "rollout.tree.where") -> Chooser:
+        """Return the function that chooses turns; ``key`` names it in messages.
 
         Raises:
             ConfigError: It cannot be loaded, or does not take three arguments.
         """
         if self.where in CHOOSERS:
             return CHOOSERS[self.where]
-        function = load_object(self.where, "rollout.tree.where")
+        function = load_object(self.where, key)
         try:
             inspect.signature(function).bind(None, None, None)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"rollout.tree.where {self.where!r} cannot be called as f(turns, count, random): {error}"
-            ) from error
-        return _checked(self.where, function)
+            raise ConfigError(f"{key} {self.where!r} cannot be called as f(turns, count, random): {error}") from error
+        return _checked(f"{key} {self.where!r}", function)
 
     def fits(self, turn: TreeTurn, tokens: int, calls: int) -> bool:
         """Return whether a branch at a turn fits the budget, after ``tokens`` and ``calls`` of the tree so far."""
@@ -196,11 +194,11 @@ def _checked(name: str, function: Callable[..., Any]) -> Chooser:
         try:
             found = list(function(turns, count, draw))
         except Exception as error:  # a user's function: what it raises is named as its own
-            raise AgentError(f"rollout.tree.where {name!r} raised {type(error).__name__}: {error}") from error
+            raise AgentError(f"{name} raised {type(error).__name__}: {error}") from error
         wrong = [index for index in found if not isinstance(index, int) or not 0 <= index < len(turns)]
         if wrong or len(found) > count:
             raise AgentError(
-                f"rollout.tree.where {name!r} returned {shown(found)} for {len(turns)} turns and {count} branches: it "
+                f"{name} returned {shown(found)} for {len(turns)} turns and {count} branches: it "
                 "must return at most as many indices of these turns as there are branches"
             )
         return found

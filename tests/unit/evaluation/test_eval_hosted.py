@@ -171,6 +171,30 @@ async def test_an_endpoint_is_evaluated(
     assert "recorded as text" in told.out
 
 
+@pytest.mark.parametrize("agent", ["react", f"{__name__}:OverChat", f"{__name__}:OverMessages"])
+async def test_the_best_of_several_answers_of_an_endpoint(
+    agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_EVAL_KEY", KEY)
+    out = tmp_path / "out"
+    search = ["search.kind=best_of_n", "search.samples=3", "search.scorer=environment"]
+    async with provider(knows) as there:
+        assert await evaluate(there, out, "--agent", agent, *search) == 0
+        # Also programs of their own begin anew for each way, at an address of its own.
+        assert len(there.seen) == 2 * 2 * 3 * 3
+    capsys.readouterr()
+    summary = orjson.loads((out / "summary.json").read_bytes())["sampled"]
+    assert (summary["success"]["mean"], summary["turns"], summary["sampled_tokens"]) == (1.0, 3, 12)
+    assert (summary["search"]["ways"], summary["search"]["sampled_tokens"]) == (3, 36)
+    for trajectory in read_trajectories(out / "trajectories.twz"):
+        assert [len(branch.turns) for branch in trajectory.branches] == [3, 3, 3]
+        # What other ways said alike is not taken for what this one said.
+        for branch in trajectory.branches:
+            last = next(each for each in trajectory.turns() if each.turn_id == branch.turns[-1])
+            held = [trajectory.segments[index].turn_id for index in last.path]
+            assert [each for each in held if each] == list(branch.turns[:-1])
+
+
 async def test_an_endpoint_that_fails_gives_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +214,12 @@ def test_what_a_hosted_endpoint_cannot_do_is_refused(tmp_path: Path) -> None:
     url = "https://a.test/v1"
     with pytest.raises(ValueError, match="no greedy together with hosted"):
         EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout)
+    for search, said in (
+        ({"kind": "beam", "width": 2, "branches": 2, "scorer": "environment"}, "search.kind best_of_n instead of beam"),
+        ({"kind": "best_of_n", "samples": 2, "scorer": "likelihood"}, "another search.scorer than likelihood"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            EvalConfig(url=url, hosted=HostedConfig(), greedy=False, rollout=rollout, search=search)
     with pytest.raises(ValueError, match=r"no model, rollout\.top_k together"):
         EvalConfig(
             url=url,

@@ -9,9 +9,9 @@ import pytest
 from turnwise.agents.core import Agent, Episode
 from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError, TaskError
+from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import check_own, check_specs
-from turnwise.rollout.runner import AgentTable
 from turnwise.tasks import Task
 
 

@@ -276,7 +276,7 @@ def in_order(parts: Mapping[str, ReadyPart]) -> tuple[ReadyPart, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Inputs of reward functions: the entries of :data:`GIVEN`."""
+    """Inputs of reward functions: the entries of :data:`GIVEN`, and ``more`` by their names."""
 
     task: Task | None
     final: Message | None
@@ -284,6 +284,7 @@ class Attempt:
     messages: list[Message]
     data: Mapping[str, Any]
     env: Env
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, wanted: Mapping[str, bool], function: str) -> dict[str, Any]:
         """Return the arguments of a function by name.
@@ -296,7 +297,9 @@ class Attempt:
         for name, required in wanted.items():
             if name in given:
                 continue
-            if name in self.data:
+            if name in self.more:
+                given[name] = self.more[name]
+            elif name in self.data:
                 given[name] = self.data[name]
             elif required:
                 row = "there is no task" if self.task is None else f"the data of task {self.task.id!r} has "
@@ -427,6 +430,18 @@ def _attempt(env: Env, task: Task | None, final: Message | None) -> Attempt:
         messages.append(final)
     data = {} if task is None else task.data
     return Attempt(task, final, "" if final is None else text_of(final), messages, data, env)
+
+
+async def grade(part: ReadyPart, attempt: Attempt) -> float:
+    """Return the value of one function, its weight left out; of one that returns named numbers, their sum.
+
+    Raises:
+        EnvError: It raised, timed out, or returned no finite numbers.
+    """
+    value = await _evaluate(part, attempt, {})
+    if isinstance(value, EnvError):
+        raise value
+    return value.total
 
 
 async def _evaluate(

@@ -24,7 +24,7 @@ from turnwise.envs.registration import env_class
 from turnwise.errors import ConfigError, FormatError, SessionError, shown
 from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
-from turnwise.recorder.branches import is_later_branch
+from turnwise.recorder.branches import is_renumbered
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks.core import Task
@@ -263,6 +263,8 @@ def _unplayable(members: Sequence[Trajectory], tasks: Mapping[str, Task]) -> str
     first = members[0]
     if first.error is not None or first.stop_reason in (StopReason.ERROR, StopReason.CANCELLED, StopReason.TIMEOUT):
         return "failed, cancelled or timed out"
+    if first.stop_reason is StopReason.PRUNED:
+        return "pruned by a search"
     if any(each.recorded == "text" for each in members):
         return "recorded as text"
     if any(not segment.messages and len(segment.token_ids) for each in members for segment in each.segments):
@@ -377,7 +379,7 @@ class _Comparison:
         if len(heard) > len(segment.messages):
             return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
         # Templates may write the ids of calls, which have other numbers in a branch.
-        free = varied or is_later_branch(self.after.episode_id)
+        free = varied or is_renumbered(self.before)
         if not free and not np.array_equal(segment.token_ids, other.token_ids):
             return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
         return None

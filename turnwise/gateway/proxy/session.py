@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
@@ -326,6 +326,18 @@ class TextSession(Session):
     def context_left(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
         """Return None: the context length is unknown."""
         return None
+
+    def fork(self, turns: Sequence[str], *, again: str | None = None, seed: int | None = None) -> Self:
+        """Return a session that begins anew in the same tree; see :meth:`Session.fork`.
+
+        Raises:
+            SessionError: Turns are to be given again: what an endpoint was asked cannot be compared by ids.
+        """
+        if turns or again is not None:
+            raise SessionError(f"session {self.id} is recorded as text: it can only be forked before its first turn")
+        made = super().fork((), seed=seed)
+        made._history, made._used = History(made._recognise), 0
+        return made
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return an estimate of a request's prompt tokens, at four bytes each."""

@@ -97,11 +97,30 @@ function partsTable(run) {
         text: (row) => figure(row.tokens),
         title: "sampled tokens per episode",
       },
+      ...(rows.some((row) => row.search) ? searchColumns() : []),
       { name: "Stop reasons", key: "stops", sort: (row) => Object.keys(row.stops)[0], cell: stops },
     ],
     rows,
     { noun: "part", key: `parts ${run.number}` },
   );
+}
+
+/** What searches cost, and between which rewards their choice lies; all other columns are of the chosen ways. */
+function searchColumns() {
+  const column = (name, key, title) => ({
+    name,
+    key: `search ${key}`,
+    number: true,
+    title,
+    sort: (row) => (row.search ? row.search[key] : null),
+    text: (row) => (row.search ? figure(row.search[key]) : ""),
+  });
+  return [
+    column("Ways", "ways", "ways through an episode, mean"),
+    column("Tokens of all ways", "tokens", "sampled tokens per episode, over all its ways"),
+    column("Reward of any way", "mean", "mean over the ways of an episode: what a blind choice earns"),
+    column("Reward of the best", "best", "highest among the ways of an episode: what a choice without mistakes earns"),
+  ];
 }
 
 // Failures: why episodes end, by part; errors, tool errors, and tasks that are never solved.

@@ -153,6 +153,11 @@ function headOf(row, record) {
   ];
   if (row.agent !== "main") items.push(["session", row.agent]);
   if (record) {
+    if (record.search) {
+      const { kind, scorer, ways, score } = record.search;
+      const worth = score === null ? "" : `, ${scorer} ${figure(score)}`;
+      items.push(["search", `${kind}: the best of ${plural(ways, "way")}${worth}`]);
+    }
     items.push(["group", record.group_id], ["seed", record.seed]);
     if (record.attempt) items.push(["attempt", record.attempt + 1]);
     if (record.policy !== "main") items.push(["policy", record.policy]);
@@ -213,6 +218,7 @@ function branchTabs(record, leaves, branch, side) {
     const shared = path.filter((segment) => seen.has(segment.index) && segment.kind === "sampled").length;
     own.forEach((segment) => seen.add(segment.index));
     const fork = own.map((segment) => segment.fork).find(Boolean);
+    const way = record.search && record.search.leaves.find(([last]) => path.some(({ index }) => index === last));
     const open = () => {
       setQuery({ [side ? "branch2" : "branch"]: number + 1 });
       render();
@@ -223,6 +229,7 @@ function branchTabs(record, leaves, branch, side) {
       [
         `branch ${number + 1}`,
         el("small", null, [
+          way && `${way[2] ? "chosen, " : ""}${way[1] === null ? "" : `score ${figure(way[1])}, `}`,
           fork && `${fork}, `,
           plural(own.filter((segment) => segment.kind === "sampled").length, "turn"),
           shared > 0 && ` after ${plural(shared, "shared turn")}`,

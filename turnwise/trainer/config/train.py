@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath, ConfigReference
-from turnwise.evaluation.config import EvalPlan
+from turnwise.evaluation.config import EvalPlan, check_search
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
@@ -526,6 +526,13 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _places(self) -> Self:
         check_placement(self.placement, self.ray, self.rollout, self.inference)
+        search = None if self.eval is None else self.eval.search
+        check_search(search, self.rollout)
+        if search is not None and self.placement == "ray":
+            raise ValueError(
+                "eval.search is given, but by placement ray workers of the cluster play the episodes: remove it, or "
+                "set placement to local"
+            )
         return self
 
     @model_validator(mode="after")

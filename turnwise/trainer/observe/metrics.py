@@ -247,6 +247,8 @@ def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, flo
     for key in ("sampled_tokens", "tool_calls", "failed"):
         if key in part:
             yield f"{name}/{key}", part[key]
+    for key, value in part.get("search", {}).items():
+        yield f"{name}/search/{key}", value["mean"] if isinstance(value, Mapping) else value
     for key in ("by_source", "by_role"):
         for which, below in part.get(key, {}).items():
             yield from _eval_figures(f"{name}/{key}/{which}", below)

@@ -20,10 +20,10 @@ from turnwise.inference.engines import engine_warnings, find_engine
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.placement.ray_cluster import check_ray
+from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
 from turnwise.rollout.producer import GroupRewarder
-from turnwise.rollout.runner import AgentTable
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task

@@ -412,6 +412,7 @@ async def _assemble(
         recover=servers.recover,
         policy=first,
         policies=await servers.beside(first),
+        search=None if config.eval is None else config.eval.search,
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
         workers=None if cluster is None else _workers(cluster, config, directory, servers),

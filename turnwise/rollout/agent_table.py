@@ -1,0 +1,87 @@
+"""Agents of a run: made by name once for each configuration, with those of a file of further agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from turnwise.agents.core import Agent
+from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
+from turnwise.agents.roles import MAIN
+from turnwise.config import load_config
+from turnwise.errors import AgentError, ConfigError, RegistryError
+from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
+from turnwise.tasks.core import Task
+
+
+class AgentTable:
+    """Agents of a run, made once for each configuration.
+
+    Args:
+        config: Names the run's agent and the file of further agents.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._default = config.agent
+        self._policies = {MAIN, *config.frozen, *config.roles.values()}
+        self._file = config.agent_loop_config_path
+        self._named: dict[str, AgentEntry] = {}
+        self._made: dict[str, Agent] = {}
+        for entry in self._entries():
+            if entry.name in self._named:
+                raise ConfigError(f"{self._file}: the agent name {entry.name!r} occurs twice")
+            self._named[entry.name] = entry
+
+    def _entries(self) -> list[AgentEntry]:
+        if self._file is None:
+            return []
+        try:
+            return load_config(AgentFile, self._file, root="agents").agents
+        except ConfigError as error:
+            raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
+
+    def own(self) -> Agent:
+        """Return the run's default agent."""
+        return self._agent(self._default.name, {})
+
+    def of(self, task: Task) -> Agent:
+        """Return the agent of a task."""
+        return self._agent(task.agent or self._default.name, task.agent_config)
+
+    def check(self) -> None:
+        """Check that every agent of the file can be loaded; make none."""
+        for name, entry in self._named.items():
+            try:
+                find_agent(entry.target)
+            except (AgentError, ConfigError, RegistryError) as error:
+                raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
+
+    async def close(self) -> None:
+        """Close the agents."""
+        await asyncio.gather(*(agent.close() for agent in self._made.values()))
+
+    def _agent(self, name: str, own: dict[str, object]) -> Agent:
+        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
+        if key not in self._made:
+            agent = self._made[key] = self._make(name, own)
+            unknown = sorted(agent.policies() - self._policies)
+            if unknown:
+                del self._made[key]
+                raise ConfigError(
+                    f"agent {name!r} names the policy {unknown[0]!r}, which does not exist: name one of "
+                    f"{', '.join(sorted(self._policies))}, map a role to it in rollout.roles, or add "
+                    f"rollout.frozen.{unknown[0]}"
+                )
+        return self._made[key]
+
+    def _make(self, name: str, own: dict[str, object]) -> Agent:
+        entry = self._named.get(name)
+        run = self._default.config if name == self._default.name else {}
+        if entry is None:
+            if self._named and not is_registered(name) and not any(mark in name for mark in ":./"):
+                raise unknown_agent(name, self._named)
+            return make_agent(name, **{**run, **own})
+        try:
+            return make_agent(entry.target, **{**entry.config, **run, **own})
+        except (AgentError, ConfigError, RegistryError) as error:
+            raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error

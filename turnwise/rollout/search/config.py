@@ -1,0 +1,111 @@
+"""The configuration of searches: how the ways through an episode are found, and what scores them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+
+from turnwise.config import ConfigReference
+from turnwise.rollout.tree import TreeConfig
+
+ENVIRONMENT: Final = "environment"
+LIKELIHOOD: Final = "likelihood"
+
+_KEYS: Final = {
+    "best_of_n": ("samples",),
+    "tree": ("branches", "where", "rounds", "max_tokens", "max_tool_calls"),
+    "beam": ("width", "branches"),
+}
+_NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",), "beam": ("width", "branches")}
+
+
+class ScorerConfig(BaseModel):
+    """What scores the ways through an episode. A text is its ``function``.
+
+    Attributes:
+        function: ``environment``: the reward itself, an oracle that nothing has outside of an evaluation.
+            ``likelihood``: the mean log-probability of the sampled tokens. A shipped reward function (``judge``,
+            ``reward_model``, ``regex``, ...), ``pkg.module:function`` or ``path/to/file.py:function``: called as
+            functions of a rubric are, and with ``trajectory`` and ``ended`` where it names them.
+        arguments: Of the constructor where it names a class, else keyword arguments of every call.
+        timeout: Seconds for one way; None is the function's own, else 60.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    function: ConfigReference
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _takes_arguments(self) -> Self:
+        if self.function in (ENVIRONMENT, LIKELIHOOD) and self.arguments:
+            raise ValueError(f"no arguments for the scorer {self.function}: it takes none")
+        return self
+
+
+def _function(value: Any) -> Any:
+    return {"function": value} if isinstance(value, str) else value
+
+
+class SearchConfig(BaseModel):
+    """A search: each sampled episode becomes several ways through it, and a scorer chooses one.
+
+    Attributes:
+        kind: ``best_of_n``: whole episodes. ``tree``: one episode, and forks of it at some of its turns. ``beam``:
+            after each turn the ways that score best go on.
+        scorer: What scores the ways.
+        samples: Of ``best_of_n``: number of episodes.
+        branches: Of ``tree``: forks of the episode. Of ``beam``: continuations of each way, at each turn.
+        width: Of ``beam``: ways that go on.
+        where: Of ``tree``: the turns that are sampled again, as in ``rollout.tree``.
+        rounds: Of ``tree``: rounds in which the branches are grown.
+        max_tokens: Of ``tree``: sampled tokens of the episode with its branches.
+        max_tool_calls: Of ``tree``: tool calls of the episode with its branches.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["best_of_n", "tree", "beam"]
+    scorer: Annotated[ScorerConfig, BeforeValidator(_function)]
+    samples: PositiveInt | None = None
+    branches: PositiveInt | None = None
+    width: PositiveInt | None = None
+    where: ConfigReference = "random"
+    rounds: PositiveInt = 1
+    max_tokens: PositiveInt | None = None
+    max_tool_calls: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _keys_are_of_its_kind(self) -> Self:
+        takes = ", ".join(_KEYS[self.kind])
+        given = self.model_fields_set - {"kind", "scorer"}
+        if wrong := sorted(given - {*_KEYS[self.kind]}):
+            raise ValueError(f"no {', '.join(wrong)} for kind {self.kind}, which takes {takes}")
+        if missing := [name for name in _NEEDED[self.kind] if getattr(self, name) is None]:
+            raise ValueError(f"{' and '.join(missing)} for kind {self.kind}")
+        if self.kind == "best_of_n" and self.samples == 1:
+            raise ValueError("samples of at least 2 for best_of_n: one way leaves nothing to choose")
+        if self.kind == "beam" and self.branches == 1:
+            raise ValueError("branches of at least 2 for beam: with one continuation of each way nothing is chosen")
+        if self.kind == "tree":
+            self.tree()
+        return self
+
+    @property
+    def forks(self) -> bool:
+        """Whether ways begin in the middle of an episode, so that environment and agent must be forkable."""
+        return self.kind != "best_of_n"
+
+    def tree(self) -> TreeConfig:
+        """Return the configuration of the forks of kind ``tree``."""
+        return TreeConfig.model_validate(
+            {
+                "branches": self.branches,
+                "where": self.where,
+                "rounds": self.rounds,
+                "max_tokens": self.max_tokens,
+                "max_tool_calls": self.max_tool_calls,
+            }
+        )

@@ -1,0 +1,112 @@
+"""Scorers: what gives each way through an episode the number by which a search chooses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Final
+
+from turnwise.envs.core import Env
+from turnwise.envs.rewards.core import GIVEN, Attempt, Part, ReadyPart, grade, ready_part
+from turnwise.envs.rewards.groups import conversation_of
+from turnwise.errors import ConfigError, EnvError, ScorerError
+from turnwise.rollout.search.config import ENVIRONMENT, LIKELIHOOD, ScorerConfig
+from turnwise.tasks.core import Task
+from turnwise.trajectory import Trajectory
+from turnwise.types import Message, text_of
+
+_WHERE: Final = "search.scorer"
+MORE: Final = ("trajectory", "ended")
+"""What a scorer may name as a parameter besides :data:`~turnwise.envs.rewards.core.GIVEN`."""
+
+
+class Scorer:
+    """A scorer of ways through an episode, ready to use.
+
+    Args:
+        config: Names it.
+        executor: Runs a plain function.
+
+    Raises:
+        ConfigError: It cannot be loaded, or takes what a way does not have.
+    """
+
+    def __init__(self, config: ScorerConfig, executor: Executor | None = None) -> None:
+        self.name = config.function
+        self._part = None if config.function in (ENVIRONMENT, LIKELIHOOD) else _loaded(config)
+        # An environment of no episode, which lends its threads.
+        self._lender = Env()
+        self._lender.executor = executor
+
+    async def score(
+        self, task: Task, way: Sequence[Trajectory], *, ended: bool = True, observed: Sequence[Message] = ()
+    ) -> float:
+        """Return the score of a way.
+
+        Args:
+            task: The task.
+            way: Its trajectories, one for each session, without forks; as far as it went.
+            ended: Whether it went to its end, and was rewarded.
+            observed: What the environment answered since the last turn.
+
+        Raises:
+            ScorerError: The scorer raised, or returned no finite number.
+        """
+        trained = [each for each in way if not each.frozen]
+        if self.name == ENVIRONMENT:
+            return math.fsum(each.reward for each in trained)
+        if self.name == LIKELIHOOD:
+            return likelihood(trained)
+        assert self._part is not None
+        main = next((each for each in trained if each.agent == "main"), trained[0] if trained else way[0])
+        try:
+            return await grade(self._part, self._attempt(task, main, ended, observed))
+        except EnvError as error:
+            raise ScorerError(f"{_WHERE} {self.name!r} gave no score: {error}") from error
+
+    def _attempt(self, task: Task, way: Trajectory, ended: bool, observed: Sequence[Message]) -> Attempt:
+        messages = conversation_of(way)
+        said = [message for message in messages if message["role"] == "assistant"]
+        final = said[-1] if said else None
+        # A message that calls tools is no answer, but the last that there is while the way goes on.
+        if ended and final is not None and (final.get("tool_calls") or messages[-1] is not final):
+            final = None
+        more: Mapping[str, Any] = {"trajectory": way, "ended": ended}
+        text = "" if final is None else text_of(final)
+        return Attempt(task, final, text, [*messages, *observed], task.data, self._lender, more)
+
+
+def likelihood(way: Sequence[Trajectory]) -> float:
+    """Return the mean log-probability of the tokens that were sampled in a way, over all of its sessions.
+
+    Raises:
+        ScorerError: No token with a log-probability was sampled.
+    """
+    sampled = [segment for trajectory in way for segment in trajectory.segments if segment.sampled]
+    known = [segment.logprobs for segment in sampled if segment.logprobs is not None and len(segment.logprobs)]
+    if not known or any(len(segment.token_ids) and segment.logprobs is None for segment in sampled):
+        raise ScorerError(
+            f"{_WHERE} {LIKELIHOOD!r} gave no score: the way has sampled tokens without log-probabilities, or none at "
+            "all: choose another scorer"
+        )
+    return float(sum(float(each.sum(dtype=float)) for each in known) / sum(len(each) for each in known))
+
+
+def _loaded(config: ScorerConfig) -> ReadyPart:
+    part = Part(config.function, arguments=config.arguments, timeout=config.timeout)
+    try:
+        ready = ready_part("scorer", part, None)
+    except ConfigError as error:
+        raise ConfigError(f"{_WHERE}: {error}; {ENVIRONMENT!r} and {LIKELIHOOD!r} are scorers besides") from error
+    if ready.wanted.get("env"):
+        raise ConfigError(
+            f"{_WHERE} {config.function!r} takes 'env', but a way is scored without its environment: take any of "
+            f"{', '.join(name for name in (*GIVEN, *MORE) if name != 'env')}, or entries of task.data"
+        )
+    if "trajectories" in ready.wanted:
+        raise ConfigError(
+            f"{_WHERE} {config.function!r} compares trajectories, but a scorer gives a number to one: choose judge, "
+            "reward_model or a function of one trajectory"
+        )
+    return ready
