@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from turnwise.cli.app import main as turnwise
-from turnwise.cli.train import env_name
 from turnwise.envs.core import Env
+from turnwise.envs.library.seeded import source
+from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.trajectory_file import TRAJECTORIES
 
-_TASKS: Final = "turnwise.envs.library.seeded:tasks?n={n}&name={name}"
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
@@ -75,7 +75,7 @@ def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
     asked = any(each in ("-h", "--help") for each in rest)
     if said or asked:
         return []
-    return ["--tasks", env.default_tasks or _TASKS.format(n=n, name=name)]
+    return ["--tasks", env.default_tasks or source(n, name)]
 
 
 def _names_a_run(rest: Sequence[str]) -> bool:
@@ -90,5 +90,5 @@ def _newest_run(env: type[Env]) -> Path:
 
 
 def _is_of(env: type[Env], run: str) -> bool:
-    name = env_name(env.__qualname__)
+    name = run_name(env.__qualname__)
     return run.startswith(name) or (run.startswith("eval-") and f"-{env.__qualname__}-" in run)

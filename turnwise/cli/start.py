@@ -76,7 +76,7 @@ def make_model(
     import asyncio
 
     from turnwise.errors import ConfigError
-    from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
+    from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
 
     if width % 16:
         raise ConfigError(f"--width is {width}: it must be a multiple of 16")
@@ -84,3 +84,5 @@ def make_model(
     plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers)
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     typer.echo(f"{directory}: give it as --model {directory}")
+    typer.echo(f"turnwise eval {env} --model {directory}")
+    typer.echo(f"turnwise train {directory / TRAINING}")
