@@ -1,4 +1,4 @@
-"""The command line of an environment's file: ``python env.py eval|train|view|check``."""
+"""The command line of an environment's file: ``python env.py check|make-model|eval|train|view|report``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from turnwise.trajectory_file import TRAJECTORIES
 
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
+  check                check this environment for problems (turnwise check-env)
+  make-model DIR       make a small model from its solve(), to evaluate and train (turnwise make-model)
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
   train  --model DIR   train a model on it (turnwise train); the same command resumes after an interrupt
   view   [RUN]         show trajectories of RUN, by default the newest run of this environment (turnwise view)
-  check                check this environment for problems (turnwise check-env)
+  report [RUN...]      write the report of runs, by default of the newest one (turnwise report)
 
 Run 'python {file} COMMAND --help' for the options of a command."""
 
@@ -49,8 +51,10 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
         turnwise(["eval", reference, *_tasks(env, rest, "test", 200), *rest])
     elif command == "train":
         turnwise(["train", "--env", reference, *_tasks(env, rest, "train", 1000), *rest])
-    elif command == "view":
-        turnwise(["view", *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+    elif command in ("view", "report"):
+        turnwise([command, *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+    elif command == "make-model":
+        turnwise(["make-model", *rest, "--env", reference])
     elif command == "check":
         turnwise(["check-env", reference, *rest])
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Final
@@ -83,6 +84,7 @@ def make_model(
     spec = env_spec(env, config, None, None, None)
     plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers)
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
-    typer.echo(f"{directory}: give it as --model {directory}")
-    typer.echo(f"turnwise eval {env} --model {directory}")
-    typer.echo(f"turnwise train {directory / TRAINING}")
+    file, colon, name = env.rpartition(":")
+    shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
+    typer.echo(f"turnwise eval {shown} --model {directory} evaluates it; any --model takes it")
+    typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")
