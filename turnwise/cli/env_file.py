@@ -95,4 +95,4 @@ def _newest_run(env: type[Env]) -> Path:
 
 def _is_of(env: type[Env], run: str) -> bool:
     name = run_name(env.__qualname__)
-    return run.startswith(name) or (run.startswith("eval-") and f"-{env.__qualname__}-" in run)
+    return run.startswith((name, f"eval-{name}-"))

@@ -72,6 +72,10 @@ def make_model(
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, episodes and order.")] = 0,
     width: Annotated[int, typer.Option("--width", min=32, help="Hidden size, a multiple of 16.")] = 128,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers.")] = 4,
+    wrong: Annotated[
+        float,
+        typer.Option("--wrong", min=0, max=1, help="Share of demonstrations with another one's answer: room to train."),
+    ] = 0.5,
 ) -> None:
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio
@@ -82,7 +86,7 @@ def make_model(
     if width % 16:
         raise ConfigError(f"--width is {width}: it must be a multiple of 16")
     spec = env_spec(env, config, None, None, None)
-    plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers)
+    plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers, wrong)
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     file, colon, name = env.rpartition(":")
     shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env

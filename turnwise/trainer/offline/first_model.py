@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ class FirstModel:
         seed: Of the weights, the reset seeds and the order of the demonstrations.
         width: Hidden size.
         layers: Number of layers.
+        wrong: Share of the demonstrations that end with the answer of another one. Imitation then leaves a success
+            that training can raise; with 0 a simple task is solved before it begins.
     """
 
     env: EnvSpec
@@ -64,6 +67,7 @@ class FirstModel:
     seed: int = 0
     width: int = 128
     layers: int = 4
+    wrong: float = 0.5
 
 
 async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
@@ -79,7 +83,21 @@ async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
         rows = []
         for number, task in enumerate(itertools.islice(_endless(source), plan.demonstrations)):
             rows.append(await solved_conversation(plan.env.make(tools), task, plan.seed * 1_000_003 + number))
-        return rows
+        return _with_wrong_answers(rows, plan)
+
+
+def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel) -> list[dict[str, Any]]:
+    """Let a share of the conversations end with another one's answer; what ends with a call stays."""
+    rng = random.Random(plan.seed)
+    answers = [row["messages"][-1] for row in rows]
+    texts = [each for each in answers if each["role"] == "assistant" and not each.get("tool_calls")]
+    changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if texts else set()
+    return [
+        {**row, "messages": [*row["messages"][:-1], rng.choice(texts)]}
+        if number in changed and any(answers[number] is each for each in texts)
+        else row
+        for number, row in enumerate(rows)
+    ]
 
 
 def _endless(source: str | None) -> Iterator[Task | None]:
