@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
-    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
+    from turnwise.envs import (
+        Env,
+        EnvSpec,
+        MultiAgentEnv,
+        SingleTurnEnv,
+        StepResult,
+        ToolEnv,
+        check_env,
+        make,
+        register,
+        tool_call,
+    )
     from turnwise.envs.gym.to_gymnasium import from_gymnasium, to_gymnasium
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
@@ -70,7 +81,7 @@ _HOMES = {
     "config": ("dump_config", "load_config"),
     "envs": (
         "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make",
-        "register",
+        "register", "tool_call",
     ),
     "envs.gym.to_gymnasium": ("from_gymnasium", "to_gymnasium"),
     "envs.rewards": ("Rubric",),
@@ -199,6 +210,7 @@ __all__ = [
     "run_train",
     "to_gymnasium",
     "to_samples",
+    "tool_call",
 ]
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
@@ -125,7 +125,8 @@ def _nearest(model: type[BaseModel], keys: Keys) -> str:
     prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {prefix}{close[0]}?"
-    everywhere = dict(_all_keys(model, "", ()))
+    # The shallowest place wins: a key of the policy, not the one of its critic.
+    everywhere = dict(sorted(_all_keys(model, "", ()), key=lambda found: -found[1].count(".")))
     if name in everywhere:
         return f"did you mean {everywhere[name]}?"
     if close := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75):
@@ -136,8 +137,10 @@ def _nearest(model: type[BaseModel], keys: Keys) -> str:
 def _all_keys(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         inner = [cls for cls in _models_in(field.annotation) if cls not in above]
+        # In a section whose keys are names of the user's, such as policies.main.
+        place = f"{name}.{(field.examples or ['NAME'])[0]}" if get_origin(field.annotation) is dict else name
         for cls in inner:
-            yield from _all_keys(cls, f"{prefix}{name}.", (*above, model))
+            yield from _all_keys(cls, f"{prefix}{place}.", (*above, model))
         yield name, f"{prefix}{name}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from support.doc_pages import section
 from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, lines, shared, silent
 from turnwise.envs import invoke, make, schemas, tool_call
@@ -109,6 +111,32 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
     assert viewed.returncode == 0, viewed.stderr
     assert "What do the two hidden dice add up to?" in viewed.stdout
     assert "test-" in viewed.stdout, "the newest run is the evaluation"
+    reported = run(tmp_path, "report")
+    assert reported.returncode == 0, reported.stderr
+    assert "written: report.html" in reported.stdout
+
+
+@pytest.mark.long
+def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: Path) -> None:
+    less = {
+        "make-model": ("--demonstrations", "40", "--steps", "3", "--width", "64"),
+        "eval": ("--limit", "3", "-n", "1"),
+        "train": ("steps=1", "batch.groups=2", "rollout.group_size=4", "eval.limit=2", "eval.samples=1"),
+    }
+    written = re.findall(
+        r"^    python env\.py ([^#\n]*)", section("quickstart.md", "Write an environment"), re.MULTILINE
+    )
+    commands = [command.split() for command in written]
+    assert [command[0] for command in commands] == ["check", "make-model", "eval", "train", "view", "report"]
+    for command in commands:
+        done = run(tmp_path, *(each for each in command if each != "--open"), *less.get(command[0], ()))
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    trained = tmp_path / "runs" / "dice"
+    assert (trained / "checkpoints" / "step_000001").is_dir()
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary
+    assert "Dice" in (tmp_path / "models" / "first" / "train.yaml").read_text()
+    assert (tmp_path / "report.html").stat().st_size > 100_000
 
 
 def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:

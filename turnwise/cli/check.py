@@ -137,8 +137,9 @@ def _show(report: CheckReport, console: Console) -> None:
         console.print(table)
     for note in report.notes:
         console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
-    for name, why in report.skipped.items():
-        console.print(Text(f"not run: {name} ({why})", style="dim"), soft_wrap=True)
+    for reason in dict.fromkeys(report.skipped.values()):
+        names = ", ".join(name for name, why in report.skipped.items() if why == reason)
+        console.print(Text(f"not run: {names} ({reason})", style="dim"), soft_wrap=True)
     style = "bold red" if not report.ok else "yellow" if report.warnings else "green"
     console.print(Text(report.summary, style=style), soft_wrap=True)
 

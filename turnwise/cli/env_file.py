@@ -1,4 +1,4 @@
-"""The command line of an environment's file: ``python env.py eval|train|view|check``."""
+"""The command line of an environment's file: ``python env.py check|make-model|eval|train|view|report``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from turnwise.cli.app import main as turnwise
-from turnwise.cli.train import env_name
 from turnwise.envs.core import Env
+from turnwise.envs.library.seeded import source
+from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.trajectory_file import TRAJECTORIES
 
-_TASKS: Final = "turnwise.envs.library.seeded:tasks?n={n}&name={name}"
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
+  check                check this environment for problems (turnwise check-env)
+  make-model DIR       make a small model from its solve(), to evaluate and train (turnwise make-model)
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
   train  --model DIR   train a model on it (turnwise train); the same command resumes after an interrupt
   view   [RUN]         show trajectories of RUN, by default the newest run of this environment (turnwise view)
-  check                check this environment for problems (turnwise check-env)
+  report [RUN...]      write the report of runs, by default of the newest one (turnwise report)
 
 Run 'python {file} COMMAND --help' for the options of a command."""
 
@@ -49,8 +51,10 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
         turnwise(["eval", reference, *_tasks(env, rest, "test", 200), *rest])
     elif command == "train":
         turnwise(["train", "--env", reference, *_tasks(env, rest, "train", 1000), *rest])
-    elif command == "view":
-        turnwise(["view", *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+    elif command in ("view", "report"):
+        turnwise([command, *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+    elif command == "make-model":
+        turnwise(["make-model", *rest, "--env", reference])
     elif command == "check":
         turnwise(["check-env", reference, *rest])
     else:
@@ -75,7 +79,7 @@ def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
     asked = any(each in ("-h", "--help") for each in rest)
     if said or asked:
         return []
-    return ["--tasks", env.default_tasks or _TASKS.format(n=n, name=name)]
+    return ["--tasks", env.default_tasks or source(n, name)]
 
 
 def _names_a_run(rest: Sequence[str]) -> bool:
@@ -90,5 +94,5 @@ def _newest_run(env: type[Env]) -> Path:
 
 
 def _is_of(env: type[Env], run: str) -> bool:
-    name = env_name(env.__qualname__)
-    return run.startswith(name) or (run.startswith("eval-") and f"-{env.__qualname__}-" in run)
+    name = run_name(env.__qualname__)
+    return run.startswith((name, f"eval-{name}-"))

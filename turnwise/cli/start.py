@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Final
@@ -71,16 +72,23 @@ def make_model(
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, episodes and order.")] = 0,
     width: Annotated[int, typer.Option("--width", min=32, help="Hidden size, a multiple of 16.")] = 128,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers.")] = 4,
+    wrong: Annotated[
+        float,
+        typer.Option("--wrong", min=0, max=1, help="Share of demonstrations with another one's answer: room to train."),
+    ] = 0.5,
 ) -> None:
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio
 
     from turnwise.errors import ConfigError
-    from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
+    from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
 
     if width % 16:
         raise ConfigError(f"--width is {width}: it must be a multiple of 16")
     spec = env_spec(env, config, None, None, None)
-    plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers)
+    plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers, wrong)
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
-    typer.echo(f"{directory}: give it as --model {directory}")
+    file, colon, name = env.rpartition(":")
+    shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
+    typer.echo(f"turnwise eval {shown} --model {directory} evaluates it; any --model takes it")
+    typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")

@@ -24,12 +24,6 @@ STEPS: Final = 100
 """Train steps of a run without a configuration file, unless ``steps`` is given."""
 
 
-def env_name(env: str) -> str:
-    """Return the default run name of an environment."""
-    short = env.rpartition(":")[2].lower()
-    return "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
-
-
 def train(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="YAML configuration file.", show_default=False)
@@ -55,6 +49,7 @@ def train(
 ) -> None:
     """Train a policy with reinforcement learning; resumes from the last checkpoint if there is one."""
     from turnwise.config import load_config
+    from turnwise.envs.registration import run_name
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
 
@@ -74,7 +69,7 @@ def train(
         )
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
+    defaults = None if config is not None or env is None else {"name": run_name(env), "steps": STEPS}
     checked = load_config(TrainConfig, files, [*said, *given], defaults)
     if fresh and resume_step is not None:
         raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
@@ -109,7 +104,8 @@ def _check_options(env: str | None, model: Path | None) -> None:
         raise ConfigError("nothing to train: give a configuration file, or --env NAME and --model DIR")
     if model is None:
         raise ConfigError(
-            "--model is missing: give the directory of a Hugging Face causal model; models are not downloaded"
+            "--model is missing: give the directory of a Hugging Face causal model; models are not downloaded, and "
+            f"turnwise make-model DIR --env {env} makes a small one from the environment's solve()"
         )
 
 

@@ -229,6 +229,12 @@ def env_class(name: str) -> type[Env]:
     return _load(name, _entry(name))
 
 
+def run_name(env: str) -> str:
+    """Return the default name of a run of an environment: its class or registered name, as a folder's name."""
+    short = env.rpartition(":")[2].lower()
+    return "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
+
+
 def _entry(name: str) -> _Entry:
     entry = _ENVS.get(name)
     if entry is not None:
@@ -236,6 +242,8 @@ def _entry(name: str) -> _Entry:
     prefix, colon, rest = name.partition(":")
     if colon and prefix in _PREFIXES:
         return _Entry(load_object(_PREFIXES[prefix], "environments")(prefix, rest), {})
+    if ":" not in name and name.endswith(".py"):
+        raise RegistryError(f"environment {name!r} names a file without a class: write {name}:Class")
     if ":" not in name:
         raise RegistryError(
             f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "

@@ -94,7 +94,10 @@ def solver_of(env: Env) -> Solver | None:
     if solution is None:
         return None
     if not isinstance(solution, (Generator, AsyncGenerator)):
-        raise EnvError(f"{name}.solve returned {shown(solution)}: write it as a generator, with yield")
+        raise EnvError(
+            f"{name}.solve returned {shown(solution)}: write it as a generator that yields "
+            "tool_call(name, argument=value), and last the text of the answer"
+        )
     return Solver(name, solution)
 
 

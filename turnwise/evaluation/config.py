@@ -195,7 +195,9 @@ class EvalConfig(EvalPlan):
         custom: Passed to the extension (``rollout.agent_loop_manager_class``) unchanged; otherwise unused.
     """
 
-    model: ConfigPath | None = Field(description="the directory of a Hugging Face model")
+    model: ConfigPath | None = Field(
+        description="the directory of a Hugging Face model; turnwise make-model makes a small one"
+    )
     url: str | None = None
     hosted: HostedConfig | None = None
     rollout: RolloutConfig

@@ -11,6 +11,7 @@ import orjson
 import yaml
 
 from turnwise.config import dump_config
+from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
 from turnwise.rollout.journal.finished import FINISHED
@@ -25,8 +26,7 @@ def output_directory(config: EvalConfig) -> Path:
     """
     folder = config.out
     if folder is None:
-        name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
-        folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        folder = Path.cwd() / "runs" / f"eval-{run_name(config.rollout.env.name)}-{datetime.now():%Y%m%d-%H%M%S}"
         number = 2
         while folder.exists():
             folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1

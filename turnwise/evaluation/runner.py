@@ -410,12 +410,11 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
-    described = renderer.describe()
-    console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
+    console.print(Text(f"chat format: {renderer.describe()['format']}", style="dim"), soft_wrap=True)
     renderers = load_renderers(config.rollout.frozen, config.model, config.renderer)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
-        console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
+        console.print(Text(report.line, style="dim"), soft_wrap=True)
     private_directory(folder)
     write_private(folder / "config.yaml", dump_config(config))
     finished = FinishedMembers(folder)

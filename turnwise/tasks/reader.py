@@ -131,6 +131,11 @@ class SourceReport:
         left_out = "".join(f"; {number:,} left out: {reason}" for reason, number in self.dropped.items())
         return f"{self.name}: {count}{left_out}{' so far' if self.tasks is None and left_out else ''}"
 
+    @property
+    def line(self) -> str:
+        """The report as printed when a run starts."""
+        return f"{self}" if self.name == "tasks" else f"tasks: {self}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return {"name": self.name, "tasks": self.tasks, "dropped": dict(self.dropped)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,11 +16,13 @@ from typer.testing import CliRunner
 
 from support.processes.warm import run_command
 from turnwise.cli.app import app
+from turnwise.config import load_config
 from turnwise.envs import EnvSpec, check_env, registration
 from turnwise.errors import ConfigError, EnvError
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
 
+HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
 SILENT = """
 from turnwise import ToolEnv
 
@@ -97,6 +101,48 @@ async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path
     file.write_text(SILENT)
     with pytest.raises(EnvError, match="Silent has no reference solution: write solve"):
         await demonstrate(FirstModel(EnvSpec(f"{file}:Silent")))
+
+
+def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(HELLO.read_text())
+    said = run("make-model", str(tmp_path / "made"), "--env", f"{file}:Dice", "--demonstrations", "8", "--steps", "0")
+    assert f"turnwise train {tmp_path / 'made' / 'train.yaml'}" in said
+    config = load_config(TrainConfig, tmp_path / "made" / "train.yaml")
+    assert config.name == "dice"
+    assert config.rollout.env.name == f"{file}:Dice"
+    # It finds the model beside it, wherever both are moved.
+    (tmp_path / "made").rename(tmp_path / "moved")
+    moved = load_config(TrainConfig, tmp_path / "moved" / "train.yaml")
+    assert moved.policy.model.path.resolve() == (tmp_path / "moved").resolve()
+    # No task is trained and held out.
+    assert moved.eval is not None
+    assert str(moved.tasks) != str(moved.eval.tasks)
+    # Room for the longest solution twice, and not for the whole context.
+    assert 32 <= (moved.rollout.max_tokens_per_turn or 0) <= 64
+
+
+def test_it_has_the_tasks_and_the_settings_that_the_model_was_made_with(tmp_path: Path) -> None:
+    tasks = "turnwise.envs.library.seeded:tasks?n=3"
+    plan = FirstModel(EnvSpec("guess_number", {"high": 20}), tasks, demonstrations=3, steps=0)
+    rows = asyncio.run(demonstrate(plan))
+    write_first_model(plan, rows, tmp_path / "made")
+    made = yaml.safe_load((tmp_path / "made" / "train.yaml").read_text())
+    assert (made["tasks"], made["eval"]["tasks"]) == (tasks, tasks)
+    assert made["rollout"]["env"] == {"name": "guess_number", "config": {"high": 20}}
+
+
+async def test_a_share_of_the_demonstrations_is_wrong() -> None:
+    def last(rows: list[dict[str, Any]]) -> list[str]:
+        return [row["messages"][-1]["content"] for row in rows]
+
+    right, half = [
+        await demonstrate(FirstModel(EnvSpec(f"{HELLO}:Dice"), demonstrations=100, wrong=wrong)) for wrong in (0.0, 0.5)
+    ]
+    assert [row["messages"][:-1] for row in half] == [row["messages"][:-1] for row in right]
+    # An answer of another one is right by chance.
+    assert 35 <= sum(a != b for a, b in zip(last(right), last(half), strict=True)) <= 50
+    assert set(last(half)) <= set(last(right))
 
 
 @pytest.mark.long

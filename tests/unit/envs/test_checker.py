@@ -135,6 +135,24 @@ class AnswersUnusable(Good):
         return ToolResponse("fine")
 
 
+class ToolBroken(Good):
+    """Its solution does not read the answer: without a look at the call it would seem whole."""
+
+    @function_tool(inline=True)
+    def look(self, where: str, deep: bool = False) -> str:
+        """Look somewhere."""
+        return f"{where} {self.sate}"
+
+    def solve(self):
+        yield tool_call("look", where="here")
+        yield f"seen {self.state}"
+
+
+class ToolRaises(ToolBroken):
+    def solve(self):
+        yield f"seen {self.state}"
+
+
 class NotJson(Good):
     def reset(self, task=None, *, seed=None):
         super().reset(task, seed=seed)
@@ -487,6 +505,7 @@ async def test_one_that_needs_a_task():
         (PaysCalls, "random policy", "on average"),
         (Unsolved, "reference", "scores 0 of 1"),
         (Endless, "reference", "does not end the episode within 1000 messages"),
+        (ToolBroken, "reference", "the tool 'look' raised in the reference solution and answered"),
         (SolveRaises, "reference", "solve raised KeyError: 'route'"),
         (SolvesOddly, "reference", "solve yielded 3"),
         (OldGym, "calls", "StepResult"),
@@ -514,6 +533,7 @@ async def test_what_is_wrong_is_found_and_named_and_nothing_else(env, check, wor
 @pytest.mark.parametrize(
     ("env", "check", "words"),
     [
+        (ToolRaises, "single calls", "the tool 'look' raised, called with"),
         (Blocks, "cost", "held the event loop"),
         (Grows, "cost", "MB after it was closed"),
         (NoRange, "score", "no score_range is declared"),

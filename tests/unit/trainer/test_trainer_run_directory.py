@@ -119,18 +119,26 @@ def save(store: CheckpointStore, step: int, digest: str) -> Path:
 
 def test_a_run_goes_on_from_its_newest_checkpoint_with_its_own_configuration_only(tmp_path: Path) -> None:
     home, store = RunDirectory(tmp_path), CheckpointStore(tmp_path / "checkpoints")
-    assert home.resume_point(store, "d") == (None, TrainerState(0))
+    mine, other = config(), config(seed=1, rollout={"env": {"name": "lookup"}, "temperature": 0.5}, steps=9)
+    own = config_digest(mine)
+    assert home.resume_point(store, mine) == (None, TrainerState(0))
     # Begun, and killed before the first checkpoint: the files are those of this configuration.
-    home.begin(config(), "d", fresh=False)
-    with pytest.raises(CheckpointError, match=r"another configuration.*only runs, name, steps"):
-        home.resume_point(store, "e")
-    save(store, 1, "d")
-    newest = save(store, 2, "d")
-    assert home.resume_point(store, "d") == (newest, TrainerState(2, config_digest="d"))
+    home.begin(mine, own, fresh=False)
+    with pytest.raises(CheckpointError, match=r"another configuration.*only runs, name, steps") as raised:
+        home.resume_point(store, other)
+    # Only the keys that must not change.
+    assert "seed was 0 and is 1, rollout.temperature was 1.0 and is 0.5; resume it" in str(raised.value)
+    save(store, 1, own)
+    newest = save(store, 2, own)
+    assert home.resume_point(store, mine) == (newest, TrainerState(2, config_digest=own))
     # A checkpoint from elsewhere.
     save(store, 3, "e")
-    with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration"):
-        home.resume_point(store, "d")
+    with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration; resume"):
+        home.resume_point(store, mine)
+    # The configuration that another version saved cannot be compared.
+    (tmp_path / "config.yaml").write_text("no_such_key: 1\n")
+    with pytest.raises(CheckpointError, match=r"was trained with another configuration; resume"):
+        home.resume_point(store, other)
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import EnvError, TurnwiseError
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
+from turnwise.tools.response import ToolResponse
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.schema import dialect_of
 from turnwise.types import Message, ToolCall
@@ -174,6 +175,18 @@ async def single_calls(exam: CheckContext) -> None:
                     "let ToolEnv answer the calls",
                     where=played.where,
                 )
+            if response.metrics.get("crashes"):
+                exam.find(
+                    "single calls",
+                    f"the tool {call.name!r} raised, called with {brief(call.arguments)}: {_message(response)}",
+                    "raise ToolError where the model can do better; to it any other exception is a broken tool",
+                    where=played.where,
+                    severity="warning",
+                )
+
+
+def _message(response: ToolResponse) -> str:
+    return str(json.loads(response.text or "{}")["error"]["message"])
 
 
 CYCLES: Final = 6

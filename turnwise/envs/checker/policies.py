@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from turnwise.envs.checker.context import CheckContext, Played
+from turnwise.envs.checker.context import CheckContext, Played, brief
 from turnwise.envs.core import schemas
 from turnwise.envs.solution import solver_of
 from turnwise.errors import EnvError
@@ -23,6 +23,8 @@ RANDOM_EPISODES: Final = 12
 LUCK: Final = 0.1
 """By how much of the score's range the mean of the random policy may exceed the floor."""
 _MOST_REFERENCE: Final = 1_000
+_CRASHES: Final = "/crashes"
+"""End of the metric that counts the calls of a tool that raised."""
 
 
 async def null(exam: CheckContext) -> None:
@@ -161,7 +163,14 @@ async def _solve(exam: CheckContext, played: Played) -> float:
             break
         last = message
         begun = len(played.messages)
-        await exam.step(played, message)
+        result = await exam.step(played, message)
+        crashed = [name.removesuffix(_CRASHES) for name in result.info.get("metrics", {}) if name.endswith(_CRASHES)]
+        if crashed:
+            answers = [text_of(each) for each in played.messages[begun:] if each["role"] == "tool"]
+            raise EnvError(
+                f"{played.where}: the tool {crashed[0]!r} raised in the reference solution and answered "
+                f"{brief(' '.join(answers))}: fix the tool, or its call in solve()"
+            )
         if played.over:
             await exam.run(solver.close(), "solve")
             return played.total

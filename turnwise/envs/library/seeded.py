@@ -12,6 +12,11 @@ FIXED_HASHES: Final[Mapping[str, str]] = {"PYTHONHASHSEED": "0"}
 """Environment of sandboxes in which Python's sets have one order, and hashes one value."""
 
 
+def source(n: int, name: str) -> str:
+    """Return the reference of :func:`tasks` with these arguments."""
+    return f"{__name__}:tasks?n={n}&name={name}"
+
+
 def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:
     """Yield ``n`` tasks without a prompt.
 

@@ -479,7 +479,7 @@ class TrainConfig(Section):
     max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
     curriculum: CurriculumConfig | None = None
-    policies: dict[PolicyName, PolicyConfig]
+    policies: dict[PolicyName, PolicyConfig] = Field(examples=["main"])
     rollout: RolloutConfig
     replay: ReplayConfig = ReplayConfig()
     renderer: RendererConfig = RendererConfig()

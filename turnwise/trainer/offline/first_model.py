@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import yaml
+from pydantic import TypeAdapter
 from rich.console import Console
+from tokenizers import Tokenizer
 
+from turnwise.config import ConfigReference, ConfigSource
 from turnwise.envs.demonstrations import solved_conversation
-from turnwise.envs.registration import EnvSpec
+from turnwise.envs.library.seeded import source
+from turnwise.envs.registration import EnvSpec, env_class, run_name
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks
@@ -24,6 +30,14 @@ from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import TEMPLATE, make_model, rendered, words_of
 
 DEMONSTRATIONS = "demonstrations.jsonl"
+TRAINING = "train.yaml"
+_TRAINING_COMMENT = """\
+# GRPO on {name} with the model of this directory. Learning rate, schedule and clipping suit a model of this size: a
+# pretrained one takes a rate between 1e-6 and 1e-5.
+"""
+_SHORTEST_TURN = 32
+_REFERENCE: TypeAdapter[str] = TypeAdapter(ConfigReference)
+_SOURCE: TypeAdapter[str] = TypeAdapter(ConfigSource)
 _LONGEST_CONTEXT = 8192
 _CONTEXT_STEP = 512
 _LONGEST_WORD = 64
@@ -42,6 +56,8 @@ class FirstModel:
         seed: Of the weights, the reset seeds and the order of the demonstrations.
         width: Hidden size.
         layers: Number of layers.
+        wrong: Share of the demonstrations that end with the answer of another one. Imitation then leaves a success
+            that training can raise; with 0 a simple task is solved before it begins.
     """
 
     env: EnvSpec
@@ -51,6 +67,7 @@ class FirstModel:
     seed: int = 0
     width: int = 128
     layers: int = 4
+    wrong: float = 0.5
 
 
 async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
@@ -66,7 +83,21 @@ async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
         rows = []
         for number, task in enumerate(itertools.islice(_endless(source), plan.demonstrations)):
             rows.append(await solved_conversation(plan.env.make(tools), task, plan.seed * 1_000_003 + number))
-        return rows
+        return _with_wrong_answers(rows, plan)
+
+
+def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel) -> list[dict[str, Any]]:
+    """Let a share of the conversations end with another one's answer; what ends with a call stays."""
+    rng = random.Random(plan.seed)
+    answers = [row["messages"][-1] for row in rows]
+    texts = [each for each in answers if each["role"] == "assistant" and not each.get("tool_calls")]
+    changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if texts else set()
+    return [
+        {**row, "messages": [*row["messages"][:-1], rng.choice(texts)]}
+        if number in changed and any(answers[number] is each for each in texts)
+        else row
+        for number, row in enumerate(rows)
+    ]
 
 
 def _endless(source: str | None) -> Iterator[Task | None]:
@@ -84,7 +115,7 @@ def _endless(source: str | None) -> Iterator[Task | None]:
 def write_first_model(
     plan: FirstModel, rows: list[dict[str, Any]], directory: Path, *, console: Console | None = None
 ) -> int:
-    """Write a model with its tokenizer and the demonstrations; return its number of parameters.
+    """Write a model with its tokenizer, demonstrations and ``train.yaml``; return its number of parameters.
 
     Args:
         plan: What it is made of.
@@ -122,10 +153,59 @@ def write_first_model(
         data.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         model = home / "initial" if plan.steps == 0 else _warm(plan, home, data, console)
         shutil.copy(data, model / DEMONSTRATIONS)
+        (model / TRAINING).write_text(training_config(plan, rows, model), encoding="utf-8")
         with contextlib.suppress(OSError):
             directory.rmdir()
         model.rename(directory)
     return parameters
+
+
+def training_config(plan: FirstModel, rows: list[dict[str, Any]], model: Path) -> str:
+    """Return the YAML of a training run: the environment, the model beside the file, and rates for its size.
+
+    Args:
+        plan: What the model was made of.
+        rows: The demonstrations.
+        model: Directory of the model, whose tokenizer counts the tokens of the longest demonstrated turn.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    turns = [each for row in rows for each in row["messages"] if each["role"] == "assistant"]
+    longest = max(len(tokenizer.encode(_turn_text(each)).ids) for each in turns)
+    env: dict[str, Any] = {"name": _REFERENCE.validate_python(plan.env.id)}
+    if plan.env.config:
+        env["config"] = plan.env.config
+    named = plan.tasks or env_class(plan.env.id).default_tasks
+    given = None if named is None else _SOURCE.validate_python(named)
+    config = {
+        "name": run_name(plan.env.id),
+        "tasks": given or source(2000, "train"),
+        "steps": 40,
+        "policies": {
+            "main": {
+                "model": {"path": "."},
+                # Chosen by trying, with the two epochs below: a higher rate lost what the warm start had taught.
+                "optim": {"lr": 4e-4, "eps": 1e-5},
+                "schedule": {"kind": "linear", "warmup_steps": 3, "min_ratio": 0.3},
+            }
+        },
+        # A turn may be twice as long as the longest demonstrated one: what runs on is cut off early.
+        "rollout": {"env": env, "group_size": 8, "max_tokens_per_turn": max(_SHORTEST_TURN, 2 * longest)},
+        "algorithm": {"epochs": 2},
+        "batch": {"groups": 16},
+        # Before the first and after the last step.
+        "eval": {"tasks": given or source(100, "test"), "limit": 100, "greedy": True, "every": None},
+        "checkpoint": {"every": 10},
+    }
+    comment = _TRAINING_COMMENT.format(name=plan.env.id.rpartition(":")[2])
+    return comment + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+
+
+def _turn_text(message: dict[str, Any]) -> str:
+    calls = "".join(
+        f"{call['function']['name']}{call['function']['arguments']}" for call in message.get("tool_calls", ())
+    )
+    # What the chat format writes around text and calls is a few tokens.
+    return f"{message['content']}{calls}"
 
 
 def _warm(plan: FirstModel, home: Path, data: Path, console: Console) -> Path:

@@ -22,8 +22,8 @@ from rich.console import Console
 from turnwise.agents.roles import MAIN
 from turnwise.append_file import private_directory, write_private, writing
 from turnwise.chat.model_dir import trained_digest
-from turnwise.config import dump_config
-from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError
+from turnwise.config import dump_config, load_config
+from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
 from turnwise.rollout.journal.journal import Journal
@@ -48,6 +48,7 @@ from turnwise.trainer.run.policies import LoadedPolicy, check_shared_servers
 from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 
 CHECKPOINTS = "checkpoints"
+_MOST_NAMED = 4
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
 _FREE_SECTIONS = (
@@ -58,6 +59,10 @@ _FREE_SECTIONS = (
 
 def config_digest(config: TrainConfig) -> str:
     """Return a digest of the configuration keys that a resumed run must not change."""
+    return hashlib.blake2b(orjson.dumps(_kept(config), option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+def _kept(config: TrainConfig) -> dict[str, Any]:
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     machine: dict[str, Any] = {
         name: {
@@ -68,10 +73,33 @@ def config_digest(config: TrainConfig) -> str:
         }
         for name, each in config.policies.items()
     }
-    kept = config.model_dump(
+    return config.model_dump(
         mode="json", exclude={**free, "replay": {"memory_mb", "backend", "transfer_queue"}, "policies": machine}
     )
-    return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+def changed_keys(file: Path, config: TrainConfig) -> str:
+    """Return the keys that a resumed run must not change and that differ from a saved configuration, as a sentence.
+
+    Args:
+        file: The saved configuration; the result is empty where this version cannot load it.
+        config: The configuration to resume with.
+    """
+    try:
+        before, now = _kept(load_config(TrainConfig, file)), _kept(config)
+    except ConfigError:
+        return ""
+    found = list(_differences("", before, now))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f": {', '.join(found[:_MOST_NAMED])}{more}" if found else ""
+
+
+def _differences(key: str, before: Any, now: Any) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in (*before, *(each for each in now if each not in before)):
+            yield from _differences(f"{key}.{name}" if key else name, before.get(name), now.get(name))
+    elif before != now:
+        yield f"{key} was {shown(before)} and is {shown(now)}"
 
 
 class RunDirectory:
@@ -113,7 +141,7 @@ class RunDirectory:
                 self.path.rmdir()
 
     def resume_point(
-        self, store: CheckpointStore, digest: str, step: int | None = None
+        self, store: CheckpointStore, config: TrainConfig, step: int | None = None
     ) -> tuple[Path | None, TrainerState]:
         """Return the checkpoint to resume from (the newest, or that of ``step``) and its state; None for a new run.
 
@@ -122,7 +150,8 @@ class RunDirectory:
                 names a complete one.
             FormatError: ``run.json`` cannot be read.
         """
-        self._check(self.path, self.read().get("config_digest", digest), digest)
+        digest = config_digest(config)
+        self._check(self.path, self.read().get("config_digest", digest), config)
         latest = store.latest() if step is None else store.path(step)
         if step is not None and step not in (there := store.steps()):
             raise CheckpointError(
@@ -133,7 +162,7 @@ class RunDirectory:
             return None, TrainerState(0)
         with self.with_remedy(store, latest):
             state = load_state(latest)
-        self._check(latest, state.config_digest, digest)
+        self._check(latest, state.config_digest, config)
         return latest, state
 
     @contextlib.contextmanager
@@ -214,11 +243,12 @@ class RunDirectory:
         known = self.read()
         self.note(wall_s=known.get("wall_s", 0.0) + wall_s, cpu_s=known.get("cpu_s", 0.0) + cpu_s)
 
-    def _check(self, what: Path, found: str, digest: str) -> None:
-        if found != digest:
+    def _check(self, what: Path, found: str, config: TrainConfig) -> None:
+        if found != config_digest(config):
+            saved = self.path / "config.yaml"
             raise CheckpointError(
-                f"{what} was trained with another configuration; resume it with the one in "
-                f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
+                f"{what} was trained with another configuration{changed_keys(saved, config)}; resume it with the one "
+                f"in {saved}, choose another name, or start over with --fresh (only "
                 f"{', '.join(_FREE_SECTIONS)} and replay.memory_mb may differ)"
             )
 
@@ -295,7 +325,7 @@ async def read_start(
         home.check_removable(config)
         latest, state = None, TrainerState(0)
     else:
-        latest, state = home.resume_point(store, digest, resume_step)
+        latest, state = home.resume_point(store, config, resume_step)
     state.config_digest = digest
     for host, names in config.served.items():
         check_shared_servers(config, host, names)
@@ -313,7 +343,7 @@ async def read_start(
         )
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
-        console.print(f"tasks: {report}", highlight=False, markup=False)
+        console.print(report.line, highlight=False, markup=False)
     with home.with_remedy(store, latest):
         policies = {
             name: LoadedPolicy.load(name, config, each, latest, state.kl_coefs.get(name))
@@ -331,8 +361,7 @@ def _renderer(config: TrainConfig, name: str, checkpoint: Path | None, console: 
     for warning in check_machine(alone.policy, alone.inference, key=f"policies.{name}.model"):
         console.print(f"warning: {whose}{warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     renderer = alone.renderer.load(alone.policy.model.path)
-    about = renderer.describe()
-    console.print(f"{whose}chat format: {about['format']} ({about['proof']})", highlight=False)
+    console.print(f"{whose}chat format: {renderer.describe()['format']}", highlight=False)
     if checkpoint is not None:
         check_template(policy_folder(checkpoint, name, config.policies), renderer, name)
     return renderer

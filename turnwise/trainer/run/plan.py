@@ -43,7 +43,7 @@ from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, policy_folder
 from turnwise.trainer.run.cluster import placement_text
-from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
+from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, changed_keys, check_template, config_digest
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import check_shared_servers
@@ -231,9 +231,10 @@ class _Checker:
         store = CheckpointStore(home.path / CHECKPOINTS)
         steps = store.steps()
         if home.read().get("config_digest", digest := config_digest(config)) != digest:
+            changed = changed_keys(home.path / "config.yaml", config)
             raise CheckpointError(
-                f"{home.path} holds a run of another configuration: choose another name, resume it with its own "
-                "config.yaml, or start over with --fresh"
+                f"{home.path} holds a run of another configuration{changed}; choose another name, resume it with its "
+                "own config.yaml, or start over with --fresh"
             )
         self.resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
