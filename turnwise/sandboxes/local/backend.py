@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, get_args
 
@@ -65,18 +65,24 @@ class Snapshots:
         if parent is not None:
             self._kept[parent].users.add(name)
 
-    def use(self, name: str, sandbox: str) -> Origin:
-        """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable."""
+    def use(self, name: str, sandbox: str, holder: str | None = None) -> Origin:
+        """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable.
+
+        Args:
+            name: The snapshot.
+            sandbox: The sandbox that is to hold it.
+            holder: One that holds it already; without one, a dropped snapshot cannot be used.
+        """
         kept = self._kept.get(name)
-        if kept is None or (kept.dropped and sandbox not in kept.users):
+        if kept is None or (kept.dropped and not kept.users & {sandbox, holder}):
             raise SandboxUnavailable(f"snapshot {name!r} does not exist: it was dropped, or made by another process")
         kept.users.add(sandbox)
         return kept.origin
 
-    def release(self, user: str) -> None:
-        """Drop the reference of a sandbox or snapshot."""
+    def release(self, user: str, only: str | None = None) -> None:
+        """Drop the references of a sandbox or snapshot, or its reference to ``only`` one snapshot."""
         for name, kept in list(self._kept.items()):
-            if user in kept.users:
+            if user in kept.users and only in (None, name):
                 kept.users.discard(user)
                 self._remove(name)
 
@@ -329,6 +335,7 @@ class LocalBackend(SandboxBackend):
         self._state: Path | None = None
         self._probing = asyncio.Lock()
         self._snapshots = Snapshots()
+        self._frozen: dict[str, str] = {}
         self._program = ""
 
     async def probe(self) -> Capabilities:
@@ -403,8 +410,9 @@ class LocalBackend(SandboxBackend):
         self.capabilities = Capabilities(rung.isolation)
 
     def place(self, name: str) -> Place:
-        """Return the host folders of one sandbox."""
-        assert self._state is not None
+        """Return the host folders of one sandbox. Raises SandboxStartError if the backend is closed."""
+        if self._state is None:
+            raise SandboxStartError(f"sandbox {name} cannot start: its backend was closed")
         return Place(self._state, name, self._program)
 
     def origin(self, sandbox: LocalSandbox) -> Origin:
@@ -435,6 +443,7 @@ class LocalBackend(SandboxBackend):
 
     def forget(self, sandbox: LocalSandbox) -> None:
         """Release a closed sandbox."""
+        self._frozen.pop(sandbox.id, None)
         self._snapshots.release(sandbox.id)
 
     async def keep(self, sandbox: LocalSandbox) -> str:
@@ -471,24 +480,24 @@ class LocalBackend(SandboxBackend):
         self._snapshots.add(name, Origin(origin.image, folder, layers), sandbox.spec.snapshot)
         return name
 
-    async def fork(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Return a started sandbox with the files of another."""
-        name = await self.keep(sandbox)
-        made = LocalSandbox(self, replace_snapshot(sandbox.spec, name), f"{os.getpid()}-{next(_NAMES)}")
-        try:
-            await made.start()
-        finally:
-            self._snapshots.drop(name)
+    def hold(self, snapshot: str, sandbox: LocalSandbox) -> None:
+        """Hold a new snapshot for the sandbox that was frozen to it, in place of the one before."""
+        before = self._frozen.pop(sandbox.id, None)
+        if before is not None:
+            self._snapshots.release(sandbox.id, before)
+        self._snapshots.use(snapshot, sandbox.id)
+        self._snapshots.drop(snapshot)
+        self._frozen[sandbox.id] = snapshot
+
+    def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
+        """Return sandboxes that begin from a snapshot which another one holds, and start when they are used."""
+        spec = replace(sandbox.spec, snapshot=snapshot, image=None, workspace=None)
+        made = [LocalSandbox.forked(self, spec, f"{os.getpid()}-{next(_NAMES)}", sandbox) for _ in range(count)]
+        for each in made:
+            self._snapshots.use(snapshot, each.id, sandbox.id)
         return made
 
 
 def _gone(keeping: asyncio.Future[str], folder: Path) -> None:
     if not keeping.cancelled() and keeping.exception() is None:
         keep.remove(str(folder))
-
-
-def replace_snapshot(spec: SandboxSpec, name: str) -> SandboxSpec:
-    """Return a spec that starts from a snapshot."""
-    from dataclasses import replace
-
-    return replace(spec, snapshot=name, image=None, workspace=None)
