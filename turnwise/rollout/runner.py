@@ -9,10 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.outcome import within_budget
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
 from turnwise.agents.roles import MAIN, check_played
 from turnwise.config import load_config
@@ -22,7 +24,6 @@ from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import (
     AgentError,
-    BudgetExceeded,
     ConfigError,
     EnvError,
     InferenceError,
@@ -40,7 +41,7 @@ from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
-from turnwise.rollout.growth import Grown, fold, grow
+from turnwise.rollout.growth import Grown, OwnFork, fold, grow, with_own_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.seeding import stable_hash
@@ -183,6 +184,8 @@ class _Run:
     branches: dict[str, list[Branch]] = field(default_factory=dict)
     # Of the environment, at the points of the tree; closed with it.
     forks: list[Env] = field(default_factory=list)
+    # Those that the agent made itself.
+    own_forks: list[OwnFork] = field(default_factory=list)
     env: Env | None = None
     episode: Episode | None = None
     stop_reason: StopReason = StopReason.COMPLETED
@@ -437,24 +440,18 @@ class EpisodeRunner:
             async with scope:
                 begin = self._reset if run.fork is None else self._forked
                 run.episode = episode = await begin(run, agent, None if timeout is None else scope.when())
-                try:
+                with within_budget(episode):
                     async with run.sessions.acting():
                         await agent.run(episode)
-                except Exception as error:  # an agent's code may wrap a spent budget in anything
-                    spent = _budget_spent(error)
-                    if spent is None:
-                        raise
-                    # An episode that a step has ended keeps its end, whatever the agent tried after it.
-                    if not episode.ended:
-                        episode.finish(StopReason(spent.stop_reason))
         except TimeoutError:
             if not scope.expired():
                 raise
             if run.episode is None:
                 name = run.spec.task.env or self._config.env.name
                 raise EnvError(f"environment {name!r} did not reset within {timeout} s") from None
-            if not run.episode.ended:
-                run.episode.finish(StopReason.TIMEOUT)
+            for episode in (run.episode, *(fork.episode for fork in run.own_forks)):
+                if not episode.ended:
+                    episode.finish(StopReason.TIMEOUT)
 
     async def _reset(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
@@ -465,7 +462,29 @@ class EpisodeRunner:
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         if run.record is not None:
             run.record.observation = snapshot(observation)
-        return self._episode(run, run.env, observation, info, run.sessions.open, deadline)
+        own = None if run.record is not None else partial(self._fork, run)
+        # A fork that the agent makes may have opened a session of the name before.
+        opens = partial(run.sessions.open_beside, -1)
+        return self._episode(run, run.env, observation, info, opens, deadline, open_fork=own)
+
+    async def _fork(self, run: _Run, origin: Episode) -> Episode:
+        """Return a fork of a running episode, which its agent drives."""
+        env = await invoke(origin.env, "fork", executor=self._executor)
+        run.forks.append(env)
+        made = run.sessions.fork_all(origin, len(run.own_forks))
+        fork = self._episode(
+            run,
+            env,
+            snapshot(origin.observation),
+            dict(origin.info),
+            partial(run.sessions.open_beside, len(run.own_forks)),
+            origin.deadline,
+            open_fork=partial(self._fork, run),
+            origin=origin,
+            sessions=made,
+        )
+        run.own_forks.append(OwnFork.of(fork, origin, run.own_forks))
+        return fork
 
     async def _forked(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
         """Return the episode of a branch, in a fork of the environment at its point."""
@@ -488,6 +507,7 @@ class EpisodeRunner:
         info: dict[str, Any],
         open_session: OpenSession,
         deadline: float | None,
+        **own: Any,
     ) -> Episode:
         spec, config = run.spec, self._config
         return Episode(
@@ -499,7 +519,7 @@ class EpisodeRunner:
             tools=schemas(env),
             limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
             open_session=open_session,
-            open_endpoint=run.sessions.endpoint,
+            open_endpoint=None if "origin" in own else run.sessions.endpoint,
             deadline=deadline,
             executor=self._executor,
             id=spec.episode_id,
@@ -507,6 +527,7 @@ class EpisodeRunner:
             attempt=spec.attempt,
             roles=config.roles,
             record=run.record,
+            **own,
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
@@ -555,12 +576,16 @@ class EpisodeRunner:
         run.stop_reason = episode.stop_reason
         try:
             async with asyncio.timeout(self._config.score_timeout) as scope:
-                await episode.score()
-                check_owners(episode.rewards, episode.sessions)
+                for each in (episode, *(fork.episode for fork in run.own_forks if fork.used(run.own_forks))):
+                    await each.score()
+                    check_owners(each.rewards, each.sessions)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise EnvError(f"scoring did not end within {self._config.score_timeout} s") from None
+        ways = with_own_forks(Grown(episode, run.stop_reason), run.own_forks)
+        if len(ways) > 1:
+            run.branches = fold(ways)
 
     async def _close(self, run: _Run) -> bool:
         """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
@@ -615,13 +640,3 @@ class EpisodeRunner:
             frozen=self._config.frozen,
             branches=run.branches,
         )
-
-
-def _budget_spent(error: BaseException | None) -> BudgetExceeded | None:
-    """Return the BudgetExceeded in an agent's error: itself, its cause, or part of a group."""
-    while error is not None and not isinstance(error, BudgetExceeded):
-        if isinstance(error, BaseExceptionGroup):
-            found = [_budget_spent(each) for each in error.exceptions]
-            return found[0] if all(found) else None
-        error = error.__cause__
-    return error
