@@ -36,7 +36,7 @@ from turnwise.sandboxes.local.mount_plan import (
     Place,
     find_groups,
 )
-from turnwise.sandboxes.local.sandbox import LocalSandbox
+from turnwise.sandboxes.local.sandbox import LocalSandbox, put_off
 
 
 @dataclass(slots=True)
@@ -446,8 +446,13 @@ class LocalBackend(SandboxBackend):
         self._frozen.pop(sandbox.id, None)
         self._snapshots.release(sandbox.id)
 
-    async def keep(self, sandbox: LocalSandbox) -> str:
-        """Snapshot a sandbox's files and return the name. Raises SandboxStartError."""
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> str:
+        """Snapshot a sandbox's files and return the name. Raises SandboxStartError.
+
+        Args:
+            sandbox: The sandbox.
+            frozen: Whether it is held by the sandbox alone, until that is frozen again or closed.
+        """
         assert self._state is not None
         name, folder = self._snapshots.new(self._state)
         origin = (
@@ -478,21 +483,19 @@ class LocalBackend(SandboxBackend):
             raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {wrong}")
         layers = (folder / "top", *origin.layers) if self.rung.overlay else (folder / "top",)
         self._snapshots.add(name, Origin(origin.image, folder, layers), sandbox.spec.snapshot)
+        if frozen:
+            before = self._frozen.pop(sandbox.id, None)
+            if before is not None:
+                self._snapshots.release(sandbox.id, before)
+            self._snapshots.use(name, sandbox.id)
+            self._snapshots.drop(name)
+            self._frozen[sandbox.id] = name
         return name
-
-    def hold(self, snapshot: str, sandbox: LocalSandbox) -> None:
-        """Hold a new snapshot for the sandbox that was frozen to it, in place of the one before."""
-        before = self._frozen.pop(sandbox.id, None)
-        if before is not None:
-            self._snapshots.release(sandbox.id, before)
-        self._snapshots.use(snapshot, sandbox.id)
-        self._snapshots.drop(snapshot)
-        self._frozen[sandbox.id] = snapshot
 
     def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
         """Return sandboxes that begin from a snapshot which another one holds, and start when they are used."""
         spec = replace(sandbox.spec, snapshot=snapshot, image=None, workspace=None)
-        made = [LocalSandbox.forked(self, spec, f"{os.getpid()}-{next(_NAMES)}", sandbox) for _ in range(count)]
+        made = [put_off(self, spec, f"{os.getpid()}-{next(_NAMES)}", sandbox) for _ in range(count)]
         for each in made:
             self._snapshots.use(snapshot, each.id, sandbox.id)
         return made

@@ -67,14 +67,11 @@ class SandboxHost(Protocol):
     def forget(self, sandbox: LocalSandbox) -> None:
         """Take note that a sandbox is closed."""
 
-    async def keep(self, sandbox: LocalSandbox) -> str:
-        """Keep a sandbox's files as they are now, and return the snapshot's name."""
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> str:
+        """Keep a sandbox's files as they are now, and return the snapshot's name; ``frozen``: for its forks alone."""
 
     def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
         """Return sandboxes that begin from a snapshot which another one holds."""
-
-    def hold(self, snapshot: str, sandbox: LocalSandbox) -> None:
-        """Keep a snapshot for a sandbox in place of the one that it was frozen to before."""
 
 
 def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
@@ -130,13 +127,6 @@ class LocalSandbox(Sandbox):
         self._changes = 0
         self._frozen: tuple[str, int] | None = None
         self._freezing = asyncio.Lock()
-
-    @classmethod
-    def forked(cls, backend: SandboxHost, spec: SandboxSpec, name: str, origin: LocalSandbox) -> LocalSandbox:
-        """Return a sandbox that starts with its first use."""
-        made = cls(backend, spec, name)
-        made._put_off, made.start_slots, made.capabilities = True, origin.start_slots, origin.capabilities
-        return made
 
     async def start(self) -> None:
         """Start it. A start that fails or is cancelled leaves nothing behind."""
@@ -358,8 +348,7 @@ class LocalSandbox(Sandbox):
             if self._frozen is None or self._frozen[1] != self._changes:
                 before = self._changes
                 idle = await self._idle(channel)
-                name = await self._backend.keep(self)
-                self._backend.hold(name, self)
+                name = await self._backend.keep(self, frozen=True)
                 if self._closed:
                     self._backend.forget(self)
                 self._alive()
@@ -516,3 +505,10 @@ class LocalSandbox(Sandbox):
             if refused.number == errno.ENOSPC:
                 raise SandboxFileError(f"{path}: the limit of disk is {self.spec.limits.disk} bytes") from None
             raise (kind or SandboxFileError)(f"{path}: {refused.reason}") from None
+
+
+def put_off(backend: SandboxHost, spec: SandboxSpec, name: str, origin: LocalSandbox) -> LocalSandbox:
+    """Return a fork of another sandbox, which starts with its first use."""
+    made = LocalSandbox(backend, spec, name)
+    made._put_off, made.start_slots, made.capabilities = True, origin.start_slots, origin.capabilities
+    return made
