@@ -96,7 +96,7 @@ GrowBranch: TypeAlias = Callable[[Grown, int, BranchPoint, int], Coroutine[Any, 
 """Plays a fork of a branch (given with its index) at a point, the n-th of the tree; None where it failed for good."""
 
 
-async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) -> list[Grown]:
+async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) -> tuple[list[Grown], int]:
     """Grow the branches of a tree.
 
     Args:
@@ -106,11 +106,11 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
         play: Plays one branch.
 
     Returns:
-        The branches, the initial episode first. Fewer than configured where no turn was chosen, none fits the budget,
-        or they failed.
+        The branches, the initial episode first, and the number of those that did not fit the budget. There are fewer
+        than configured also where no turn was chosen, or branches failed.
     """
     choose, draw = config.chooser(), random.Random(seed)
-    tree, asked = [first], 0
+    tree, asked, unfit = [first], 0, 0
     first.record.settle()
     for number in range(config.rounds):
         left = config.rounds - number
@@ -119,7 +119,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
         chosen = [*choose(turns, count, draw)]
         fit = _within_budget(config, tree, [turns[index] for index in chosen])
         wanted = [(turns[index], points[index]) for index in chosen[:fit]]
-        asked += count
+        asked, unfit = asked + count, unfit + len(chosen) - fit
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(play(tree[turn.branch], turn.branch, point, len(tree) + offset))
@@ -129,7 +129,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
             if grown is not None:
                 grown.record.settle()
                 tree.append(grown)
-    return tree
+    return tree, unfit
 
 
 def _within_budget(config: TreeConfig, tree: Sequence[Grown], chosen: Sequence[TreeTurn]) -> int:

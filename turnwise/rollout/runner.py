@@ -389,7 +389,7 @@ class EpisodeRunner:
 
         try:
             seed = stable_hash("tree", run.spec.sampling_seed)
-            tree = await grow(Grown(run.episode, run.stop_reason), self._config.tree, seed, play)
+            tree, unfit = await grow(Grown(run.episode, run.stop_reason), self._config.tree, seed, play)
         except (TurnwiseError, ExceptionGroup) as error:
             run.stop_reason, run.error = StopReason.ERROR, first_of(error)
             return
@@ -402,7 +402,7 @@ class EpisodeRunner:
         refusals = sum(grown.record.refusals for grown in tree)
         if refusals and len(tree) == 1:
             run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", tree[0].record.refused)
-        counts = {"tree/branches": len(tree), "tree/refusals": refusals}
+        counts = {"tree/branches": len(tree), "tree/refusals": refusals, "tree/over_budget": unfit}
         run.metrics |= {name: float(count) for name, count in counts.items()}
 
     async def _branch(self, run: _Run, fork: _Fork, index: int) -> Grown | None:
