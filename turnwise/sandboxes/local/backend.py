@@ -446,8 +446,8 @@ class LocalBackend(SandboxBackend):
         self._frozen.pop(sandbox.id, None)
         self._snapshots.release(sandbox.id)
 
-    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> str:
-        """Snapshot a sandbox's files and return the name. Raises SandboxStartError.
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
+        """Snapshot a sandbox's files; return the name, and whether nothing ran in it. Raises SandboxStartError.
 
         Args:
             sandbox: The sandbox.
@@ -473,14 +473,14 @@ class LocalBackend(SandboxBackend):
         }
         keeping = asyncio.ensure_future(self.launcher.call(name, request))
         try:
-            wrong = await asyncio.shield(keeping)
+            answer = await asyncio.shield(keeping)
         except asyncio.CancelledError:
             # What is being copied cannot be called back: it goes as soon as it is there.
             keeping.add_done_callback(lambda done: _gone(done, folder))
             raise
-        if wrong:
+        if answer["error"]:
             await asyncio.to_thread(keep.remove, str(folder))
-            raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {wrong}")
+            raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {answer['error']}")
         layers = (folder / "top", *origin.layers) if self.rung.overlay else (folder / "top",)
         self._snapshots.add(name, Origin(origin.image, folder, layers), sandbox.spec.snapshot)
         if frozen:
@@ -490,7 +490,7 @@ class LocalBackend(SandboxBackend):
             self._snapshots.use(name, sandbox.id)
             self._snapshots.drop(name)
             self._frozen[sandbox.id] = name
-        return name
+        return name, answer["idle"]
 
     def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
         """Return sandboxes that begin from a snapshot which another one holds, and start when they are used."""
@@ -501,6 +501,6 @@ class LocalBackend(SandboxBackend):
         return made
 
 
-def _gone(keeping: asyncio.Future[str], folder: Path) -> None:
+def _gone(keeping: asyncio.Future[dict[str, Any]], folder: Path) -> None:
     if not keeping.cancelled() and keeping.exception() is None:
         keep.remove(str(folder))

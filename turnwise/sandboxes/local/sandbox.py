@@ -67,8 +67,8 @@ class SandboxHost(Protocol):
     def forget(self, sandbox: LocalSandbox) -> None:
         """Take note that a sandbox is closed."""
 
-    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> str:
-        """Keep a sandbox's files as they are now, and return the snapshot's name; ``frozen``: for its forks alone."""
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
+        """Keep a sandbox's files, ``frozen`` for its forks alone; return the name, and whether nothing ran in it."""
 
     def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
         """Return sandboxes that begin from a snapshot which another one holds."""
@@ -331,7 +331,7 @@ class LocalSandbox(Sandbox):
     async def snapshot(self) -> str:
         """Snapshot the files; return the name for ``spec.snapshot``."""
         await self._used(changes=False)
-        return await self._backend.keep(self)
+        return (await self._backend.keep(self))[0]
 
     async def fork(self, count: int = 1) -> list[LocalSandbox]:
         """Return sandboxes over a frozen layer of the current files, without processes; each starts when it is used.
@@ -343,12 +343,11 @@ class LocalSandbox(Sandbox):
             # It has changed nothing: its forks begin where it does.
             assert self.spec.snapshot is not None
             return self._backend.forks(self, self.spec.snapshot, count)
-        channel = await self._used(changes=False)
+        await self._used(changes=False)
         async with self._freezing:
             if self._frozen is None or self._frozen[1] != self._changes:
                 before = self._changes
-                idle = await self._idle(channel)
-                name = await self._backend.keep(self, frozen=True)
+                name, idle = await self._backend.keep(self, frozen=True)
                 if self._closed:
                     self._backend.forget(self)
                 self._alive()
@@ -440,12 +439,6 @@ class LocalSandbox(Sandbox):
         async with self.start_slots:
             await self.launch()
         self._put_off = False
-
-    async def _idle(self, channel: Channel) -> bool:
-        """Whether no process runs inside that could change files after this."""
-        request = await channel.request({"op": "idle"})
-        await asyncio.wait([request.ended], timeout=_FILE_SECONDS)
-        return request.ended.done() and request.ended.result() == 0
 
     def _alive(self) -> Channel:
         if self._channel is None or self._channel.dead:

@@ -204,9 +204,6 @@ class Agent:
                 self.say("gone", request["id"])
         elif operation == "listen":
             self.listen(request)
-        elif operation == "idle":
-            self.reap()
-            self.say("exit", request["id"], int(bool(self.shims or self.killing or self.stray)))
         elif operation == "interrupt":
             send_signal({pid for pid, name in self.shims.items() if name == request["id"]}, _signal.SIGINT)
         else:
