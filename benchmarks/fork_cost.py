@@ -2,12 +2,22 @@
 
 ``ms_in_process`` is the worst median of ``invoke(env, "fork")`` over ToolEnvs of the library that keep their state in
 attributes, each with an episode of four turns behind it. ``ms_local`` is the median of a fork of a ToolEnv with a local
-sandbox, ``s_local_32`` the wall seconds of 32 forks of one parent at the same time. Bars: 0.2 ms, 20 ms, 0.5 s.
+sandbox in which a file was written since the last fork (``ms_local_fastest_tenth``: the tenth percentile, which other
+work on the machine disturbs least), ``s_local_32`` the wall seconds of 32 forks of one parent at
+the same time. Bars: 0.2 ms, 20 ms, 0.5 s.
+
+A fork of a local sandbox starts when it is first used: ``ms_first_use`` is the median of the first command in a fork,
+``s_first_use_32`` the wall seconds of 32 forks and a first command in each, at the same time. ``cpu_ms`` is the CPU
+time of all processes for a fork, and for a fork with its first command and its end.
+
+``ratio_docker`` is a fork of a docker sandbox (files in the container's layer, the same workspace) over ``commit`` and
+``run`` by the engine's SDK, medians of forks made in turn; left out where no engine answers and none can be started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -15,11 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import docker
 from sandbox import repository
 
+from harness.docker_engine import engine
 from harness.measure import machine, parse, parser, report
 from turnwise.envs import Env, ToolEnv, invoke, make
 from turnwise.sandboxes import SandboxConfig, SandboxManager, SandboxSpec
+from turnwise.sandboxes.archives import pack
 from turnwise.tasks import Task
 from turnwise.tasks.reader import load_tasks
 from turnwise.tools import function_tool
@@ -86,25 +99,127 @@ async def in_process(repeats: int) -> dict[str, float]:
     return found
 
 
-async def with_sandboxes(folder: Path, repeats: int) -> dict[str, float]:
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process, of its children and of what those have waited for."""
+    own = os.times()
+    total = own.user + own.system
+    for child in Path("/proc/self/task").glob("*/children"):
+        for pid in child.read_text().split():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(int(each) for each in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+async def used(env: Env) -> None:
+    """Run a first command in an environment's sandbox."""
+    assert env.sandbox is not None
+    assert (await env.sandbox.exec(["true"], timeout=120)).ok
+
+
+async def one_by_one(env: Env, count: int, *, use: bool) -> dict[str, float]:
+    """Return what forks cost one after the other, each after a change of a file."""
+    taken, first = [], []
+    spent = 0.0
+    for number in range(count):
+        await env.sandbox.write_file("package0/module0.py", b"%d" % number)  # type: ignore[union-attr]
+        cpu, began = cpu_seconds(), time.perf_counter()
+        fork = await invoke(env, "fork")
+        made = time.perf_counter()
+        if use:
+            await used(fork)
+        taken.append(made - began)
+        first.append(time.perf_counter() - made)
+        await invoke(fork, "close")
+        spent += cpu_seconds() - cpu
+    return {
+        "ms": 1e3 * statistics.median(taken),
+        "ms_fastest_tenth": 1e3 * statistics.quantiles(taken, n=10)[0],
+        "ms_first_use": 1e3 * statistics.median(first),
+        "cpu_ms": 1e3 * spent / count,
+    }
+
+
+async def at_once(env: Env, number: int, *, use: bool) -> float:
+    """Return the wall seconds of forks of one parent at the same time, after a change of a file."""
+    await env.sandbox.write_file("package0/module0.py", b"%d" % number)  # type: ignore[union-attr]
+    began = time.perf_counter()
+    forks = await asyncio.gather(*(invoke(env, "fork") for _ in range(AT_ONCE)))
+    if use:
+        await asyncio.gather(*map(used, forks))
+    taken = time.perf_counter() - began
+    await asyncio.gather(*(invoke(each, "close") for each in forks))
+    return taken
+
+
+async def with_sandboxes(folder: Path, repeats: int) -> dict[str, Any]:
     """Return the figures of forks of a ToolEnv with a sandbox."""
     manager = SandboxManager(SandboxConfig())
     env = Workspace(folder)
     env.sandboxes = manager
     try:
         await invoke(env, "reset", None, seed=0)
-        await env.sandbox.write_file("package0/module0.py", b"changed")  # type: ignore[union-attr]
-        one = await forked(env, 4 * repeats)
-        together = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            forks = await asyncio.gather(*(invoke(env, "fork") for _ in range(AT_ONCE)))
-            together.append(time.perf_counter() - began)
-            await asyncio.gather(*(invoke(each, "close") for each in forks))
+        forks = await one_by_one(env, 8 * repeats, use=False)
+        uses = await one_by_one(env, 4 * repeats, use=True)
+        together = [await at_once(env, number, use=False) for number in range(repeats)]
+        used_together = [await at_once(env, number, use=True) for number in range(max(1, repeats // 2))]
         await invoke(env, "close")
     finally:
         await manager.close()
-    return {"ms": 1e3 * statistics.median(one), "s_32": statistics.median(together)}
+    return {
+        "ms_local": round(forks["ms"], 1),
+        "ms_local_fastest_tenth": round(forks["ms_fastest_tenth"], 1),
+        "s_local_32": round(statistics.median(together), 3),
+        "ms_first_use": round(uses["ms_first_use"], 1),
+        "s_first_use_32": round(statistics.median(used_together), 3),
+        "cpu_ms": {"fork": round(forks["cpu_ms"], 1), "fork_and_use": round(uses["cpu_ms"], 1)},
+    }
+
+
+async def with_docker(host: str, image: str, folder: Path, repeats: int) -> dict[str, float]:
+    """Return the milliseconds of a fork of a container, and of ``commit`` and ``run`` by the SDK, made in turn."""
+    client = docker.DockerClient(base_url=host)
+    config = {"url": host, "image": image, "pull": "never", "files": "layer"}
+    manager = SandboxManager(SandboxConfig(name="docker", config=config))
+    theirs = client.containers.run(image, ["sleep", "600"], detach=True, init=True, network_mode="none")
+    taken: dict[str, list[float]] = {"ours": [], "raw": []}
+    try:
+        with tempfile.TemporaryFile() as packed:
+            pack(folder, packed)
+            packed.seek(0)
+            theirs.put_archive("/tmp", packed)
+        sandbox = await manager.open(SandboxSpec(workspace=folder))
+        for turn in range(repeats):
+            for side in ("ours", "raw") if turn % 2 == 0 else ("raw", "ours"):
+                began = time.perf_counter()
+                if side == "ours":
+                    [fork] = await manager.fork(sandbox)
+                else:
+                    base = theirs.commit()
+                    raw = client.containers.run(base.id, ["sleep", "600"], detach=True, init=True, network_mode="none")
+                taken[side].append(1e3 * (time.perf_counter() - began))
+                if side == "ours":
+                    await manager.release(fork)
+                else:
+                    raw.remove(force=True)
+                    client.images.remove(base.id)
+    finally:
+        theirs.remove(force=True)
+        await manager.close()
+        client.close()
+    return {side: statistics.median(each) for side, each in taken.items()}
+
+
+def docker_figures(folder: Path, repeats: int) -> dict[str, Any]:
+    """Return the figures of docker, or none where there is no engine."""
+    with engine() as found:
+        if found is None:
+            print("docker is left out: no engine answers, and none was started", file=sys.stderr)
+            return {}
+        taken = asyncio.run(with_docker(*found, folder, repeats))
+    return {
+        "ratio_docker": round(taken["ours"] / taken["raw"], 2),
+        "ms_docker": {side: round(each, 1) for side, each in taken.items()},
+    }
 
 
 def main() -> None:
@@ -115,15 +230,15 @@ def main() -> None:
         repository(folder)
         plain = asyncio.run(in_process(arguments.repeats))
         local = asyncio.run(with_sandboxes(folder, arguments.repeats))
+        local |= docker_figures(folder, arguments.repeats)
     report(
         {
             "ms_in_process": round(max(plain.values()), 3),
-            "ms_local": round(local["ms"], 1),
-            "s_local_32": round(local["s_32"], 3),
+            **local,
             "bars": BARS,
             "in_process": {name: round(each, 3) for name, each in plain.items()},
             "config": {"at_once": AT_ONCE, "files": 2000, "backend": "local"},
-            "machine": machine("turnwise"),
+            "machine": machine("turnwise", "docker"),
         }
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,10 +87,11 @@ class LoggedSandbox(Sandbox):
         """Keep the files as they are."""
         return await self.inner.snapshot()
 
-    async def fork(self) -> Sandbox:
-        """Return a started copy, which is logged, too."""
-        made = LoggedSandbox(await self.inner.fork(), self._log)
-        made.capabilities = made.inner.capabilities
+    async def fork(self, count: int = 1) -> Sequence[Sandbox]:
+        """Return forks, which are logged, too."""
+        made = [LoggedSandbox(each, self._log) for each in await self.inner.fork(count)]
+        for each in made:
+            each.capabilities = each.inner.capabilities
         return made
 
     async def listen(self, port: int = 0) -> socket.socket:

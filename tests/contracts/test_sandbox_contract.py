@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.sandboxes.faulty_backends import BentBackend
+from support.sandboxes.faulty_backends import BentBackend, ForkedBackend
 from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig
 from turnwise.sandboxes.checker import Outcome, check_sandbox
@@ -47,6 +47,29 @@ async def test_landlock_keeps_the_contract_and_what_it_promises() -> None:
     assert len(report.outcomes) > 15
     skipped = {each.name: each.message for each in report.outcomes if each.status == "skipped" and each.attack}
     assert not skipped or "python3" in str(skipped)
+
+
+async def test_a_fork_keeps_the_contract_and_what_its_backend_promises() -> None:
+    backend = ForkedBackend(isolation="landlock")
+    try:
+        await backend.probe()
+    except SandboxUnavailable as error:
+        pytest.skip(f"this kernel has no Landlock to offer: {error}")
+    names = (
+        "exec: exit",
+        "time-out: tree",
+        "life: fork",
+        "life: close during",
+        "life: reap",
+        "attack: read",
+        "attack: write",
+    )
+    try:
+        report = await check_sandbox(backend, only=names)
+    finally:
+        await backend.close()
+    report.raise_for_failures()
+    assert {each.status for each in report.outcomes if not each.attack} == {"passed"}
 
 
 # What nothing holds back gets through: each of these attacks works, so that one which is held is held by something.
@@ -123,4 +146,4 @@ async def test_what_cannot_be_examined_is_said_before_anything_starts() -> None:
 def test_every_promise_of_the_capabilities_has_an_attack() -> None:
     promises = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "always"}
     assert {attack.containment for attack in ATTACKS.values()} == promises
-    assert len(CHECKS) + len(ATTACKS) == 101
+    assert len(CHECKS) + len(ATTACKS) == 103

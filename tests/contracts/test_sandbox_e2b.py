@@ -74,6 +74,34 @@ async def test_a_sandbox_is_marked_bounded_and_told_from_a_dead_one(cloud: tuple
     assert not served.boxes
 
 
+@boxed
+async def test_forks_come_of_one_request_with_their_processes(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    served, config = cloud
+    report = await check_sandbox(SandboxConfig(name="e2b", config=config), only=["life: fork"])
+    report.raise_for_failures()
+    assert [each["count"] for each in served.forked[:3]] == [2, 1, 1]
+    backend = E2BBackend(lifetime=600, **config)
+    async with backend.make(SandboxSpec(labels={"job": "mine"})) as sandbox:
+        running = await sandbox.spawn(["cat"])
+        with pytest.raises(SandboxUnavailable, match="cannot be forked while a command runs"):
+            await sandbox.fork()
+        await running.kill()
+        await running.wait()
+        served.fail_forks = 1
+        with pytest.raises(SandboxStartError, match="no machine is free"):
+            await sandbox.fork(3)
+        assert set(served.boxes) == {sandbox.id}, "forks beside one that failed are ended"
+        made = await sandbox.fork(2)
+        assert served.forked[-1] == {"count": 2, "timeout": 600}
+        # A fork of a dead host is reaped as its origin is.
+        served.boxes[made[0].id].metadata = {**served.boxes[made[0].id].metadata, "turnwise_host": f"{_dead()}-1"}
+        assert await backend.reap() == 1
+        assert set(served.boxes) == {sandbox.id, made[1].id}
+        for each in made:
+            await each.close()
+    assert not served.boxes
+
+
 def _dead() -> int:
     done = subprocess.Popen([sys.executable, "-S", "-c", ""])
     done.wait()

@@ -39,6 +39,7 @@ from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trajectory import branch_paths
 from turnwise.trajectory_file import read_trajectories
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -236,6 +237,26 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     assert figures["after sampled"] >= 0.88
     assert figures["after greedy"] >= 0.97
     assert audit_run(tmp_path / "main", at_most=4, console=silent()).contradictions == []
+
+
+def test_trees_grow_on_workers_and_each_turn_is_trained_once(cluster: ThreeNodes, model: Path, tmp_path: Path) -> None:
+    keys = on_cluster(cluster, inference={"replicas": 1}, policies={})
+    keys["ray"] |= {"workers": {"min": 2}, "replica": {"cpus": 0.5}}
+    keys["rollout"] = {"group_size": 2, "tree": {"branches": 3, "rounds": 2}}
+    keys["algorithm"] = {"credit": "tree_value", "drop_zero_variance": False}
+    with training(train_config(model, tmp_path, steps=2, **keys)) as process:
+        assert process.wait() == 0, process.output()
+    trained = [each for each in read_trajectories(tmp_path / "run" / "trajectories.twz") if each.error is None]
+    assert [len(each.branches) for each in trained] == [4] * 8
+    for each in trained:
+        branch_paths(each.branches)
+        assert all(branch.again is not None for branch in each.branches[1:])
+    owned = [(row.trajectory, row.leaf) for row in read_batches(tmp_path / "run" / "batches.jsonl").rows]
+    assert len(owned) == len(set(owned)) > 8
+    report = audit_run(tmp_path / "run", at_most=8, console=silent())
+    assert report.contradictions == []
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    ended(cluster)
 
 
 def test_policies_train_on_the_cluster_with_shared_servers_and_their_own(

@@ -359,10 +359,15 @@ async def test_a_workspace_a_snapshot_and_a_fork(docker_engine: TestEngine, file
             await sandbox.exec("echo inside > sub/file; echo t > /tmp/t; echo h > ~/h")
             kept = await sandbox.snapshot()
             await sandbox.exec("echo later > sub/file")
-            forked = await sandbox.fork()
+            forked, other = await sandbox.fork(2)
             assert await forked.read_file("link") == b"later\n"
             await forked.write_file("sub/file", b"forked")
             await forked.close()
+            assert await other.read_file("sub/file") == b"later\n"
+            frozen = [name for name in left(docker_engine) if "snapshot" in name and kept not in name]
+            assert len(frozen) == (files == "layer"), "two forks share one commit"
+            await other.close()
+            assert not [name for name in left(docker_engine) if "snapshot" in name and kept not in name]
             assert await sandbox.read_file("sub/file") == b"later\n"
             async with backend.make(replace(SPEC, snapshot=kept)) as again:
                 assert (await again.exec("cat link /tmp/t ~/h; stat -c %u sub/file")).stdout == b"inside\nt\nh\n1000\n"

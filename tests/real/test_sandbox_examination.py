@@ -40,6 +40,15 @@ async def test_bubblewrap_holds_everything_back() -> None:
 
 
 @pytest.mark.alike("examinations")
+async def test_a_fork_holds_everything_back() -> None:
+    config = SandboxConfig(name="support.sandboxes.faulty_backends:ForkedBackend", config={"isolation": "bubblewrap"})
+    report = await check_sandbox(config, only=["attack", "life: fork", "life: close", "life: reap", "limits"])
+    report.raise_for_failures()
+    assert {each.status for each in report.outcomes} == {"held", "passed"}
+    assert len(report.attacks) == len(ATTACKS)
+
+
+@pytest.mark.alike("examinations")
 async def test_bubblewrap_holds_everything_back_for_a_plain_user() -> None:
     """In a mount namespace of its own, where this interpreter and this package are seen by everybody."""
     report = await as_user("isolation=bubblewrap")

@@ -95,7 +95,7 @@ async def test_a_state_folder_of_any_name_holds_deep_snapshots(folder: Path) -> 
         assert backend.rung.overlay
         for number in range(10):
             await last.exec(f"echo {number} >> file")
-            last, before = await last.fork(), last
+            [last], before = await last.fork(), last
             await before.close()
         assert await last.read_file("file") == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9\n"
     finally:
@@ -135,7 +135,7 @@ async def test_an_image_is_a_folder_with_a_root_file_system(folder: Path) -> Non
             result = await sandbox.exec("pwd; cat /etc/of-image; id -u; echo x > /etc/new; ls /usr")
             assert result.stdout == b"/testbed\nof image\n0\n", result.text
             assert result.exit_code == 1  # there is nothing of the host's
-            forked = await sandbox.fork()
+            [forked] = await sandbox.fork()
             assert await forked.read_file("/etc/new") == b"x\n"
             await forked.close()
         assert sorted(os.listdir(folder / "etc")) == ["of-image"]

@@ -174,6 +174,7 @@ def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
 
 T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]
+OpenFork = Callable[["Episode"], Awaitable["Episode"]]
 OpenEndpoint = Callable[[Session], Awaitable["SessionEndpoint"]]
 ListTurns = Callable[[Session], Awaitable[list[str]]]
 
@@ -204,7 +205,8 @@ class Episode:
         roles: Policy of an agent or role (``rollout.roles``).
         rewarded: Whether the agent set the reward itself (:meth:`reward`); the environment then does not score.
         list_turns: Returns a session's turn ids; the recorder may be remote.
-        record: What forks of the episode need; None where it is not forked.
+        record: What forks of the episode need; None where no tree is grown of it.
+        origin: The episode that this is a fork of (:meth:`fork`), or None.
     """
 
     def __init__(
@@ -227,6 +229,9 @@ class Episode:
         attempt: int = 0,
         roles: Mapping[str, str] | None = None,
         record: EpisodeRecord | None = None,
+        open_fork: OpenFork | None = None,
+        origin: Episode | None = None,
+        sessions: Mapping[str, Session] | None = None,
     ) -> None:
         self.id = id
         self.partition = partition
@@ -240,7 +245,9 @@ class Episode:
         self.deadline = deadline
         self.record = record
         self._note_nothing()
-        self.scored = self.rewarded = self.ended = False
+        self.origin = origin
+        self.scored = self.ended = False
+        self.rewarded: bool = origin is not None and origin.rewarded
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
         self._env = env
@@ -248,8 +255,10 @@ class Episode:
         self._open_session = open_session
         self._open_endpoint = open_endpoint
         self.list_turns = list_turns or recorded_turns
-        self._sessions: dict[str, Session] = {}
-        self._policies: dict[str, str] = {}
+        self._open_fork = open_fork
+        self._acting = 0
+        self._sessions: dict[str, Session] = dict(sessions or {})
+        self._policies: dict[str, str] = {} if origin is None else dict(origin._policies)
         self.roles = dict(roles or {})
         self.states = first_state(info)
         self._failure: TurnwiseError | None = None
@@ -394,8 +403,8 @@ class Episode:
             return result
         calls = len(message.get("tool_calls") or ())
         answers = cast("list[Message]", result.observation)
-        truncate_tool_results = self.fit(answers, turn, calls, agent, spare=spare)
-        return result if truncate_tool_results is answers else result._replace(observation=truncate_tool_results)
+        fitted = fit_results(self, answers, turn, calls, agent, spare=spare)
+        return result if fitted is answers else result._replace(observation=fitted)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Execute one tool call outside of a step. Its reward is noted on the calling turn.
@@ -427,23 +436,39 @@ class Episode:
         if response.text:
             # Its sibling calls are answered one by one: each gets an equal share.
             calls = session.issued.calls_beside(call.id)
-            [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
+            told: Message = {"role": "tool", "content": response.text}
+            [answer] = fit_results(self, [told], turn, calls, agent, share=True)
             response.text = str(answer["content"])
         return response
 
-    def fit(
-        self, messages: list[Message], turn: str | None, calls: int, agent: str, *, share: bool = False, spare: int = 0
-    ) -> list[Message]:
-        """Cut a turn's tool results (``share`` for a single call) to the room left plus ``spare``."""
-        session, count_tokens = self._sessions.get(agent), self._env.count_tokens
-        left = None if session is None or turn is None or not calls else session.context_left(turn)
-        if left is None or count_tokens is None:
-            return messages
-        room = tool_result_budget(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
-        found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
-        if cut:
-            self.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
-        return found
+    async def fork(self) -> Episode:
+        """Return an episode that goes on from here by itself: a fork of the environment and of every open session.
+
+        The agent drives both, with copies of its messages: what it holds in variables is its own to copy. They are two
+        ways through one episode. What was sampled and noted until here counts in both and is recorded once; a fork
+        begins without metrics and rewards of its own, and samples with other seeds. When the agent returns, each is
+        scored and closed; a fork in which nothing was sampled is left out.
+
+        Raises:
+            AgentError: The episode has ended, a call of its environment runs, a session has no token ids, or it is one
+                that its agent cannot fork.
+            EnvError: The environment cannot be forked.
+        """
+        if self._open_fork is None:
+            raise AgentError(
+                "episode.fork: the agent cannot fork this episode: with rollout.tree or a search the run does that "
+                "(leave it out), and a runner elsewhere (rollout.remote) has neither its environment nor its sessions"
+            )
+        if self.ended or self.scored:
+            raise AgentError("episode.fork was called after the episode ended: fork it before the step that ends it")
+        if self._acting:
+            raise AgentError("episode.fork was called while episode.step or episode.call runs: await that first")
+        return await self._open_fork(self)
+
+    @property
+    def count_tokens(self) -> CountTokens | None:
+        """Counts the tokens of a text as the model's tokenizer does; None where that is unknown."""
+        return self._env.count_tokens
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
         """Note a reward on a turn, or on the episode (None). Raises AgentError where it is not finite."""
@@ -544,12 +569,15 @@ class Episode:
             known = await record.again(method, argument, agent)
             if known is not None:
                 return known.result
+        self._acting += 1
         try:
             with contextlib.nullcontext() if record is None else record.acting():
                 result = await invoke(self._env, method, argument, executor=self._executor)
         except (EnvError, SandboxError) as error:
             self._failure = error
             raise
+        finally:
+            self._acting -= 1
         if record is not None:
             record.note(method, argument, agent, result)
         return result
@@ -568,6 +596,28 @@ class Episode:
             self.finish(StopReason.INVALID_CALLS)
             counted = f"{env.invalid_in_a_row} calls in a row did not reach a tool"
             raise BudgetExceeded(StopReason.INVALID_CALLS, f"{counted}; max_invalid_calls is {env.max_invalid_calls}")
+
+
+def fit_results(
+    episode: Episode,
+    messages: list[Message],
+    turn: str | None,
+    calls: int,
+    agent: str,
+    *,
+    share: bool = False,
+    spare: int = 0,
+) -> list[Message]:
+    """Cut a turn's tool results (``share`` for a single call) to the room left plus ``spare``."""
+    session, count_tokens, limits = episode.sessions.get(agent), episode.count_tokens, episode.limits
+    left = None if session is None or turn is None or not calls else session.context_left(turn)
+    if left is None or count_tokens is None:
+        return messages
+    room = tool_result_budget(left + spare, limits.context_length, limits.max_tokens_per_turn, calls)
+    found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
+    if cut:
+        episode.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
+    return found
 
 
 class Agent(ABC):

@@ -1,4 +1,4 @@
-"""Rewards set by an agent's code: ``emit_reward`` while it runs, and its return value."""
+"""What an agent's code makes of an episode: rewards while it runs, its return value, and spent budgets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, SupportsFloat
 
 from turnwise.agents.core import Episode
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, BudgetExceeded, shown
+from turnwise.types import StopReason
 
 _ACTING: contextvars.ContextVar[Episode] = contextvars.ContextVar("turnwise_episode")
 _NAME = "reward"
@@ -122,3 +123,30 @@ def _number(value: object, what: str) -> float:
         f"{what}: {shown(value)} of type {type(value).__name__} is not a reward: return a number, named numbers, a "
         "list with one number for each turn, or None"
     )
+
+
+@contextlib.contextmanager
+def within_budget(episode: Episode) -> Iterator[None]:
+    """Let a spent budget of turns or tokens end one episode: the block is left, and its forks go on.
+
+    Without it a spent budget ends the agent, and so all forks of its episode.
+    """
+    try:
+        yield
+    except Exception as error:  # an agent's code may wrap a spent budget in anything
+        spent = budget_spent(error)
+        if spent is None:
+            raise
+        # An episode that a step has ended keeps its end, whatever the agent tried after it.
+        if not episode.ended:
+            episode.finish(StopReason(spent.stop_reason))
+
+
+def budget_spent(error: BaseException | None) -> BudgetExceeded | None:
+    """Return the BudgetExceeded in an agent's error: itself, its cause, or part of a group."""
+    while error is not None and not isinstance(error, BudgetExceeded):
+        if isinstance(error, BaseExceptionGroup):
+            found = [budget_spent(each) for each in error.exceptions]
+            return found[0] if all(found) else None
+        error = error.__cause__
+    return error

@@ -107,7 +107,7 @@ class Sandboxed:
             SandboxError: The backend cannot fork, or it did not start.
         """
         manager = next(manager for manager, each in self._in_use if each is sandbox)
-        opened = await manager.fork(sandbox)
+        [opened] = await manager.fork(sandbox)
         self._keep(manager, opened)
         return opened
 

@@ -100,9 +100,10 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
 
 async def _forked(env: Any, manager: SandboxManager, sandbox: Sandbox) -> Sandbox:
     try:
-        return await manager.fork(sandbox)
+        [made] = await manager.fork(sandbox)
     except SandboxError as error:
         raise EnvError(f"{type(env).__qualname__} cannot fork: its sandbox cannot: {error}") from error
+    return made
 
 
 def _share_tools(env: Any, memo: Memo) -> None:

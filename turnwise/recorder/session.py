@@ -361,28 +361,30 @@ class Session:
         """Whether turns before the fork are left."""
         return self._prefix is not None and bool(self._prefix.left)
 
-    def fork(self, turns: Sequence[str], *, again: str | None = None, seed: int | None = None) -> Self:
-        """Return a session that goes on after these turns in the same tree, and gives them again before it samples.
+    def fork(self, turns: Sequence[str] | None = None, *, again: str | None = None, seed: int | None = None) -> Self:
+        """Return a session that goes on by itself in the same tree. Raises SessionError (unknown turn, no token ids).
 
         Args:
-            turns: Ids of the turns before the fork, in commit order.
+            turns: Turns before the fork in commit order, given again before it samples; None: it goes on from here.
             again: The turn that the first request samples again: it must ask the same.
-            seed: Its sampling seed.
-
-        Raises:
-            SessionError: A turn is unknown.
+            seed: Its sampling seed; None: another than this session's and than those of its other forks.
         """
+        if self.recorded_as != "tokens":
+            raise SessionError(f"session {self.id} is recorded as {self.recorded_as}: it cannot be forked")
+        if seed is None and self._seed is not None:
+            seed = stable_hash("fork", self._seed, len(self._forks))
         nodes = {node.turn_id: node for node in self._tree.nodes if node.sampled}
-        if unknown := [turn for turn in (*turns, again) if turn is not None and turn not in nodes]:
+        if unknown := [turn for turn in (*(turns or ()), again) if turn is not None and turn not in nodes]:
             raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
         made = copy.copy(self)
-        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns], nodes.get(again))
+        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns or ()], nodes.get(again))
         made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
-        made._last = made._failure = made.gate = None
-        made.own_turns, made._forks, made._seed = [], [], seed
-        made._before, self._before = tuple(turns), self._before or ()
-        path = {node for turn in turns for node in nodes[turn].path()}
-        made._requests, made._spent = len(turns), sum(node.tokens for node in path)
+        made.own_turns, made._forks, made._seed, made._failure, made.gate = [], [], seed, None, None
+        made._before = (*(self._before or ()), *self.own_turns) if turns is None else tuple(turns)
+        self._before = self._before or ()
+        if turns is not None:
+            path = {node for turn in turns for node in nodes[turn].path()}
+            made._last, made._requests, made._spent = None, len(turns), sum(node.tokens for node in path)
         made._prompt_tokens = made._encoded_tokens = made._escaped = 0
         self._forks.append(made)
         return made

@@ -41,11 +41,63 @@ class Grown:
         return self.episode.record
 
 
+@dataclass(frozen=True, slots=True)
+class OwnFork:
+    """A fork that an agent made of its running episode (:meth:`Episode.fork`).
+
+    Attributes:
+        episode: The fork.
+        turns: The turns before it, by session.
+        rewards: Number of rewards before it.
+    """
+
+    episode: Episode
+    turns: dict[str, tuple[str, ...]]
+    rewards: int
+
+    @classmethod
+    def of(cls, episode: Episode, origin: Episode, others: Sequence[OwnFork]) -> OwnFork:
+        """Return a fork that was made now, of the episode itself or of one of its ``others``."""
+        parent = next((each for each in others if each.episode is origin), None)
+        before = {} if parent is None else parent.turns
+        sessions = origin.sessions
+        turns = {name: (*before.get(name, ()), *sessions[name].own_turns) for name in {**before, **sessions}}
+        return cls(episode, turns, len(origin.rewards) + (0 if parent is None else parent.rewards))
+
+    def used(self, others: Sequence[OwnFork]) -> bool:
+        """Whether anything was sampled in it, or in one of its own forks."""
+        own = any(session.own_turns for session in self.episode.sessions.values())
+        return own or any(each.episode.origin is self.episode and each.used(others) for each in others)
+
+
+def with_own_forks(first: Grown, forks: Sequence[OwnFork]) -> list[Grown]:
+    """Return the branches of an episode that its agent forked, in the order of forking; unused forks are left out."""
+    tree = [first]
+    for fork in forks:
+        if fork.used(forks):
+            parent = next(number for number, each in enumerate(tree) if each.episode is fork.episode.origin)
+            session, again = _sampled_again(tree[parent], fork)
+            point = BranchPoint(fork.episode.env, 0, fork.turns, fork.rewards, session, again)
+            tree.append(Grown(fork.episode, fork.episode.stop_reason, parent, point))
+    return tree
+
+
+def _sampled_again(parent: Grown, fork: OwnFork) -> tuple[str, str | None]:
+    """Return the session in which a fork begins where a turn of its parent does, and that turn."""
+    for name, session in fork.episode.sessions.items():
+        sampled, own = _sampled(session), session.own_turns
+        beside = parent.episode.sessions[name].own_turns if name in parent.episode.sessions else []
+        for turn in beside:
+            if own and turn not in fork.turns.get(name, ()) and sampled[turn].parent == sampled[own[0]].parent:
+                return name, turn
+    return "main", None
+
+
 GrowBranch: TypeAlias = Callable[[Grown, int, BranchPoint, int], Coroutine[Any, Any, Grown | None]]
 """Plays a fork of a branch (given with its index) at a point, the n-th of the tree; None where it failed for good."""
 
 
-async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) -> list[Grown]:
+async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) -> tuple[list[Grown], int]:
     """Grow the branches of a tree.
 
     Args:
@@ -55,11 +107,11 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
         play: Plays one branch.
 
     Returns:
-        The branches, the initial episode first. Fewer than configured where no turn was chosen, none fits the budget,
-        or they failed.
+        The branches, the initial episode first, and the number of those that did not fit the budget. There are fewer
+        than configured also where no turn was chosen, or branches failed.
     """
     choose, draw = config.chooser(), random.Random(seed)
-    tree, asked = [first], 0
+    tree, asked, unfit = [first], 0, 0
     first.record.settle()
     for number in range(config.rounds):
         left = config.rounds - number
@@ -68,7 +120,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
         chosen = [*choose(turns, count, draw)]
         fit = _within_budget(config, tree, [turns[index] for index in chosen])
         wanted = [(turns[index], points[index]) for index in chosen[:fit]]
-        asked += count
+        asked, unfit = asked + count, unfit + len(chosen) - fit
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(play(tree[turn.branch], turn.branch, point, len(tree) + offset))
@@ -78,7 +130,7 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
             if grown is not None:
                 grown.record.settle()
                 tree.append(grown)
-    return tree
+    return tree, unfit
 
 
 def _within_budget(config: TreeConfig, tree: Sequence[Grown], chosen: Sequence[TreeTurn]) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
@@ -20,7 +21,6 @@ from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import (
     AgentError,
-    BudgetExceeded,
     ConfigError,
     EnvError,
     InferenceError,
@@ -38,7 +38,7 @@ from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.growth import Grown, fold, grow
+from turnwise.rollout.growth import Grown, OwnFork, fold, grow, with_own_forks
 from turnwise.rollout.search.beam import Way, beam, tree_of
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.rollout.search.core import Searcher, check_forks
@@ -112,6 +112,8 @@ class _Run:
     search: Search | None = None
     # Of the environment, at the points of the tree; closed with it.
     forks: list[Env] = field(default_factory=list)
+    # Those that the agent made itself.
+    own_forks: list[OwnFork] = field(default_factory=list)
     env: Env | None = None
     episode: Episode | None = None
     stop_reason: StopReason = StopReason.COMPLETED
@@ -252,9 +254,7 @@ class EpisodeRunner:
                 written.
         """
         run = _Run(spec, self._sessions(spec), agent)
-        trained = spec.partition == "train" and not spec.baseline
-        # A greedy episode has no other ways.
-        search = self._search if not trained and spec.temperature is None and not spec.baseline else None
+        trained, search = spec.partition == "train" and not spec.baseline, self._searched(spec)
         if (self._config.tree is not None and trained) or (search is not None and search.config.forks):
             run.record = EpisodeRecord()
         started = time.monotonic()
@@ -277,6 +277,10 @@ class EpisodeRunner:
             if interrupted:
                 raise asyncio.CancelledError
         return EpisodeOutcome(trajectories, run.error)
+
+    def _searched(self, spec: EpisodeSpec) -> Searcher | None:
+        """Return what searches an episode: a sampled one of an evaluation; a greedy one has no other ways."""
+        return self._search if spec.partition != "train" and spec.temperature is None and not spec.baseline else None
 
     async def _play(self, run: _Run) -> None:
         """Act and score; what is raised becomes the run's error, but for the cancellation of the caller."""
@@ -318,20 +322,22 @@ class EpisodeRunner:
         config = self._config.tree if search is None else search.config
         assert config is not None
         if isinstance(config, SearchConfig) and config.samples is not None:
+            unfit = 0
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(again(number)) for number in range(1, config.samples)]
             tree = [first, *(grown for task in asked if (grown := task.result()) is not None)]
         else:
             seed = stable_hash("tree", run.spec.sampling_seed)
-            tree = await grow(first, config.tree() if isinstance(config, SearchConfig) else config, seed, branch)
+            config = config.tree() if isinstance(config, SearchConfig) else config
+            tree, unfit = await grow(first, config, seed, branch)
         try:
             if search is not None:
                 await self._choose(run, search, tree)
         finally:
-            self._fold(run, tree)
+            self._fold(run, tree, unfit)
 
-    def _fold(self, run: _Run, tree: Sequence[Grown]) -> None:
-        """Note the ways through an episode in it."""
+    def _fold(self, run: _Run, tree: Sequence[Grown], unfit: int = 0) -> None:
+        """Note the ways through an episode in it, and how many did not fit the budget."""
         assert run.episode is not None
         if len(tree) > 1 or run.metrics.get("tree/failures"):
             # What a branch sampled that failed for good is in the session, and in none of these.
@@ -340,7 +346,7 @@ class EpisodeRunner:
         refusals = sum(record.refusals for record in records)
         if refusals and len(tree) == 1:
             run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", records[0].refused)
-        counts = {"tree/branches": len(tree), "tree/refusals": refusals}
+        counts = {"tree/branches": len(tree), "tree/refusals": refusals, "tree/over_budget": unfit}
         run.metrics |= {name: float(count) for name, count in counts.items()}
 
     async def _find(self, run: _Run, search: Searcher) -> None:
@@ -454,24 +460,18 @@ class EpisodeRunner:
             async with scope:
                 begin = self._reset if run.fork is None else self._forked
                 run.episode = episode = await begin(run, agent, None if timeout is None else scope.when())
-                try:
+                with within_budget(episode):
                     async with run.sessions.acting():
                         await agent.run(episode)
-                except Exception as error:  # an agent's code may wrap a spent budget in anything
-                    spent = _budget_spent(error)
-                    if spent is None:
-                        raise
-                    # An episode that a step has ended keeps its end, whatever the agent tried after it.
-                    if not episode.ended:
-                        episode.finish(StopReason(spent.stop_reason))
         except TimeoutError:
             if not scope.expired():
                 raise
             if run.episode is None:
                 name = run.spec.task.env or self._config.env.name
                 raise EnvError(f"environment {name!r} did not reset within {timeout} s") from None
-            if not run.episode.ended:
-                run.episode.finish(StopReason.TIMEOUT)
+            for episode in (run.episode, *(fork.episode for fork in run.own_forks)):
+                if not episode.ended:
+                    episode.finish(StopReason.TIMEOUT)
 
     async def _reset(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
@@ -482,7 +482,30 @@ class EpisodeRunner:
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         if run.record is not None:
             run.record.observation = snapshot(observation)
-        return self._episode(run, run.env, observation, info, run.sessions.open, deadline)
+        forked = run.record is not None or self._searched(run.spec) is not None
+        own = None if forked else partial(self._fork, run)
+        # A fork that the agent makes may have opened a session of the name before.
+        opens = partial(run.sessions.open_beside, -1)
+        return self._episode(run, run.env, observation, info, opens, deadline, open_fork=own)
+
+    async def _fork(self, run: _Run, origin: Episode) -> Episode:
+        """Return a fork of a running episode, which its agent drives."""
+        env = await invoke(origin.env, "fork", executor=self._executor)
+        run.forks.append(env)
+        made = run.sessions.fork_all(origin, len(run.own_forks))
+        fork = self._episode(
+            run,
+            env,
+            snapshot(origin.observation),
+            dict(origin.info),
+            partial(run.sessions.open_beside, len(run.own_forks)),
+            origin.deadline,
+            open_fork=partial(self._fork, run),
+            origin=origin,
+            sessions=made,
+        )
+        run.own_forks.append(OwnFork.of(fork, origin, run.own_forks))
+        return fork
 
     async def _forked(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
         """Return the episode of a branch, in a fork of the environment at its point."""
@@ -505,6 +528,7 @@ class EpisodeRunner:
         info: dict[str, Any],
         open_session: OpenSession,
         deadline: float | None,
+        **own: Any,
     ) -> Episode:
         spec, config = run.spec, self._config
         return Episode(
@@ -516,7 +540,7 @@ class EpisodeRunner:
             tools=schemas(env),
             limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
             open_session=open_session,
-            open_endpoint=run.sessions.endpoint,
+            open_endpoint=None if "origin" in own else run.sessions.endpoint,
             deadline=deadline,
             executor=self._executor,
             id=spec.episode_id,
@@ -524,6 +548,7 @@ class EpisodeRunner:
             attempt=spec.attempt,
             roles=config.roles,
             record=run.record,
+            **own,
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
@@ -572,12 +597,16 @@ class EpisodeRunner:
         run.stop_reason = episode.stop_reason
         try:
             async with asyncio.timeout(self._config.score_timeout) as scope:
-                await episode.score()
-                check_owners(episode.rewards, episode.sessions)
+                for each in (episode, *(fork.episode for fork in run.own_forks if fork.used(run.own_forks))):
+                    await each.score()
+                    check_owners(each.rewards, each.sessions)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise EnvError(f"scoring did not end within {self._config.score_timeout} s") from None
+        ways = with_own_forks(Grown(episode, run.stop_reason), run.own_forks)
+        if len(ways) > 1:
+            run.branches = fold(ways)
 
     async def _close(self, run: _Run) -> bool:
         """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
@@ -633,13 +662,3 @@ class EpisodeRunner:
             frozen=self._config.frozen,
             branches=run.branches,
         )
-
-
-def _budget_spent(error: BaseException | None) -> BudgetExceeded | None:
-    """Return the BudgetExceeded in an agent's error: itself, its cause, or part of a group."""
-    while error is not None and not isinstance(error, BudgetExceeded):
-        if isinstance(error, BaseExceptionGroup):
-            found = [_budget_spent(each) for each in error.exceptions]
-            return found[0] if all(found) else None
-        error = error.__cause__
-    return error

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 from turnwise.agents.core import Episode, Reward
 from turnwise.agents.forks import BranchPoint
 from turnwise.agents.roles import MAIN, Compare, compared_within
-from turnwise.errors import AgentError, TurnwiseError
+from turnwise.errors import AgentError, SessionError, TurnwiseError
 from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.gateway.proxy.client import HostedClient
@@ -179,6 +179,25 @@ class EpisodeSessions:
             return session.fork((), seed=seed)
         again = point.turn if point.session == name else None
         return session.fork(point.turns.get(name, ()), again=again, seed=seed)
+
+    def fork_all(self, episode: Episode, number: int) -> dict[str, Session]:
+        """Return forks of an episode's sessions from here, the n-th that its agent makes. Raises AgentError."""
+        try:
+            return {
+                name: session.fork(seed=stable_hash("own fork", self._seed, name, number))
+                for name, session in episode.sessions.items()
+            }
+        except SessionError as error:
+            raise AgentError(f"episode.fork: {error}") from error
+
+    def open_beside(self, number: int, name: str, policy: str) -> Session:
+        """Open a session of a fork that its agent drives: in the tree of one of that name, where there is one."""
+        if name not in self.opened:
+            return self.open(name, policy)
+        session, known = self.opened[name]
+        if known != policy:
+            raise AgentError(f"session {name!r} is open with the policy {known!r}, not {policy!r}, in another fork")
+        return session.fork((), seed=stable_hash("own fork", self._seed, name, number))
 
     def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
         limits = self._limits

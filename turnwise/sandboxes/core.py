@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +132,7 @@ class Capabilities:
             inaccessible.
         survives_host: Whether it outlives a killed host process, until it is reaped.
         snapshots: Whether :meth:`Sandbox.snapshot` and :meth:`Sandbox.fork` work.
+        fork_processes: Whether the processes of a sandbox go on in its forks, too; else forks begin without any.
         expose: Whether ``listen`` and ``expose`` of a sandbox work.
         images: Whether ``spec.image`` is supported.
         notes: Gaps of the isolation and their causes.
@@ -146,6 +148,7 @@ class Capabilities:
     kernel: bool = True
     survives_host: bool = False
     snapshots: bool = True
+    fork_processes: bool = False
     expose: bool = True
     images: bool = True
     notes: tuple[str, ...] = ()
@@ -201,12 +204,15 @@ class Sandbox(PortForwarding, ABC):
         spec: The requested spec.
         id: Unique on this machine.
         capabilities: Known once it has started.
+        start_slots: Entered while one of its forks starts, and inherited by them; a manager bounds with it how many
+            sandboxes start at the same time.
     """
 
     backend: ClassVar[str]
     spec: SandboxSpec
     id: str
     capabilities: Capabilities
+    start_slots: AbstractAsyncContextManager[object] = nullcontext()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -321,8 +327,31 @@ class Sandbox(PortForwarding, ABC):
         """
 
     @abstractmethod
-    async def fork(self) -> Sandbox:
-        """Return a started copy with the current files. Raises SandboxUnavailable or SandboxStartError."""
+    async def fork(self, count: int = 1) -> Sequence[Sandbox]:
+        """Return independent sandboxes in the present state of this one, which goes on; all of one freeze of it.
+
+        Kept are the files, those that a snapshot keeps, and the spec with its limits, mounts and variables. Processes
+        go on in the forks only with ``capabilities.fork_processes``; else a fork begins without any, and a file that
+        one writes meanwhile is kept as it is then. Handles of spawned commands stay the original's in either case.
+        Exposed addresses are not kept: a fork exposes its own.
+
+        A backend may put the start of a fork off until its first use, which then raises SandboxStartError. Either all
+        forks are made or none.
+
+        Args:
+            count: Number of forks, at least 1.
+
+        Raises:
+            ValueError: ``count`` is below 1.
+            SandboxUnavailable: The backend cannot fork, or not now; the message says why.
+            SandboxStartError: A fork did not start.
+        """
+
+
+def check_count(count: int) -> None:
+    """Check a number of forks. Raises ValueError."""
+    if count < 1:
+        raise ValueError(f"count is {count}: the number of forks of a sandbox is at least 1")
 
 
 class SandboxBackend(ABC):

@@ -86,14 +86,18 @@ class SandboxManager:
         self._warm_up()
         return sandbox
 
-    async def fork(self, sandbox: Sandbox) -> Sandbox:
-        """Return a started sandbox with another's files; the manager closes it."""
-        async with self._starts:
-            made = await sandbox.fork()
+    async def fork(self, sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
+        """Return forks of a sandbox, all of one freeze; the manager closes them.
+
+        Raises:
+            SandboxUnavailable: The backend cannot fork.
+            SandboxStartError: A fork did not start, or the manager was closed meanwhile.
+        """
+        made = list(await sandbox.fork(count))
         if self._closed:
-            await made.close()
+            await asyncio.gather(*(each.close() for each in made))
             raise SandboxStartError("the sandbox manager was closed while the sandbox started")
-        self._open[made.id] = made
+        self._open |= {each.id: each for each in made}
         return made
 
     async def release(self, sandbox: Sandbox) -> None:
@@ -120,6 +124,7 @@ class SandboxManager:
     async def _start(self, spec: SandboxSpec) -> Sandbox:
         for attempt in range(self.config.start_retries + 1):
             sandbox = self.backend.make(spec)
+            sandbox.start_slots = self._starts
             try:
                 async with self._starts:
                     began = time.monotonic()

@@ -117,6 +117,21 @@ class Box:
         """Where a path inside is out here."""
         return Path(f"/proc/{self.pid}/root{path}")
 
+    async def go_on(self, origin: Box) -> None:
+        """Start what runs in another machine, as far as a fork of its memory can be told from that."""
+        for path in Path(f"/proc/{origin.pid}/root/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                argv = (path / "cmdline").read_bytes().split(b"\0")[:-1]
+                state = (path / "stat").read_text().rpartition(")")[2].split()
+                # The first process of a machine is its own; children of others come from those.
+                if path.name != "1" and state[0] != "Z" and state[1] == "1" and argv:
+                    cwd = os.readlink(path / "cwd").removeprefix(str(origin.root))
+                    command = [*self.entering(), "setpriv", f"--reuid={self._uid}", f"--regid={self._uid}"]
+                    command += ["--clear-groups", "env", f"--chdir={cwd or '/'}"]
+                    await asyncio.create_subprocess_exec(
+                        *command, *map(os.fsdecode, argv), start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+                    )
+
     def keep(self, where: Path) -> None:
         """Copy the files to a folder, as a snapshot does."""
         self._copy(self.root, where, {self._uid: _KEPT_UID})

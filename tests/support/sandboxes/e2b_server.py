@@ -47,7 +47,9 @@ class Cloud:
         self.running: dict[tuple[str, int], asyncio.subprocess.Process] = {}
         self.created: list[dict[str, Any]] = []
         self.refreshed = 0
+        self.forked: list[dict[str, Any]] = []
         self.fail_starts = 0
+        self.fail_forks = 0
         self.unreadable_starts = 0
         self.cut_streams = 0
         self.folder = Path(tempfile.mkdtemp(prefix="e2b-cloud-"))
@@ -104,6 +106,29 @@ class Cloud:
         self.snapshots[name].mkdir()
         await asyncio.to_thread(box.keep, self.snapshots[name])
         return JSONResponse({"snapshotID": name, "names": []}, 201)
+
+    async def fork(self, request: Request) -> Response:
+        box = self.boxes.get(request.path_params["name"])
+        if box is None:
+            return JSONResponse({"code": 404, "message": "no such sandbox"}, 404)
+        asked = await request.json()
+        self.forked.append(asked)
+        made: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory(dir=self.folder) as files:
+            await asyncio.to_thread(box.keep, Path(files))
+            for _ in range(asked.get("count", 1)):
+                if self.fail_forks:
+                    self.fail_forks -= 1
+                    made.append({"error": {"code": 500, "message": "no machine is free"}})
+                    continue
+                fork = Box(uuid.uuid4().hex[:12], Path(files))
+                fork.metadata = box.metadata
+                await fork.start()
+                await fork.go_on(box)
+                self.boxes[fork.name] = fork
+                self.ends[fork.name] = time.time() + asked.get("timeout", 15)
+                made.append({"sandbox": self._described(fork, "fork")})
+        return JSONResponse(made, 201)
 
     async def drop(self, request: Request) -> Response:
         found = self.snapshots.pop(request.path_params["name"], None)
@@ -315,6 +340,7 @@ def _app(cloud: Cloud) -> Starlette:
             Route(name, cloud.one, methods=["GET", "DELETE"]),
             Route(f"{name}/timeout", cloud.refresh, methods=["POST"]),
             Route(f"{name}/snapshots", cloud.snapshot, methods=["POST"]),
+            Route(f"{name}/fork", cloud.fork, methods=["POST"]),
             Route("/templates/{name}", cloud.drop, methods=["DELETE"]),
             Route("/files", cloud.files, methods=["GET", "POST"]),
             Route("/health", cloud.health),

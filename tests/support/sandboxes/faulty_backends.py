@@ -1,12 +1,14 @@
-"""Sandbox backends with one fault each, over real local sandboxes without isolation."""
+"""Sandbox backends with one fault each, over real local sandboxes without isolation; and one of forks."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import socket
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,8 +111,8 @@ class BentSandbox(Sandbox):
     async def snapshot(self) -> str:
         return await self.inner.snapshot()
 
-    async def fork(self) -> Sandbox:
-        return await self.inner.fork()
+    async def fork(self, count: int = 1) -> Sequence[Sandbox]:
+        return await self.inner.fork(count)
 
 
 class BentBackend(SandboxBackend):
@@ -143,3 +145,23 @@ class BentBackend(SandboxBackend):
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+class ForkedSandbox(BentSandbox):
+    """A fork of a sandbox that is closed by now."""
+
+    async def start(self) -> None:
+        origin = self.inner
+        async with origin:
+            [self.inner] = await origin.fork()
+        self.id, self.capabilities = self.inner.id, self.inner.capabilities
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        return await self.inner.listen(port)
+
+
+class ForkedBackend(LocalBackend):
+    """Local sandboxes, each of them a fork of another: what holds for originals has to hold for them."""
+
+    def make(self, spec: SandboxSpec) -> Sandbox:
+        return ForkedSandbox(super().make(spec), "")

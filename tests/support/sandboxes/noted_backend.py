@@ -34,9 +34,10 @@ class NotedSandbox(Sandbox):
     async def close(self) -> None:
         self.owner.alive.discard(self.id)
 
-    async def fork(self) -> Sandbox:
-        made = self.owner.make(self.spec)
-        await made.start()
+    async def fork(self, count: int = 1) -> list[Sandbox]:
+        made = [self.owner.make(self.spec) for _ in range(count)]
+        for each in made:
+            await each.start()
         return made
 
     async def exec(self, command: Any, **_: Any) -> ExecResult:

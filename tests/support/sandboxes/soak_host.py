@@ -69,7 +69,7 @@ async def one(backend: SandboxBackend, way: str, workspace: Path, mark: str, eng
         elif way == "emptied":
             await sandbox.exec("kill -9 -1", timeout=120)
         elif way == "forked":
-            await (await sandbox.fork()).close()
+            await (await sandbox.fork())[0].close()
     except SandboxDied:
         way = "killed by another"  # the victim of one that kills is any of them
     if way != "forgotten":

@@ -380,6 +380,8 @@ async def test_a_budget_bounds_the_tree() -> None:
     )
     none, _ = await play(seed=9, max_tokens=chain)
     assert none.trajectories[0].branches == []
+    assert none.trajectories[0].metrics["tree/over_budget"] == 5
+    assert trajectory.metrics["tree/over_budget"] == 0
     few, _ = await play(seed=9, rounds=5, max_tokens=2 * chain)
     assert 1 < len(few.trajectories[0].branches) < 6
 

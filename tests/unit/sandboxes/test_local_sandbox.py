@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 import turnwise
+from support.sandboxes.noted_backend import until
 from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
@@ -142,7 +143,7 @@ async def test_a_snapshot_outlives_its_sandbox_and_its_name(tmp_path: Path) -> N
         async with opened(made, spec) as second:
             await made.drop_snapshot(name)
             assert (await second.exec("cat a b $HOME/h; ls")).stdout == b"ab\nh\na\nb\n"
-            third = await second.fork()
+            [third] = await second.fork()
             await third.exec("echo third > b")
             assert (await third.exec("cat a b")).stdout == b"athird\n"
             await third.close()
@@ -150,6 +151,69 @@ async def test_a_snapshot_outlives_its_sandbox_and_its_name(tmp_path: Path) -> N
         with pytest.raises(SandboxUnavailable, match="was dropped"):
             await made.make(spec).start()
         assert not list((made.place("x").state / "snapshots").iterdir())
+
+
+async def test_forks_share_a_frozen_layer_and_start_when_they_are_used(tmp_path: Path) -> None:
+    async with backend() as made, opened(made) as origin:
+        boxes, kept = (made.place("x").state / name for name in ("boxes", "snapshots"))
+        await origin.write_file("file", b"one")
+        forks = [*await origin.fork(2), *await origin.fork()]
+        # A process of a command may still end when the first is made, and then counts as one that could write.
+        assert len(list(kept.iterdir())) <= 2
+        again = await origin.fork(3)
+        assert len(list(boxes.iterdir())) == 1, "a fork that is not used is no process"
+        layers = len(list(kept.iterdir()))
+        below = await again[0].fork(2)
+        assert len(list(kept.iterdir())) == layers, "a fork of an unused fork begins where that does"
+        await origin.write_file("file", b"two")
+        [later] = await origin.fork()
+        texts = [await each.read_file("file") for each in (*forks, *again, *below, later)]
+        assert texts == [b"one"] * 8 + [b"two"]
+        with pytest.raises(SandboxStartError, match="started before"):
+            await later.start()
+        for each in (*forks, *again, *below, later):
+            await each.close()
+        assert len(list(kept.iterdir())) == 1, "the origin holds the layer of its last freeze"
+    assert not boxes.exists()
+
+
+async def test_what_runs_while_a_fork_is_made_counts_as_a_change() -> None:
+    async with backend() as made, opened(made) as origin:
+        writer = await origin.spawn(["sh", "-c", "while read line; do echo $line >> file; echo ok; done"])
+        for line in (b"1", b"2"):
+            await writer.write(line + b"\n")
+            await writer.read()
+            [fork] = await origin.fork()
+            assert (await fork.read_file("file")).split()[-1] == line
+            await fork.close()
+        await writer.kill()
+
+
+async def test_a_fork_that_does_not_start_is_an_error_of_its_first_use() -> None:
+    async with backend() as made, opened(made) as origin:
+        first, second, third = await origin.fork(3)
+        using = [asyncio.create_task(first.exec(["true"])) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        using[0].cancel()
+        assert [result.ok for result in await asyncio.gather(*using[1:])] == [True, True]
+        with pytest.raises(asyncio.CancelledError):
+            await using[0]
+        starting = asyncio.create_task(second.exec(["true"]))
+        await until(lambda: second._channel is not None, "a fork starts")
+        await second.close()
+        with pytest.raises(SandboxDied, match="is closed"):
+            await starting
+        launcher = made.launcher
+        launcher._process.kill()
+        await asyncio.to_thread(launcher._process.wait)
+        await until(lambda: launcher.dead, "the launcher is gone")
+        with pytest.raises(SandboxStartError, match="launcher is gone"):
+            await third.exec(["true"])
+        with pytest.raises(SandboxDied):
+            await third.exec(["true"])
+        with pytest.raises(SandboxDied):
+            await origin.fork()
 
 
 async def test_a_copy_that_a_backend_is_closed_during_ends_with_it() -> None:
@@ -226,7 +290,7 @@ async def test_the_host_does_not_wait_for_a_launcher_that_is_busy() -> None:
         assert rescue.is_alive()
         rescue.cancel()
         launcher.resume()
-        assert await asyncio.gather(*calls) == ["it is gone"] * 50
+        assert [each["error"] for each in await asyncio.gather(*calls)] == ["it is gone"] * 50
 
 
 async def test_a_machine_that_is_slow_is_not_taken_for_one_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

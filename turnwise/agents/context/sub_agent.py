@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.agents.context.config import ContextConfig, SubAgentConfig
 from turnwise.agents.context.conversation import Conversation
-from turnwise.agents.core import Episode
+from turnwise.agents.core import Episode, fit_results
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded
 from turnwise.tools.core import FunctionTool
@@ -76,7 +76,7 @@ class Team:
                     further.append(each)
         ordered = [answers[call.id] for call in calls if call.id in answers]
         heard, spare = [*ordered, *further], talk.spare(len(calls))
-        return self._episode.fit(heard, message["turn_id"], len(calls), "main", spare=spare)
+        return fit_results(self._episode, heard, message["turn_id"], len(calls), "main", spare=spare)
 
     async def _step(self, talk: Conversation, message: Message) -> list[Message]:
         # The environment has one state: calls are answered in order of arrival, while the other models continue.

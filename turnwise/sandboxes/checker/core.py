@@ -96,6 +96,8 @@ CHECKS: Final[dict[str, Callable[[CheckContext], Awaitable[None]]]] = {
     "life: workdir": lifecycle.workdir,
     "life: snapshot": lifecycle.snapshots,
     "life: fork": lifecycle.forks,
+    "life: fork processes": lifecycle.fork_processes,
+    "life: fork limits": lifecycle.fork_limits,
     "life: expose": lifecycle.exposed,
     "life: reap": lifecycle.reaping,
     "limits: orphans": lifecycle.zombies,

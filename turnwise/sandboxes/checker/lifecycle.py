@@ -14,9 +14,11 @@ from turnwise.sandboxes.checker.context import (
     CheckSkipped,
     alive,
     beating,
+    beats,
     expect,
     gone,
     need,
+    quiet,
     soon,
 )
 from turnwise.sandboxes.core import Sandbox
@@ -144,20 +146,74 @@ async def snapshots(exam: CheckContext) -> None:
 
 
 async def forks(exam: CheckContext) -> None:
-    """A fork has its origin's files and diverges."""
+    """Forks have their origin's files and diverge, from it and from each other; forks of forks, too."""
     if not exam.capabilities.snapshots:
         await _refused(exam, lambda sandbox: sandbox.fork(), "fork")
         return
     async with exam.fresh() as sandbox:
         await sandbox.write_file("file", b"common")
-        forked = await sandbox.fork()
+        with expect(ValueError, what="fork(0)"):
+            await sandbox.fork(0)
+        made = list(await sandbox.fork(2))
         try:
-            need(forked.id != sandbox.id, "a fork has its origin's id")
-            need(await forked.read_file("file") == b"common", "a fork lacks the files of its origin")
-            await forked.write_file("file", b"of fork")
-            need(await sandbox.read_file("file") == b"common", "a write in a fork reached its origin")
+            need(len(made) == 2, f"fork(2) returned {len(made)} sandboxes")
+            need(len({sandbox.id, *(each.id for each in made)}) == 3, "forks have an id in common, or their origin's")
+            await sandbox.write_file("file", b"of origin")
+            first, second = made
+            need(await first.read_file("file") == b"common", "a fork lacks the files of its origin as they were")
+            await first.write_file("file", b"of fork")
+            need(await second.read_file("file") == b"common", "a write in a fork reached another")
+            need(await sandbox.read_file("file") == b"of origin", "a write in a fork reached its origin")
+            made += await first.fork()
+            made += await sandbox.fork()
+            need(await made[2].read_file("file") == b"of fork", "a fork of a fork lacks its files")
+            need(
+                await made[3].read_file("file") == b"of origin", "a second fork lacks what was written since the first"
+            )
             await sandbox.close()
-            need((await forked.exec(["cat", "file"])).stdout == b"of fork", "a fork does not outlive its origin")
+            need((await first.exec(["cat", "file"])).stdout == b"of fork", "a fork does not outlive its origin")
+        finally:
+            for each in made:
+                await each.close()
+
+
+async def fork_processes(exam: CheckContext) -> None:
+    """Processes of an origin go on, and in its forks only where the capabilities say so."""
+    if not exam.capabilities.snapshots:
+        raise CheckSkipped("the backend does not fork")
+    async with exam.fresh() as sandbox:
+        await sandbox.exec(beating("beats", exam.token))
+        need(await alive(sandbox, "beats"), "a background process does not run")
+        [forked] = await sandbox.fork()
+        try:
+            need(await alive(sandbox, "beats"), "a fork ended a process of its origin")
+            if exam.capabilities.fork_processes:
+                need(await alive(forked, "beats"), "a fork lacks the processes of its origin")
+            else:
+                need(
+                    await quiet(forked, "beats"), "a process writes to a fork, and the capabilities say that none runs"
+                )
+            [later] = await sandbox.fork()
+            try:
+                seen = await beats(later, "beats")
+                need(seen > 0, "a fork lacks what a process of its origin wrote")
+            finally:
+                await later.close()
+        finally:
+            await forked.close()
+
+
+async def fork_limits(exam: CheckContext) -> None:
+    """A fork has the limits and the environment of its origin."""
+    if not exam.capabilities.snapshots:
+        raise CheckSkipped("the backend does not fork")
+    limits = replace(exam.spec.limits, file_size=2**20)
+    async with exam.fresh(limits=limits, env={**exam.spec.env, "MARK": "of origin"}) as sandbox:
+        [forked] = await sandbox.fork()
+        try:
+            need((await forked.exec('printf %s "$MARK"')).stdout == b"of origin", "a fork lacks the spec's variables")
+            done = await forked.exec("head -c 3000000 /dev/zero > large; wc -c < large")
+            need(int(done.stdout or b"0") <= 2**20, f"limits.file_size does not hold in a fork: {done.text!r}")
         finally:
             await forked.close()
 
@@ -192,12 +248,19 @@ async def exposed(exam: CheckContext) -> None:
 
 
 async def reaping(exam: CheckContext) -> None:
-    """Reaping spares live sandboxes."""
+    """Reaping spares live sandboxes, forks included."""
     async with exam.fresh() as sandbox:
         await sandbox.write_file("file", b"x")
-        need(await exam.backend.reap() >= 0, "reap returned a negative number")
-        need(await sandbox.read_file("file") == b"x", "reap removed a sandbox whose host is alive")
-        need((await sandbox.exec(["true"])).ok, "reap removed a sandbox whose host is alive")
+        made = [sandbox, *(await sandbox.fork(2) if exam.capabilities.snapshots else ())]
+        try:
+            need(await made[-1].read_file("file") == b"x", "a fork lacks the files of its origin")
+            need(await exam.backend.reap() >= 0, "reap returned a negative number")
+            for each in made:
+                need(await each.read_file("file") == b"x", "reap removed a sandbox whose host is alive, or its files")
+                need((await each.exec(["true"])).ok, "reap removed a sandbox whose host is alive")
+        finally:
+            for each in made[1:]:
+                await each.close()
 
 
 async def zombies(exam: CheckContext) -> None:

@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar, Final
 
@@ -36,6 +36,7 @@ from turnwise.sandboxes.core import (
     Sandbox,
     SandboxProcess,
     SandboxSpec,
+    check_count,
 )
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import CommandKiller, Commands
@@ -127,6 +128,14 @@ _FILE_SIZE: Final = 128 + 25
 _SPOOLED: Final = 8 * 2**20
 
 
+@dataclass(slots=True)
+class _Freeze:
+    """A snapshot that ``left`` open forks share; the last that is closed drops it."""
+
+    snapshot: str
+    left: int
+
+
 class DockerSandbox(Sandbox):
     """One container; ``ready`` probes the engine before the first start."""
 
@@ -145,7 +154,7 @@ class DockerSandbox(Sandbox):
         self._image = ""
         self._asked = False
         self._closed = False
-        self._own_snapshot: str | None = None
+        self._freeze: _Freeze | None = None
 
     async def start(self) -> None:
         """Start it."""
@@ -170,8 +179,10 @@ class DockerSandbox(Sandbox):
         for process in self._processes:
             process.drop()
         await asyncio.shield(asyncio.create_task(self._remove()))
-        if self._own_snapshot is not None:
-            await self._keeper.drop(self._own_snapshot)
+        if self._freeze is not None:
+            self._freeze.left -= 1
+            if not self._freeze.left:
+                await self._keeper.drop(self._freeze.snapshot)
 
     async def exec(
         self,
@@ -264,13 +275,26 @@ class DockerSandbox(Sandbox):
             await self._pack("/", packed, self.spec.limits.disk, *self._folders())
             return await self._keeper.keep(self.id, self._image, packed)
 
-    async def fork(self) -> Sandbox:
-        """Return a started sandbox with a copy of the current files."""
-        snapshot = await self.snapshot()
-        made = DockerSandbox(replace(self.spec, snapshot=snapshot, workspace=None), self._keeper, self._ready)
-        made._own_snapshot = snapshot
-        async with undo_on_error_async(made.close):
-            await made.start()
+    async def fork(self, count: int = 1) -> list[DockerSandbox]:
+        """Return started containers of one commit of the current files, without processes."""
+        check_count(count)
+        freeze = _Freeze(await self.snapshot(), count)
+        spec = replace(self.spec, snapshot=freeze.snapshot, workspace=None)
+        made = [DockerSandbox(spec, self._keeper, self._ready) for _ in range(count)]
+        for each in made:
+            each._freeze, each.start_slots = freeze, self.start_slots
+
+        async def start(each: DockerSandbox) -> None:
+            async with each.start_slots:
+                await each.start()
+
+        async def close() -> None:
+            await asyncio.gather(*(each.close() for each in made))
+
+        async with undo_on_error_async(close):
+            for result in await asyncio.gather(*map(start, made), return_exceptions=True):
+                if result is not None:
+                    raise result
         return made
 
     async def listen(self, port: int = 0) -> socket.socket:

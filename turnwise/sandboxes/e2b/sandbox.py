@@ -40,6 +40,7 @@ from turnwise.sandboxes.core import (
     SandboxBackend,
     SandboxProcess,
     SandboxSpec,
+    check_count,
 )
 from turnwise.sandboxes.e2b.command import E2BProcess, Request, Running, mapped, starting
 
@@ -49,6 +50,8 @@ _FILES: Final = "\n".join(
 _CALL: Final = ("python3", "-I", "-S", "-c", _FILES)
 _INLINE: Final = 2**18
 """Bytes that travel with a command; what is larger travels as a file."""
+_FORKS: Final = 20
+"""Forks that the SDK asks for in one request."""
 _LATE: Final = 20.0
 """Seconds that a command whose time is over may be late, before it is ended from here."""
 
@@ -167,16 +170,49 @@ class E2BSandbox(Sandbox):
             made = await self._live().create_snapshot(mode="filesystem")
         return self._owner.keep(str(made.snapshot_id))
 
-    async def fork(self) -> Sandbox:
-        """Return a started sandbox with the same files."""
-        name = await self.snapshot()
-        forked = E2BSandbox(replace(self.spec, snapshot=name), self._owner)
+    async def fork(self, count: int = 1) -> list[E2BSandbox]:
+        """Return running copies with the files and the processes of this one; of one freeze up to 20 forks.
+
+        E2B pauses a sandbox for it and cuts the streams of its commands, so it is refused while a command runs.
+        """
+        check_count(count)
+        sdk = self._live()
+        if any(not running.over for running in self._running):
+            raise SandboxUnavailable(
+                f"E2B sandbox {self.id} cannot be forked while a command runs in it, whose stream that would cut: wait "
+                "for its end or kill it first; what runs in the background goes on"
+            )
+        forking = asyncio.ensure_future(self._forks(sdk, count))
         try:
-            await forked.start()
-        finally:
-            await self._owner.drop_snapshot(name)
-        forked.spec = self.spec
-        return forked
+            return await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            # What E2B has begun it finishes: it is ended as soon as it is known.
+            with contextlib.suppress(SandboxError):
+                await asyncio.gather(*(each.close() for each in await forking))
+            raise
+
+    async def _forks(self, sdk: e2b.AsyncSandbox, count: int) -> list[E2BSandbox]:
+        made: list[E2BSandbox] = []
+        failed: list[Exception] = []
+        async with self.start_slots:
+            while len(made) < count and not failed:
+                most = min(_FORKS, count - len(made))
+                with mapped(self.id):
+                    found = await sdk.fork(timeout=self._owner.lifetime, count=most)
+                failed = [each for each in found if isinstance(each, Exception)]
+                made += [self._adopted(each) for each in found if isinstance(each, e2b.AsyncSandbox)]
+        if failed:
+            await asyncio.gather(*(each.close() for each in made))
+            with starting(f"a fork of sandbox {self.id}"):
+                raise failed[0]
+        return made
+
+    def _adopted(self, sdk: e2b.AsyncSandbox) -> E2BSandbox:
+        made = E2BSandbox(self.spec, self._owner)
+        made._sdk, made.id = sdk, sdk.sandbox_id
+        made.capabilities, made.start_slots = self.capabilities, self.start_slots
+        made._refresh = asyncio.create_task(made._refreshed(sdk))
+        return made
 
     def _live(self) -> e2b.AsyncSandbox:
         if self._sdk is None:
@@ -340,6 +376,7 @@ _CAPABILITIES: Final = Capabilities(
     disk=False,
     kernel=False,
     survives_host=True,
+    fork_processes=True,
     expose=False,
     notes=(
         "memory, processors and disk are those of the template, not those of limits",

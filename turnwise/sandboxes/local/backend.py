@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, get_args
 
@@ -36,7 +36,7 @@ from turnwise.sandboxes.local.mount_plan import (
     Place,
     find_groups,
 )
-from turnwise.sandboxes.local.sandbox import LocalSandbox
+from turnwise.sandboxes.local.sandbox import LocalSandbox, put_off
 
 
 @dataclass(slots=True)
@@ -65,18 +65,24 @@ class Snapshots:
         if parent is not None:
             self._kept[parent].users.add(name)
 
-    def use(self, name: str, sandbox: str) -> Origin:
-        """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable."""
+    def use(self, name: str, sandbox: str, holder: str | None = None) -> Origin:
+        """Return a snapshot's origin and hold a reference until :meth:`release`. Raises SandboxUnavailable.
+
+        Args:
+            name: The snapshot.
+            sandbox: The sandbox that is to hold it.
+            holder: One that holds it already; without one, a dropped snapshot cannot be used.
+        """
         kept = self._kept.get(name)
-        if kept is None or (kept.dropped and sandbox not in kept.users):
+        if kept is None or (kept.dropped and not kept.users & {sandbox, holder}):
             raise SandboxUnavailable(f"snapshot {name!r} does not exist: it was dropped, or made by another process")
         kept.users.add(sandbox)
         return kept.origin
 
-    def release(self, user: str) -> None:
-        """Drop the reference of a sandbox or snapshot."""
+    def release(self, user: str, only: str | None = None) -> None:
+        """Drop the references of a sandbox or snapshot, or its reference to ``only`` one snapshot."""
         for name, kept in list(self._kept.items()):
-            if user in kept.users:
+            if user in kept.users and only in (None, name):
                 kept.users.discard(user)
                 self._remove(name)
 
@@ -329,6 +335,7 @@ class LocalBackend(SandboxBackend):
         self._state: Path | None = None
         self._probing = asyncio.Lock()
         self._snapshots = Snapshots()
+        self._frozen: dict[str, str] = {}
         self._program = ""
 
     async def probe(self) -> Capabilities:
@@ -403,8 +410,9 @@ class LocalBackend(SandboxBackend):
         self.capabilities = Capabilities(rung.isolation)
 
     def place(self, name: str) -> Place:
-        """Return the host folders of one sandbox."""
-        assert self._state is not None
+        """Return the host folders of one sandbox. Raises SandboxStartError if the backend is closed."""
+        if self._state is None:
+            raise SandboxStartError(f"sandbox {name} cannot start: its backend was closed")
         return Place(self._state, name, self._program)
 
     def origin(self, sandbox: LocalSandbox) -> Origin:
@@ -435,10 +443,16 @@ class LocalBackend(SandboxBackend):
 
     def forget(self, sandbox: LocalSandbox) -> None:
         """Release a closed sandbox."""
+        self._frozen.pop(sandbox.id, None)
         self._snapshots.release(sandbox.id)
 
-    async def keep(self, sandbox: LocalSandbox) -> str:
-        """Snapshot a sandbox's files and return the name. Raises SandboxStartError."""
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
+        """Snapshot a sandbox's files; return the name, and whether nothing ran in it. Raises SandboxStartError.
+
+        Args:
+            sandbox: The sandbox.
+            frozen: Whether it is held by the sandbox alone, until that is frozen again or closed.
+        """
         assert self._state is not None
         name, folder = self._snapshots.new(self._state)
         origin = (
@@ -459,36 +473,34 @@ class LocalBackend(SandboxBackend):
         }
         keeping = asyncio.ensure_future(self.launcher.call(name, request))
         try:
-            wrong = await asyncio.shield(keeping)
+            answer = await asyncio.shield(keeping)
         except asyncio.CancelledError:
             # What is being copied cannot be called back: it goes as soon as it is there.
             keeping.add_done_callback(lambda done: _gone(done, folder))
             raise
-        if wrong:
+        if answer["error"]:
             await asyncio.to_thread(keep.remove, str(folder))
-            raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {wrong}")
+            raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {answer['error']}")
         layers = (folder / "top", *origin.layers) if self.rung.overlay else (folder / "top",)
         self._snapshots.add(name, Origin(origin.image, folder, layers), sandbox.spec.snapshot)
-        return name
-
-    async def fork(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Return a started sandbox with the files of another."""
-        name = await self.keep(sandbox)
-        made = LocalSandbox(self, replace_snapshot(sandbox.spec, name), f"{os.getpid()}-{next(_NAMES)}")
-        try:
-            await made.start()
-        finally:
+        if frozen:
+            before = self._frozen.pop(sandbox.id, None)
+            if before is not None:
+                self._snapshots.release(sandbox.id, before)
+            self._snapshots.use(name, sandbox.id)
             self._snapshots.drop(name)
+            self._frozen[sandbox.id] = name
+        return name, answer["idle"]
+
+    def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
+        """Return sandboxes that begin from a snapshot which another one holds, and start when they are used."""
+        spec = replace(sandbox.spec, snapshot=snapshot, image=None, workspace=None)
+        made = [put_off(self, spec, f"{os.getpid()}-{next(_NAMES)}", sandbox) for _ in range(count)]
+        for each in made:
+            self._snapshots.use(snapshot, each.id, sandbox.id)
         return made
 
 
-def _gone(keeping: asyncio.Future[str], folder: Path) -> None:
+def _gone(keeping: asyncio.Future[dict[str, Any]], folder: Path) -> None:
     if not keeping.cancelled() and keeping.exception() is None:
         keep.remove(str(folder))
-
-
-def replace_snapshot(spec: SandboxSpec, name: str) -> SandboxSpec:
-    """Return a spec that starts from a snapshot."""
-    from dataclasses import replace
-
-    return replace(spec, snapshot=name, image=None, workspace=None)

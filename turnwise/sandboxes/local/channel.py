@@ -219,7 +219,7 @@ class Launcher:
     def __init__(self, state: Path, lock: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._boxes: dict[str, asyncio.Future[int]] = {}
-        self._calls: dict[str, asyncio.Future[str]] = {}
+        self._calls: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, undo_on_error(self._end.close):
@@ -264,9 +264,9 @@ class Launcher:
             with contextlib.suppress(SandboxStartError):
                 self._send({"op": "stop", "id": name}, ())
 
-    async def call(self, name: str, request: dict[str, Any]) -> str:
-        """Make a request about a sandbox; return its error, or an empty text. Raises SandboxStartError."""
-        answer: asyncio.Future[str] = self._loop.create_future()
+    async def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Make a request about a sandbox; return the answer, whose ``error`` may be empty. Raises SandboxStartError."""
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._calls[name] = answer
         self._send({**request, "call": name}, ())
         return await answer
@@ -336,7 +336,7 @@ class Launcher:
             else:
                 answer = self._calls.pop(message["call"], None)
                 if answer is not None and not answer.done():
-                    answer.set_result(message["error"])
+                    answer.set_result(message)
 
     def _over(self) -> None:
         if self.dead:
@@ -355,4 +355,4 @@ class Launcher:
                 each.set_result(-9)
         for call in calls.values():
             if not call.done():
-                call.set_result("the sandbox launcher is gone")
+                call.set_result({"error": "the sandbox launcher is gone"})

@@ -25,7 +25,16 @@ from turnwise.errors import (
     undo_on_error_async,
 )
 from turnwise.sandboxes import archives
-from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
+from turnwise.sandboxes.core import (
+    MAX_FILE,
+    MAX_OUTPUT,
+    Capabilities,
+    Command,
+    ExecResult,
+    Sandbox,
+    SandboxSpec,
+    check_count,
+)
 from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.channel import Channel, Launcher, Refused, Request, in_memory, retrieved
 from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
@@ -58,11 +67,11 @@ class SandboxHost(Protocol):
     def forget(self, sandbox: LocalSandbox) -> None:
         """Take note that a sandbox is closed."""
 
-    async def keep(self, sandbox: LocalSandbox) -> str:
-        """Keep a sandbox's files as they are now, and return the snapshot's name."""
+    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
+        """Keep a sandbox's files, ``frozen`` for its forks alone; return the name, and whether nothing ran in it."""
 
-    async def fork(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Start a sandbox from the files of another one."""
+    def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
+        """Return sandboxes that begin from a snapshot which another one holds."""
 
 
 def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
@@ -111,10 +120,17 @@ class LocalSandbox(Sandbox):
         self._over: asyncio.Future[int] | None = None
         self._open: set[Collector | LocalProcess] = set()
         self._closed = False
+        # A fork's start is put off until its first use.
+        self._put_off = False
+        self._starting: asyncio.Task[None] | None = None
+        # Requests that may have changed files; the snapshot of the last freeze, and their number then.
+        self._changes = 0
+        self._frozen: tuple[str, int] | None = None
+        self._freezing = asyncio.Lock()
 
     async def start(self) -> None:
         """Start it. A start that fails or is cancelled leaves nothing behind."""
-        if self._channel is not None or self._closed:
+        if self._channel is not None or self._closed or self._put_off:
             raise SandboxStartError(f"sandbox {self.id} was started before: a sandbox is started once")
         await self._backend.begin()
         await self.launch()
@@ -124,11 +140,18 @@ class LocalSandbox(Sandbox):
         self.capabilities = self._backend.capabilities
         plans.check(self.spec)
         origin = self._backend.origin(self)
-        async with undo_on_error_async(self.close):
+        async with undo_on_error_async(self._end):
             await self._launch(plans.plan(self._backend.rung, self.spec, self._backend.place(self.id), origin))
 
     async def close(self) -> None:
         """Kill everything inside and free its resources."""
+        self._closed = True
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        await self._end()
+
+    async def _end(self) -> None:
         self._closed = True
         await self.stop_relays()
         if self._channel is not None:
@@ -152,8 +175,8 @@ class LocalSandbox(Sandbox):
         max_output: int = MAX_OUTPUT,
     ) -> ExecResult:
         """Run a command to its end."""
-        channel = self._alive()
         began = time.monotonic()
+        channel = await self._used()
         message = exec_request(command, self._inside(cwd or "."), env) | {
             "streams": [0, 1, 2] if stdin is not None else [-1, 0, 1]
         }
@@ -199,7 +222,7 @@ class LocalSandbox(Sandbox):
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> LocalProcess:
         """Start a long-running command."""
-        channel = self._alive()
+        channel = await self._used()
         inner_in, stdin = os.pipe2(os.O_CLOEXEC)
         output, inner_out = os.pipe2(os.O_CLOEXEC)
         request: Request | None = None
@@ -232,13 +255,12 @@ class LocalSandbox(Sandbox):
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
         """Return a file's content."""
+        channel = await self._used(changes=False)
         reading, writing = os.pipe2(os.O_CLOEXEC)
         stream = self._hold(Collector(reading, 2 * max_bytes + 2))
         try:
             try:
-                request = await self._alive().request(
-                    {"op": "read", "path": self._inside(path), "max": max_bytes}, [writing]
-                )
+                request = await channel.request({"op": "read", "path": self._inside(path), "max": max_bytes}, [writing])
             finally:
                 os.close(writing)
             await self._served(request, path, max_bytes)
@@ -252,20 +274,22 @@ class LocalSandbox(Sandbox):
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write a file, creating parent folders."""
+        channel = await self._used()
         fd = in_memory(data)
         try:
-            request = await self._alive().request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
+            request = await channel.request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
         finally:
             os.close(fd)
         await self._served(request, path, len(data))
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the sandbox."""
+        channel = await self._used()
         if source.is_dir():
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
                 with undo_on_error(lambda: os.close(writing)):
-                    request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
+                    request = await channel.request({"op": "unpack", "path": self._inside(target)}, [reading])
             finally:
                 os.close(reading)
             sending = archives.Sending(source, writing)
@@ -280,17 +304,18 @@ class LocalSandbox(Sandbox):
         try:
             size = os.fstat(fd)
             message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
-            request = await self._alive().request(message, [fd])
+            request = await channel.request(message, [fd])
             await self._served(request, target, size.st_size)
         finally:
             os.close(fd)
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
         """Copy a file or folder to the host."""
+        channel = await self._used(changes=False)
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             with undo_on_error(lambda: os.close(reading)):
-                request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
+                request = await channel.request({"op": "pack", "path": self._inside(source)}, [writing])
         finally:
             os.close(writing)
         unpacking = asyncio.create_task(asyncio.to_thread(archives.receive, reading, target, max_bytes))
@@ -305,13 +330,29 @@ class LocalSandbox(Sandbox):
 
     async def snapshot(self) -> str:
         """Snapshot the files; return the name for ``spec.snapshot``."""
-        self._alive()
-        return await self._backend.keep(self)
+        await self._used(changes=False)
+        return (await self._backend.keep(self))[0]
 
-    async def fork(self) -> LocalSandbox:
-        """Return a started sandbox with a copy of the current files."""
-        self._alive()
-        return await self._backend.fork(self)
+    async def fork(self, count: int = 1) -> list[LocalSandbox]:
+        """Return sandboxes over a frozen layer of the current files, without processes; each starts when it is used.
+
+        While nothing runs in this one and nothing is asked of it that may change a file, later forks share the layer.
+        """
+        check_count(count)
+        if self._put_off and not self._closed and self._starting is None:
+            # It has changed nothing: its forks begin where it does.
+            assert self.spec.snapshot is not None
+            return self._backend.forks(self, self.spec.snapshot, count)
+        await self._used(changes=False)
+        async with self._freezing:
+            if self._frozen is None or self._frozen[1] != self._changes:
+                before = self._changes
+                name, idle = await self._backend.keep(self, frozen=True)
+                if self._closed:
+                    self._backend.forget(self)
+                self._alive()
+                self._frozen = (name, before if idle else -1)
+            return self._backend.forks(self, self._frozen[0], count)
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Return a socket that listens inside, at 127.0.0.1, and is accepted on the host."""
@@ -320,7 +361,7 @@ class LocalSandbox(Sandbox):
                 f"a sandbox isolated by {self.capabilities.isolation} cannot be given access to a single address: "
                 "install bubblewrap, or choose the docker backend"
             )
-        request = await self._alive().request({"op": "listen", "port": port})
+        request = await (await self._used(changes=False)).request({"op": "listen", "port": port})
         try:
             await self._served(request, f"port {port}", 0)
         except BaseException as error:  # also a cancellation: the passed descriptors are closed
@@ -376,6 +417,28 @@ class LocalSandbox(Sandbox):
 
     def _why(self) -> str:
         return f"sandbox {self.id} {'is closed' if self._closed else 'is gone: its first process ended'}"
+
+    async def _used(self, *, changes: bool = True) -> Channel:
+        """Return the channel, of a fork once that has started.
+
+        Args:
+            changes: Whether it is used for what may change files.
+        """
+        if self._put_off and not self._closed:
+            if self._starting is None:
+                self._starting = asyncio.create_task(self._start_fork())
+                self._starting.add_done_callback(retrieved)
+            # A request that is cancelled ends itself, not the start that others wait for, too.
+            await asyncio.wait([self._starting])
+            if not self._starting.cancelled():
+                self._starting.result()
+        self._changes += changes
+        return self._alive()
+
+    async def _start_fork(self) -> None:
+        async with self.start_slots:
+            await self.launch()
+        self._put_off = False
 
     def _alive(self) -> Channel:
         if self._channel is None or self._channel.dead:
@@ -435,3 +498,10 @@ class LocalSandbox(Sandbox):
             if refused.number == errno.ENOSPC:
                 raise SandboxFileError(f"{path}: the limit of disk is {self.spec.limits.disk} bytes") from None
             raise (kind or SandboxFileError)(f"{path}: {refused.reason}") from None
+
+
+def put_off(backend: SandboxHost, spec: SandboxSpec, name: str, origin: LocalSandbox) -> LocalSandbox:
+    """Return a fork of another sandbox, which starts with its first use."""
+    made = LocalSandbox(backend, spec, name)
+    made._put_off, made.start_slots, made.capabilities = True, origin.start_slots, origin.capabilities
+    return made

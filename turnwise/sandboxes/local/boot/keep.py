@@ -44,6 +44,25 @@ def keep(request: dict[str, Any], pid: int) -> None:
         copying.folder(f"{root}{request['files']}/{source}", os.path.join(request["target"], name))
 
 
+def idle(pid: int, nested: bool) -> bool:
+    """Whether nothing runs in a sandbox beside the agent, which every process in it comes from.
+
+    Args:
+        pid: Its first process.
+        nested: Whether that is the parent of the agent, not the agent.
+    """
+    try:
+        [agent] = _children(pid) if nested else [pid]
+        return not _children(agent)
+    except (OSError, ValueError):
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
 class Copying:
     """One copy of several folders.
 

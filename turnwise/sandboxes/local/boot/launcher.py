@@ -128,16 +128,17 @@ class Launcher:
             killed = {"call": request["call"], "error": "the process that kept its files was killed"}
             self.helpers[helper] = lambda: self.tell(killed)
         else:
-            error = ""
+            error, idle = "", False
             try:
                 # It holds the lock of the state folder and this end of the host's socket, so it may not live on.
                 syscalls.die_with(this)
+                idle = keep.idle(found[0], self.boxes[found[0]][1]["nested"])
                 keep.keep(request, found[0])
             except OSError as failed:
                 error = str(failed)
             except BaseException:  # noqa: BLE001 - the outermost boundary of this process
                 error = traceback.format_exc()
-            self.tell({"call": request["call"], "error": error})
+            self.tell({"call": request["call"], "error": error, "idle": idle})
             os._exit(0)
 
     def kill(self, pid: int) -> None:
