@@ -327,13 +327,14 @@ class TextSession(Session):
         """Return None: the context length is unknown."""
         return None
 
-    def fork(self, turns: Sequence[str], *, again: str | None = None, seed: int | None = None) -> Self:
+    def fork(self, turns: Sequence[str] | None = None, *, again: str | None = None, seed: int | None = None) -> Self:
         """Return a session that begins anew in the same tree; see :meth:`Session.fork`.
 
         Raises:
-            SessionError: Turns are to be given again: what an endpoint was asked cannot be compared by ids.
+            SessionError: Turns are to be given again, or a conversation goes on in both: what an endpoint was asked
+                cannot be compared by ids.
         """
-        if turns or again is not None:
+        if turns or again is not None or (turns is None and self._tree.nodes):
             raise SessionError(f"session {self.id} is recorded as text: it can only be forked before its first turn")
         made = super().fork((), seed=seed)
         made._history, made._used = History(made._recognise), 0
