@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.processes.warm import run_command
 from support.rollout.record_files import record_bytes, spoil
 from turnwise.errors import FormatError
 from turnwise.evaluation import EvalPlan, EvalResult, evaluate
@@ -24,11 +28,23 @@ from turnwise.trajectory_file import TRAJECTORIES
 
 PLAN = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
 SEEN: list[int] = []
+LAST: list[int] = []
+"""In a process that is to die: the number of the model call that kills it."""
+KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
+DOOMED = """
+import asyncio, sys, turnwise
+sys.path[:0] = sys.argv[3:]
+import test_eval_resume as test
+test.LAST.append(int(sys.argv[2]))
+asyncio.run(test.run(test.Path(sys.argv[1])))
+"""
 
 
 def guesses(request: ScriptedRequest) -> str:
     """Answers by the sampling seed: what is asked again is answered alike, and nothing else is."""
     SEEN.append(request.params.seed or 0)
+    if len(SEEN) in LAST:
+        os.kill(os.getpid(), signal.SIGKILL)
     people = ["aalto", "birk", "chen"]
     return people[(request.params.seed or 0) % 3]
 
@@ -112,6 +128,24 @@ async def test_killed_anywhere_and_finished_it_is_the_uninterrupted_one(group_re
         third, finished = await run(folder, group_reward)
         assert figures(third) == figures(whole)
         assert (finished.restored, len(SEEN)) == (12, 0)
+
+
+async def test_a_process_that_is_killed_leaves_what_another_finishes(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    SEEN.clear()
+    whole, _ = await run(tmp_path / "whole")
+    asked = len(SEEN)
+    for number, call in enumerate(random.Random(2).choices(range(1, asked + 1), k=KILLS)):
+        folder = tmp_path / f"killed-{number}"
+        folder.mkdir()
+        places = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        died = run_command([sys.executable, "-c", DOOMED, str(folder), str(call), *places], capture_output=True)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        SEEN.clear()
+        again, finished = await run(folder)
+        assert figures(again) == figures(whole), f"killed in call {call} of {asked}"
+        assert finished.part == 1
+        assert len(SEEN) <= asked - finished.restored
 
 
 async def test_a_damaged_trajectory_is_rolled_out_again(tmp_path: Path) -> None:
