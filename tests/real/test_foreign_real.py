@@ -15,6 +15,7 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
 from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from turnwise.envs import foreign
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
@@ -251,6 +252,15 @@ async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
     with pytest.raises(EnvError, match="the server gave no reward in all of it"):
         await invoke(env, "step", {"role": "assistant", "content": "1"})
     await invoke(env, "close")
+
+
+def test_openenv_is_imported_by_an_episode_and_not_by_the_check_before_it() -> None:
+    code = (
+        "import sys; from inside import openenv as driver; assert driver.names() == []; "
+        "assert driver.load('http://127.0.0.1:9', {}, None).is_url; assert 'openenv.core' not in sys.modules"
+    )
+    folder = Path(foreign.__file__).parent
+    subprocess.run([interpreter("openenv"), "-c", code], cwd=folder, check=True, timeout=120)
 
 
 async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
