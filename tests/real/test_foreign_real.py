@@ -103,6 +103,18 @@ async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
         await invoke(env, "close")
 
 
+async def test_levels_are_those_of_its_curriculum() -> None:
+    config = {"python": interpreter("reasoning-gym")}
+    env = make("reasoning-gym:spell_backward", system_prompt=None, **config)
+    for level, length in enumerate((3, 5, 7, 9)):
+        task = Task("t", "", {"seed": 1, "size": 4, "index": 2, "level": level})
+        [message], _ = await invoke(env, "reset", task, seed=1)
+        assert len(message["content"].rpartition(" ")[2]) == length
+    with pytest.raises(EnvError, match="spell_backward has no level 5; it has 0 to 4"):
+        await invoke(env, "reset", Task("t", "", {"level": 5}), seed=1)
+    await invoke(env, "close")
+
+
 async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
     recorded = plays["textarena"]
     assert len(recorded) >= 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import json
 import socket
 import urllib.parse
@@ -16,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from .core import Failure, framework, opening, refusals, text_of
+from .core import Failure, check_installed, framework, opening, refusals, text_of
 
 PACKAGE = "openenv-core"
 _SECONDS = 30.0
@@ -25,11 +24,8 @@ _SCHEMES = ("http", "https", "ws", "wss")
 
 def names() -> list[str]:
     """Return nothing: what there is, only its place says."""
-    # Found, not imported: the import takes seconds (its server brings a user interface), once a worker at its first
-    # reset is enough.
-    framework("openenv")
-    if importlib.util.find_spec("openenv.core") is None:
-        raise Failure("missing", "the package openenv has no module core", module="openenv.core")
+    # Not imported: that takes seconds, for its server brings a user interface; an episode's reset is soon enough.
+    check_installed("openenv")
     return []
 
 
