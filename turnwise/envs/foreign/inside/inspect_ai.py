@@ -60,7 +60,8 @@ def _task(name: str, arguments: dict[str, Any]) -> Any:
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     found = getattr(module, attribute, None)
     if not callable(found):
-        tasks = [each for each, value in vars(module).items() if hasattr(value, "__registry_info__")]
+        is_task = framework("inspect_ai._util.registry").is_registry_object
+        tasks = [each for each, value in vars(module).items() if is_task(value, type="task")]
         raise Failure("config", f"{file} has no task {attribute!r}; it has {', '.join(tasks)}: write {path}@TASK")
     return found(**arguments)
 

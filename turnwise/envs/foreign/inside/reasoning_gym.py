@@ -61,9 +61,10 @@ class Family:
         base = framework("reasoning_gym.coaching.base_curriculum")
         context = base.DefaultCurriculumContext(mode=base.RangeAttributeMode.UPPER_BOUND)
         made = curriculum.generate_configuration({}, context)
+        ranges = framework("reasoning_gym.coaching.attributes").RangeAttributeDefinition
         names = set()
         for each in curriculum.attributes.values():
-            ranged = hasattr(each, "lower_field_name")
+            ranged = isinstance(each, ranges)
             names |= {each.lower_field_name, each.upper_field_name} if ranged else {each.field_name}
         return {name: getattr(made, name) for name in names}
 
