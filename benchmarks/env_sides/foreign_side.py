@@ -68,7 +68,8 @@ async def serve() -> None:
 
     bound = socket.create_server(("127.0.0.1", 0))
     app = create_app(GuessNumber, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=4 * AT_ONCE)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    # Not "error": it logs an exception, with its stack, for each session that a client closes.
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
     serving = asyncio.ensure_future(server.serve(sockets=[bound]))
     print(f"http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -15,6 +15,7 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
 from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from turnwise.envs import foreign
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
@@ -102,6 +103,18 @@ async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
         messages, _ = await invoke(env, "reset", task, seed=1)
         assert messages == [{"role": "user", "content": each["first"]}]
         await invoke(env, "close")
+
+
+async def test_levels_are_those_of_its_curriculum() -> None:
+    config = {"python": interpreter("reasoning-gym")}
+    env = make("reasoning-gym:spell_backward", system_prompt=None, **config)
+    for level, length in enumerate((3, 5, 7, 9)):
+        task = Task("t", "", {"seed": 1, "size": 4, "index": 2, "level": level})
+        [message], _ = await invoke(env, "reset", task, seed=1)
+        assert len(message["content"].rpartition(" ")[2]) == length
+    with pytest.raises(EnvError, match="spell_backward has no level 5; it has 0 to 4"):
+        await invoke(env, "reset", Task("t", "", {"level": 5}), seed=1)
+    await invoke(env, "close")
 
 
 async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
@@ -253,6 +266,15 @@ async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
     with pytest.raises(EnvError, match="the server gave no reward in all of it"):
         await invoke(env, "step", {"role": "assistant", "content": "1"})
     await invoke(env, "close")
+
+
+def test_openenv_is_imported_by_an_episode_and_not_by_the_check_before_it() -> None:
+    code = (
+        "import sys; from inside import openenv as driver; assert driver.names() == []; "
+        "assert driver.load('http://127.0.0.1:9', {}, None).is_url; assert 'openenv.core' not in sys.modules"
+    )
+    folder = Path(foreign.__file__).parent
+    subprocess.run([interpreter("openenv"), "-c", code], cwd=folder, check=True, timeout=120)
 
 
 async def test_openenv_at_a_url_that_no_server_answers_at() -> None:

@@ -62,7 +62,10 @@ _ENVS: dict[str, _Entry] = {
 
 
 _FOREIGN = "turnwise.envs.foreign.core:foreign_class"
-_PREFIXES: dict[str, str] = dict.fromkeys(("gem", "openenv", "reasoning-gym", "textarena", "verifiers"), _FOREIGN)
+_PREFIXES: dict[str, str] = dict.fromkeys(
+    ("gem", "inspect", "openenv", "reasoning-gym", "textarena", "verifiers"), _FOREIGN
+)
+_PREFIXES["harbor"] = "turnwise.envs.library.terminal:harbor_class"
 """References to functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class."""
 
 

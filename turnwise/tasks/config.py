@@ -172,6 +172,7 @@ class CurriculumConfig(BaseModel):
         floor: Minimum share of every non-empty pool.
         decay: Exponential decay: rate = decay * rate + (1 - decay) * successes of the group.
         success_reward: Minimum reward of a success.
+        by: Field of a task's ``data`` whose values have a rate each, such as ``level``; None is a rate for each task.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -181,6 +182,7 @@ class CurriculumConfig(BaseModel):
     floor: Share = 0.05
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
     success_reward: float = 1.0
+    by: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

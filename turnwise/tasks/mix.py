@@ -13,7 +13,7 @@ from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import CurriculumConfig, SourceConfig, Sources, sources_of
 from turnwise.tasks.core import Task
-from turnwise.tasks.order import CurriculumOrder, InMemoryOrder, StreamingOrder, TaskOrder, left_out
+from turnwise.tasks.order import CurriculumOrder, InMemoryOrder, LevelOrder, StreamingOrder, TaskOrder, left_out
 from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
@@ -103,6 +103,14 @@ class MixedOrder(TaskOrder):
     def rates(self) -> list[float]:
         """Return the running success rates of all sources' tasks."""
         return [rate for order in self._members.values() for rate in order.rates()]
+
+    def rates_by_value(self) -> dict[str, float]:
+        """Return them by name of the source and value of ``curriculum.by``."""
+        return {
+            f"{name}_{value}": rate
+            for name, order in self._members.items()
+            for value, rate in order.rates_by_value().items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +247,8 @@ def _order(
             if curriculum is None:
                 named = source.label
                 return InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=left), report
-            drawn = CurriculumOrder(
-                tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=left
-            )
+            kind = CurriculumOrder if curriculum.by is None else LevelOrder
+            drawn = kind(tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=left)
             return drawn, report
     if curriculum is not None:
         raise TaskError(

@@ -51,6 +51,10 @@ class TaskOrder(ABC):
         """Return the running success rates of tasks; empty without a curriculum."""
         return []
 
+    def rates_by_value(self) -> dict[str, float]:
+        """Return the running success rates by task, or by value of ``curriculum.by``; empty without a curriculum."""
+        return {}
+
 
 class InMemoryOrder(TaskOrder):
     """Repeats tasks in memory, shuffled per epoch; TaskError if ``state`` does not match them."""
@@ -346,6 +350,11 @@ class CurriculumOrder(TaskOrder):
         """Return the known running success rates."""
         return [float(rate) for rate in self._rates if not np.isnan(rate)]
 
+    def rates_by_value(self) -> dict[str, float]:
+        """Return the known running success rates by task."""
+        known = zip(self._tasks, self._rates, strict=True)
+        return {task.id: float(rate) for task, rate in known if not np.isnan(rate)}
+
     def _drawn(self) -> int:
         pools = pools_of(self._rates, self._config.buckets)
         held = np.bincount(pools, minlength=len(self._config.weights)).tolist()
@@ -357,3 +366,91 @@ class CurriculumOrder(TaskOrder):
             pool -= 1
         waiting = np.where(pools == pool, self._last, np.iinfo(np.int64).max)
         return int(waiting.argmin())
+
+
+class LevelOrder(TaskOrder):
+    """Samples the values of a field of the tasks by difficulty, and takes the tasks of a value in turn.
+
+    Values are drawn as :class:`CurriculumOrder` draws tasks: each once, then by the success rate that the tasks of a
+    value have together. Tasks of one value are shuffled per epoch; a task's epoch is that of its value. TaskError if a
+    task has no such field, or the state does not match the tasks.
+    """
+
+    epoch = 0
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        config: CurriculumConfig,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        state: Mapping[str, Any] | None = None,
+        name: str = "tasks",
+        dropped: Mapping[str, int] | None = None,
+    ) -> None:
+        if not tasks:
+            raise TaskError(f"{name} holds no task{left_out(dropped or {})}")
+        if state is not None and "levels" not in state:
+            raise TaskError(f"the checkpoint was made without curriculum.by for {name}: {REMEDY}")
+        self._tasks, self._dropped = tasks, dict(dropped or {})
+        self._values = {task.id: _value(task, str(config.by), name) for task in tasks}
+        held: dict[str, list[Task]] = {}
+        for task in tasks:
+            held.setdefault(self._values[task.id], []).append(task)
+        known = None if state is None else state["levels"]
+        values = [Task(value, "") for value in held]
+        self._drawn = CurriculumOrder(values, config, seed=seed, shuffle=False, state=known, name=name)
+        self.position = self._drawn.position
+        self._members = {
+            value: InMemoryOrder(
+                members,
+                seed=stable_hash("level", seed, value),
+                shuffle=shuffle,
+                state=None if state is None else state["members"].get(value),
+                name=name,
+            )
+            for value, members in held.items()
+        }
+
+    def next(self) -> tuple[Task, int]:
+        """Return the next task of the value that is drawn, and the epoch of that value's tasks."""
+        value = self._drawn.next()[0].id
+        self.position = self._drawn.position
+        return self._members[value].next()
+
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """Update the success rate of a task's value with a group's rewards."""
+        if task_id in self._values:
+            self._drawn.learn(self._values[task_id], rewards)
+
+    def ahead(self) -> Iterable[Task]:
+        """Return all tasks."""
+        return self._tasks
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to resume from."""
+        members = {value: order.state() for value, order in self._members.items()}
+        return {"epoch": self.epoch, "position": self.position, "levels": self._drawn.state(), "members": members}
+
+    def dropped(self) -> dict[str, int]:
+        """Return the number of dropped rows by reason."""
+        return self._dropped
+
+    def rates(self) -> list[float]:
+        """Return the known running success rates of values."""
+        return self._drawn.rates()
+
+    def rates_by_value(self) -> dict[str, float]:
+        """Return the known running success rates by value."""
+        return self._drawn.rates_by_value()
+
+
+def _value(task: Task, field: str, name: str) -> str:
+    value = task.data.get(field)
+    if not isinstance(value, (str, int, float)):
+        raise TaskError(
+            f"{name}: task {task.id!r} has no number or text {field!r} in its data, by which curriculum.by draws: "
+            "remove curriculum.by, or give the tasks this field"
+        )
+    return str(value)

@@ -24,7 +24,7 @@ from turnwise.tasks import load_tasks
 PAGE = "environments-from-elsewhere.md"
 TEXT = page(PAGE)
 HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
-SHIPPED = ("gem", "openenv", "reasoning-gym", "textarena", "verifiers")
+SHIPPED = ("gem", "inspect", "openenv", "reasoning-gym", "textarena", "verifiers")
 
 
 async def test_the_driver_of_the_page_works() -> None:
@@ -48,7 +48,9 @@ def test_every_framework_is_in_the_tables() -> None:
         assert f"| `{prefix}:" in names
         assert f"`{framework.requirement}`" in names
         assert framework.version in names
-    assert re.findall(r"\| ([\w-]+) (?=\|)", header) == ["reasoning-gym", "TextArena", "gem", "OpenEnv", "verifiers"]
+    assert re.findall(r"\| ([\w-]+) (?=\|)", header) == [
+        *("reasoning-gym", "TextArena", "gem", "OpenEnv", "verifiers", "Inspect", "Harbor")
+    ]
 
 
 def test_every_setting_is_described_with_its_default() -> None:

@@ -10,9 +10,11 @@ from support.envs.swe_episodes import any_manager
 from turnwise.envs.core import invoke
 from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
 from turnwise.envs.library.terminal.altered import NOTHING, altered_tests, keep_tests, known_tests
+from turnwise.envs.registration import make
 from turnwise.envs.results import Remark
 from turnwise.envs.solution import play_solution
-from turnwise.errors import ConfigError, TaskError
+from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.tasks import load_tasks
 
 
 def written(folder: Path, **files: str) -> str:
@@ -55,6 +57,12 @@ def test_terminal_bench(tmp_path):
         ({"task_dot_toml": "[verifier]\ntimeout_sec = 'long'"}, "timeout is 'long'"),
         ({"task_dot_toml": "[environment]\nmemory = 'much'"}, "memory is 'much'"),
         ({"task_dot_toml": "verifier = 3"}, "verifier is 3: it must be a table"),
+        ({"task_dot_toml": "[verifier]\nenv = 3"}, r"verifier\.env is 3: it must be a table of texts"),
+        ({"task_dot_toml": "[verifier.env]\nA = '${NOT_SET_HERE}'"}, r"verifier\.env\.A is .*NOT_SET_HERE is not set"),
+        ({"task_dot_toml": "[[steps]]\nname = 'one'"}, r"needs several steps \(steps\), which an environment with one"),
+        ({"task_dot_toml": "[environment]\ngpus = 1\nos = 'windows'"}, r"GPUs \(environment\.gpus\), Windows"),
+        ({"task_dot_toml": "[verifier.environment]\ncpus = 1"}, "an environment of its own for the tests"),
+        ({"environment__docker-compose_dot_yaml": "services: {}"}, "several containers"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, change, told):
@@ -73,6 +81,28 @@ def test_what_is_no_task(tmp_path):
         list(tasks(str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="test_timeout is -1"):
         TerminalEnv(test_timeout=-1)
+
+
+async def test_a_folder_of_harbor_s_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOLD_HERE", "0.25")
+    settings = "[environment.env]\nPLACE = 'here'\n[verifier.env]\nWORTH = '${TOLD_HERE}'\nMORE = '${NOT_SET:-5}'\n"
+    test = 'test "$PLACE$MORE" = here5 && echo "{\\"reward\\": $WORTH}" > $VERIFIER_DIR/reward.json\n'
+    for name in ("one", "two"):
+        files = {**HARBOR, "task_dot_toml": settings, "tests__test_dot_sh": test}
+        written(tmp_path / "all tasks" / name, **files, workspace__a_dot_txt=name)
+    env = make(f"harbor:{tmp_path / 'all tasks'}")
+    rows = load_tasks(type(env).default_tasks)
+    assert [(each.id, each.prompt) for each in rows] == [("one", "Do it."), ("two", "Do it.")]
+    async with any_manager() as manager:
+        env.sandboxes = manager
+        await invoke(env, "reset", rows[1])
+        assert (await env.sandbox.exec('cat a.txt; echo "$PLACE $WORTH"')).stdout == b"twohere \n"
+        assert await invoke(env, "score", None) == {"score": 0.25}
+        await invoke(env, "close")
+    with pytest.raises(RegistryError, match="there is no folder 'none': write harbor:PATH"):
+        make("harbor:none")
+    with pytest.raises(TaskError, match="holds no task"):
+        make(f"harbor:{tmp_path}")
 
 
 async def test_an_episode_and_the_reward_that_tests_write(tmp_path):

@@ -349,6 +349,22 @@ def test_seeded_tasks_of_splits_share_no_seed() -> None:
     assert default[20] == next(tasks("tiny:countdown", start=20))
 
 
+def test_levels_of_a_framework_s_curriculum_are_taken_in_turn() -> None:
+    rows = list(tasks("reasoning-gym:spell_backward", size=4, seed=2, levels=[0, 3]))
+    assert [each.data["level"] for each in rows] == [0, 3, 0, 3]
+    assert [each.id for each in rows[:2]] == ["spell_backward-train-2-level-0", "spell_backward-train-3-level-3"]
+    with pytest.raises(TaskError, match="tiny has no levels: remove levels"):
+        list(tasks("tiny:countdown", levels=[0]))
+    for wrong in ([], [-1], ["a"], 3):
+        with pytest.raises(TaskError, match=r"levels is .*: it must be a list of numbers from 0"):
+            list(tasks("reasoning-gym:spell_backward", levels=wrong))
+
+
+def test_a_framework_of_one_run_a_process_needs_an_interpreter() -> None:
+    with pytest.raises(ConfigError, match=r"inspect needs a process of its own.*inspect-ai==0\.3\.285.*python=PATH"):
+        make("inspect:tasks.py@sums")
+
+
 @PLACES
 def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     monkeypatch.setitem(core._FRAMEWORKS, "tiny", core.Framework("tiny", str(DRIVER), "turnwise-tiny", has_rows=True))

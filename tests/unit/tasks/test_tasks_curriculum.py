@@ -15,7 +15,8 @@ from support.property_tests import examples
 from turnwise.errors import TaskError
 from turnwise.tasks import SourceConfig, Task, TaskOrder, open_order
 from turnwise.tasks.config import CurriculumConfig, pools_of
-from turnwise.tasks.order import CurriculumOrder, shares_of
+from turnwise.tasks.order import CurriculumOrder, LevelOrder, shares_of
+from turnwise.trainer.run.task_scheduler import TaskStream
 
 TASKS = [Task(f"t{number}", str(number)) for number in range(12)]
 HARD, MIDDLE, EASY = [0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4
@@ -133,3 +134,66 @@ def test_each_source_of_a_mix_has_its_own_and_a_stream_has_none(tmp_path: Path) 
 def test_what_is_no_curriculum(changes: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CurriculumConfig.model_validate(changes)
+
+
+LEVELLED = [Task(f"t{number}", "", {"level": number % 3}) for number in range(12)]
+BY_LEVEL = CurriculumConfig(by="level", weights=(0.0, 1.0, 0.0), floor=0.1, decay=0.0)
+
+
+def of_levels(order: TaskOrder, count: int) -> list[tuple[str, int]]:
+    """Level 0 is learned, level 1 learnable, level 2 hopeless."""
+    found = []
+    for _ in range(count):
+        task, epoch = order.next()
+        order.learn(task.id, (EASY, MIDDLE, HARD)[task.data["level"]])
+        found.append((task.id, epoch))
+    return found
+
+
+def test_the_tasks_of_a_level_have_one_rate() -> None:
+    order = LevelOrder(LEVELLED, BY_LEVEL, seed=3)
+    first, later = of_levels(order, 3), of_levels(order, 600)
+    assert {int(name[1:]) % 3 for name, _ in first} == {0, 1, 2}
+    counts = Counter(int(name[1:]) % 3 for name, _ in later)
+    # Shares are 0.1, 0.8, 0.1.
+    assert 430 <= counts[1] <= 530
+    assert min(counts.values()) >= 30
+    # Within a level tasks take turns, and a task and its epoch name a group.
+    assert max(Counter(name for name, _ in later if int(name[1:]) % 3 == 1).values()) <= counts[1] / 4 + 1
+    assert len({*first, *later}) == 603
+    assert order.rates_by_value() == {"0": 1.0, "1": 0.5, "2": 0.0}
+    assert sorted(order.rates()) == [0.0, 0.5, 1.0]
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(st.integers(0, 40), st.integers(0, 3), st.booleans())
+def test_levels_go_on_from_their_state(before: int, seed: int, shuffle: bool) -> None:
+    whole = LevelOrder(LEVELLED, BY_LEVEL, seed=seed, shuffle=shuffle)
+    of_levels(whole, before)
+    state = json.loads(json.dumps(whole.state()))
+    again = LevelOrder(LEVELLED, BY_LEVEL, seed=seed, shuffle=shuffle, state=state)
+    assert of_levels(again, 30) == of_levels(whole, 30)
+    with pytest.raises(TaskError, match="other ids"):
+        LevelOrder([*LEVELLED, Task("more", "", {"level": 1})], BY_LEVEL, state=state)
+    with pytest.raises(TaskError, match=r"without curriculum\.by"):
+        LevelOrder(LEVELLED, BY_LEVEL, state=CurriculumOrder(LEVELLED, CurriculumConfig()).state())
+
+
+def test_a_task_without_the_field_is_named() -> None:
+    with pytest.raises(TaskError, match="task 'odd' has no number or text 'level' in its data, by which"):
+        LevelOrder([*LEVELLED, Task("odd", "")], BY_LEVEL)
+
+
+def test_rates_of_levels_are_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"id": task.id, "prompt": "x", "data": task.data}) + "\n" for task in LEVELLED))
+    order, _ = open_order(str(file), curriculum=BY_LEVEL, seed=1)
+    stream = TaskStream(order, BY_LEVEL)
+    of_levels(order, 3)
+    figures = stream.metrics()
+    assert {name: value for name, value in figures.items() if name.startswith("curriculum/rate/")} == {
+        "curriculum/rate/0": 1.0,
+        "curriculum/rate/1": 0.5,
+        "curriculum/rate/2": 0.0,
+    }
+    assert figures["curriculum/tasks"] == 3

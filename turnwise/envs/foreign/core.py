@@ -8,7 +8,7 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -53,6 +53,8 @@ class Framework:
         example: The name of one of its environments.
         has_rows: Whether its tasks are rows of a dataset, which the framework loads; else they are seeds.
         forks: Whether its episodes can be copied.
+        has_levels: Whether its tasks may name a level of difficulty.
+        apart: Whether each environment needs workers of its own, since a process of the framework has one run.
     """
 
     prefix: str
@@ -62,6 +64,8 @@ class Framework:
     example: str = "NAME"
     has_rows: bool = False
     forks: bool = True
+    has_levels: bool = False
+    apart: bool = False
 
     @property
     def version(self) -> str:
@@ -72,11 +76,20 @@ class Framework:
 _FRAMEWORKS: dict[str, Framework] = {
     each.prefix: each
     for each in (
-        Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum"),
+        Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum", has_levels=True),
         Framework("gem", "gem", "gem-llm==0.1.0", example="game:GuessTheNumber-v0-easy"),
         Framework("openenv", "openenv", "openenv-core==0.3.0", example="http://127.0.0.1:8000", forks=False),
         Framework("textarena", "textarena", "textarena==0.7.4", example="GuessTheNumber-v0"),
         Framework("verifiers", "verifiers", "verifiers==0.4.0", example="TASKSET", has_rows=True, forks=False),
+        Framework(
+            "inspect",
+            "inspect_ai",
+            "inspect-ai==0.3.285",
+            example="path/to/file.py@task",
+            has_rows=True,
+            forks=False,
+            apart=True,
+        ),
     )
 }
 
@@ -146,14 +159,20 @@ class ForeignEnv(Env):
         name = f"{self.framework.prefix}:{self.env_name}"
         _check_numbers(name, timeout, memory, processes)
         self._timeout = timeout
-        self._spec = None
-        if python is not None:
-            self._spec = WorkerSpec(_interpreter(name, python), self.framework.driver, memory, processes)
         self._request: dict[str, Any] = {
             "name": self.env_name,
             "kwargs": dict(kwargs or {}),
             "system_prompt": self.framework.system_prompt if system_prompt == "" else system_prompt,
         }
+        self._spec = None
+        if python is not None:
+            only = orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS).decode() if self.framework.apart else ""
+            self._spec = WorkerSpec(_interpreter(name, python), self.framework.driver, memory, processes, only)
+        elif self.framework.apart:
+            raise ConfigError(
+                f"{name}: {self.framework.prefix} needs a process of its own: name an interpreter that has it "
+                f"(pip install '{self.framework.requirement}'): python=PATH"
+            )
         if self._spec is None:
             self._station = _station(self.framework)
         _opened(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
@@ -286,6 +305,7 @@ def tasks(
     python: str | None = None,
     kwargs: dict[str, Any] | None = None,
     start: int = 0,
+    levels: Sequence[int] | None = None,
 ) -> Iterator[Task]:
     """Yield the tasks of an environment: the rows of its own dataset, or seeds where it draws its episodes.
 
@@ -297,9 +317,10 @@ def tasks(
         python: The interpreter that has the framework, where its dataset has rows.
         kwargs: The framework's own arguments of this environment, where its dataset has rows.
         start: Number of the first task.
+        levels: Levels of the framework's own curriculum, which the tasks have in turn: ``level`` of their data.
 
     Raises:
-        TaskError: An argument is out of range.
+        TaskError: An argument is out of range, or the framework has no levels.
         RegistryError: There is no such framework or environment.
         ConfigError: A framework with rows is not installed.
     """
@@ -324,9 +345,26 @@ def tasks(
     count = 1000 if size is None else size
     if not 0 <= seed <= SPLITS["validation"] - count:
         raise TaskError(f"tasks of {env}: seed is {seed}: it must be from 0 to {SPLITS['validation'] - count}")
+    if levels is not None:
+        _check_levels(env, framework, levels)
     first = SPLITS[split] + seed
     for index in range(start, count):
-        yield Task(f"{name}-{split}-{seed + index}", "", {"seed": first, "size": count, "index": index})
+        data = {"seed": first, "size": count, "index": index}
+        if levels is None:
+            yield Task(f"{name}-{split}-{seed + index}", "", data)
+        else:
+            level = levels[index % len(levels)]
+            yield Task(f"{name}-{split}-{seed + index}-level-{level}", "", {**data, "level": level})
+
+
+def _check_levels(env: str, framework: Framework, levels: Any) -> None:
+    if not framework.has_levels:
+        raise TaskError(f"tasks of {env}: {framework.prefix} has no levels: remove levels")
+    listed = isinstance(levels, (list, tuple)) and levels
+    if not listed or not all(type(each) is int and each >= 0 for each in levels):
+        raise TaskError(
+            f"tasks of {env}: levels is {shown(levels)}: it must be a list of numbers from 0, such as [0,1,2]"
+        )
 
 
 def ask(framework: Framework, python: str | None, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,14 @@ class WorkerSpec:
         driver: Name of a driver, or path of one.
         memory: Limit of a worker's address space in bytes, or None.
         processes: Workers of this kind at the same time.
+        only: The environment that they are for; empty where a worker has any.
     """
 
     python: str
     driver: str
     memory: int | None
     processes: int
+    only: str = ""
 
 
 class Worker:

@@ -63,6 +63,9 @@ class TaskStream:
         """Return the number of skipped rows, if any, and the metrics of a curriculum."""
         left_out = sum(self._order.dropped().values())
         figures = {} if self._curriculum is None else self._curriculum.figures(self._order.rates())
+        if self._curriculum is not None and self._curriculum.by is not None:
+            rates = self._order.rates_by_value()
+            figures |= {f"curriculum/rate/{value.replace('/', '_')}": rate for value, rate in rates.items()}
         return {"tasks/left_out": float(left_out), **figures} if left_out else figures
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -58,6 +59,12 @@ def framework(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise Failure("missing", f"{type(error).__name__}: {error}", module=name) from error
+
+
+def check_installed(name: str) -> None:
+    """Check that a framework is there, without the seconds of its import. Raises Failure of kind ``missing``."""
+    if importlib.util.find_spec(name) is None:
+        raise Failure("missing", f"No module named {name!r}", module=name)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

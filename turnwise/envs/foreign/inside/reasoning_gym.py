@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .core import framework, opening, refusals, text_of
+from .core import Failure, framework, opening, refusals, text_of
 
 PACKAGE = "reasoning-gym"
-_MOST_DATASETS = 8
+_MOST_DATASETS = 16
 
 
 def names() -> list[str]:
@@ -38,13 +38,35 @@ class Family:
         self.system_prompt = None if system_prompt is None else prompts.get(system_prompt, system_prompt)
         self._datasets: dict[Any, Any] = {}
 
-    def dataset(self, seed: int, size: int) -> Any:
-        """Return the dataset of a seed and a size."""
-        if (seed, size) not in self._datasets:
+    def dataset(self, seed: int, size: int, level: int | None = None) -> Any:
+        """Return the dataset of a seed and a size, and of a level of the family's curriculum where one is given."""
+        key = (seed, size, level)
+        if key not in self._datasets:
             if len(self._datasets) >= _MOST_DATASETS:
                 self._datasets.clear()
-            self._datasets[seed, size] = self._make(self._name, **self._kwargs, seed=seed, size=size)
-        return self._datasets[seed, size]
+            settings = {} if level is None else self._settings(level)
+            self._datasets[key] = self._make(self._name, **{**settings, **self._kwargs, "seed": seed, "size": size})
+        return self._datasets[key]
+
+    def _settings(self, level: int) -> dict[str, Any]:
+        """Return what the family's curriculum sets at a level: of ranges their highest segment."""
+        factory = framework("reasoning_gym.factory")
+        if not factory.has_curriculum(self._name):
+            raise Failure("raised", f"{self._name} has no levels (no curriculum)")
+        curriculum = factory.create_curriculum(self._name)
+        levels = max(len(each.levels) for each in curriculum.attributes.values())
+        if not 0 <= level < levels:
+            raise Failure("raised", f"{self._name} has no level {level}; it has 0 to {levels - 1}")
+        curriculum.set_global_level(level)
+        base = framework("reasoning_gym.coaching.base_curriculum")
+        context = base.DefaultCurriculumContext(mode=base.RangeAttributeMode.UPPER_BOUND)
+        made = curriculum.generate_configuration({}, context)
+        ranges = framework("reasoning_gym.coaching.attributes").RangeAttributeDefinition
+        names = set()
+        for each in curriculum.attributes.values():
+            ranged = isinstance(each, ranges)
+            names |= {each.lower_field_name, each.upper_field_name} if ranged else {each.field_name}
+        return {name: getattr(made, name) for name in names}
 
     def episode(self) -> Question:
         """Return an episode."""
@@ -59,9 +81,9 @@ class Question:
         self._extract = framework("reasoning_gym.utils").extract_answer
 
     def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
-        """Ask the question of a task (``seed``, ``size`` and ``index`` of the dataset), or one of the seed."""
+        """Ask the question of a task (``seed``, ``size``, ``index``, ``level`` of a dataset), or one of the seed."""
         given = data or {}
-        self._dataset = self._family.dataset(given.get("seed", seed or 0), given.get("size", 1))
+        self._dataset = self._family.dataset(given.get("seed", seed or 0), given.get("size", 1), given.get("level"))
         self._entry = self._dataset[given.get("index", 0)]
         return {"messages": opening(self._family.system_prompt, self._entry["question"])}
 

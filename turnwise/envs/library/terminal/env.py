@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final
+from urllib.parse import quote
 
 from turnwise.envs.core import ResetResult, Solution
 from turnwise.envs.library.seeded import FIXED_HASHES
 from turnwise.envs.library.swe.env import TOOLS
 from turnwise.envs.library.swe.logs import Statuses, parser_of
 from turnwise.envs.library.terminal.altered import NOTHING, AlteredTests, altered_tests, keep_tests, known_tests
-from turnwise.envs.library.terminal.folder import TaskFolder, read_folder
+from turnwise.envs.library.terminal.folder import TaskFolder, read_folder, tasks
 from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import (
     ConfigError,
     EnvError,
+    RegistryError,
     SandboxFileError,
     SandboxFileNotFound,
     TaskError,
@@ -157,7 +161,7 @@ class TerminalEnv(ToolEnv):
         workdir, tests, logs = await self._bring(box, texts)
         timeout = self.folder.test_timeout or self.test_timeout
         script = f"{tests}/{self.folder.script.rpartition('/')[2]}"
-        env = {"TEST_DIR": tests, "VERIFIER_DIR": logs, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {**self.folder.test_env, "TEST_DIR": tests, "VERIFIER_DIR": logs, "PYTHONDONTWRITEBYTECODE": "1"}
         command = ["bash", "-c", f"exec 2>&1; cd {shlex.quote(workdir)}; exec bash {shlex.quote(script)}"]
         done = await box.exec(command, timeout=timeout, env=env, max_output=_MOST_LOG)
         log = done.stdout.decode("utf-8", "replace")
@@ -239,6 +243,24 @@ class TerminalEnv(ToolEnv):
         yield "It is done."
 
 
+@functools.cache
+def harbor_class(prefix: str, name: str) -> type[TerminalEnv]:
+    """Return the class of ``harbor:PATH``: the tasks of a folder of Harbor tasks, or of a single one.
+
+    Raises:
+        RegistryError: There is no such folder.
+        TaskError: It holds no task.
+    """
+    path = Path(name).expanduser()
+    if not name or not path.is_dir():
+        raise RegistryError(f"{prefix}:{name}: there is no folder {name!r}: write {prefix}:PATH of a folder of tasks")
+    source = f"turnwise.envs.library.terminal:tasks?path={quote(str(path.absolute()))}"
+    next(tasks(str(path)))
+    # Module and qualified name together are the name by which it is made.
+    named = {"__module__": prefix, "__qualname__": name, "__doc__": f"Tasks of {name}."}
+    return type(name, (TerminalEnv,), {**named, "default_tasks": source})
+
+
 def _folder_of(task: Task | None) -> TaskFolder:
     if task is None:
         raise EnvError("TerminalEnv.reset got no task: use tasks such as turnwise.envs.library.terminal:tasks")
@@ -256,7 +278,7 @@ def _spec(folder: TaskFolder) -> SandboxSpec:
             workspace=folder.workspace,
             workdir=folder.workdir,
             user="root",
-            env=FIXED_HASHES,
+            env={**FIXED_HASHES, **folder.env},
             limits=folder.limits,
             labels=labels,
         )
@@ -264,7 +286,7 @@ def _spec(folder: TaskFolder) -> SandboxSpec:
     return SandboxSpec(
         workspace=folder.workspace,
         workdir=folder.workdir,
-        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **FIXED_HASHES},
+        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **FIXED_HASHES, **folder.env},
         mounts=tuple(mounts),
         limits=folder.limits,
         labels=labels,

@@ -7,10 +7,11 @@ Either may have ``workspace/``, the initial files of the workdir; without an ima
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from turnwise.sandboxes.core import SandboxLimits
 from turnwise.tasks import Task
 
 SHIPPED: Final = "shipped:"
+_TEMPLATE: Final = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
 _SIZES: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -37,6 +39,8 @@ class TaskFolder:
         image: An image's name, or a folder with a Dockerfile; None: the backend's default.
         test_timeout: Seconds for the tests, or None.
         parser: Format of the tests' log, where they write no reward.
+        env: Environment variables of the sandbox.
+        test_env: Environment variables of the tests besides.
     """
 
     name: str
@@ -51,6 +55,8 @@ class TaskFolder:
     test_timeout: float | None
     limits: SandboxLimits
     parser: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    test_env: Mapping[str, str] = field(default_factory=dict)
 
 
 def tasks(path: str | None = None, n: int | None = None) -> Iterator[Task]:
@@ -97,6 +103,7 @@ def _harbor(path: Path) -> TaskFolder:
     place = _section(settings, "environment", path)
     verifier = _section(settings, "verifier", path)
     docker = path / "environment"
+    _refuse(path, settings, place, verifier)
     return _folder(
         path,
         instruction=_text(path / "instruction.md"),
@@ -110,7 +117,50 @@ def _harbor(path: Path) -> TaskFolder:
         cpus=place.get("cpus"),
         network=bool(place.get("allow_internet", False)),
         parser="pytest",
+        env=_variables(path, "environment.env", place.get("env")),
+        test_env=_variables(path, "verifier.env", verifier.get("env")),
     )
+
+
+def _refuse(path: Path, settings: Mapping[str, Any], place: Mapping[str, Any], verifier: Mapping[str, Any]) -> None:
+    """Refuse what a Harbor task may ask for, and one sandbox with a shell does not have. Raises TaskError."""
+    separate = verifier.get("environment") or verifier.get("environment_mode") == "separate"
+    asked = {
+        "several steps (steps)": settings.get("steps"),
+        "several containers (environment/docker-compose.yaml)": (path / "environment/docker-compose.yaml").is_file(),
+        "an environment of its own for the tests (verifier.environment)": separate,
+        "hooks before the tests (verifier.collect)": verifier.get("collect"),
+        "GPUs (environment.gpus)": place.get("gpus"),
+        "TPUs (environment.tpu)": place.get("tpu"),
+        "MCP servers (environment.mcp_servers)": place.get("mcp_servers"),
+        "a health check (environment.healthcheck)": place.get("healthcheck"),
+        "Windows (environment.os)": str(place.get("os") or "linux").lower() != "linux",
+    }
+    wanted = [what for what, value in asked.items() if value]
+    if wanted:
+        raise TaskError(
+            f"{path}: the task needs {', '.join(wanted)}, which an environment with one Linux sandbox does not have: "
+            "leave it out"
+        )
+
+
+def _variables(path: Path, name: str, given: Any) -> dict[str, str]:
+    """Return environment variables; ``${NAME}`` and ``${NAME:-default}`` are those of this process."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
+        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(given)}: it must be a table of texts")
+    found = {}
+    for key, value in given.items():
+        match = _TEMPLATE.fullmatch(value)
+        if match is None:
+            found[key] = value
+            continue
+        known = os.environ.get(match[1], match[2])
+        if known is None:
+            raise TaskError(f"{path / 'task.toml'}: {name}.{key} is {value!r}, and {match[1]} is not set: set it")
+        found[key] = known
+    return found
 
 
 def _terminal_bench(path: Path) -> TaskFolder:
@@ -145,6 +195,8 @@ def _folder(
     disk: int | None = None,
     cpus: Any = None,
     network: bool = False,
+    env: Mapping[str, str] | None = None,
+    test_env: Mapping[str, str] | None = None,
 ) -> TaskFolder:
     for name, value in (("timeout", timeout), ("cpus", cpus)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
@@ -170,6 +222,8 @@ def _folder(
         test_timeout=None if timeout is None else float(timeout),
         limits=limits,
         parser=parser,
+        env=env or {},
+        test_env=test_env or {},
     )
 
 
