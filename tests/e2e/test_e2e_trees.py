@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, kill_at_random_moments, lines, silent, train_config
+from turnwise.agents import Episode, rollout, within_budget
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
@@ -18,6 +20,7 @@ from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory, branch_paths
 from turnwise.trajectory_file import read_trajectories
+from turnwise.types import Message
 
 KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,6 +69,39 @@ def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp
         assert [name for name in step if name not in ("kind", "step") and meaning(name) is None] == []
     sampled = sum(each.sampled_tokens for each in found)
     assert sum(step["batch/trained_tokens"] for step in steps) == sampled
+
+
+@rollout
+async def forks_itself(episode: Episode) -> None:
+    """Play two ways from the second turn on."""
+
+    async def go_on(way: Episode, messages: list[Message]) -> None:
+        with within_budget(way):
+            while True:
+                message = await way.session.chat(messages, way.tools)
+                result = await way.step(message)
+                if result.terminated or result.truncated:
+                    return
+                messages += [message, *result.observation]
+
+    first = await episode.session.chat(episode.observation, episode.tools)
+    result = await episode.step(first)
+    if not (result.terminated or result.truncated):
+        messages = [*episode.observation, first, *result.observation]
+        await asyncio.gather(*(go_on(each, list(messages)) for each in (episode, await episode.fork())))
+
+
+def test_a_run_whose_agent_forks_is_trained_and_sound(lookup_model: Path, tmp_path: Path) -> None:
+    rollout = {"agent": {"name": f"{__name__}:forks_itself"}}
+    algorithm = {"credit": "tree_value", "drop_zero_variance": False}
+    run_train(train_config(lookup_model, tmp_path, rollout=rollout, algorithm=algorithm), console=silent())
+    found = check_trees(tmp_path / "run")
+    assert any(len(each.branches) == 2 for each in found)
+    report = audit_run(tmp_path / "run", at_most=16, console=silent())
+    assert report.contradictions == []
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    assert sum(step["batch/trained_tokens"] for step in steps) == sum(each.sampled_tokens for each in found)
 
 
 @pytest.mark.long

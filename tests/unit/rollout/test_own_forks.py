@@ -268,6 +268,10 @@ async def test_what_cannot_be_forked_is_an_error_by_name() -> None:
     assert outcome.error is None
 
 
+class WithoutIds(Session):
+    recorded_as = "text"
+
+
 async def test_a_session_forks_by_itself() -> None:
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, adds)
@@ -290,6 +294,9 @@ async def test_a_session_forks_by_itself() -> None:
     assert sum(each.sampled for each in segments) == 5
     with pytest.raises(SessionError, match="cannot fork after 't99'"):
         session.fork(["t99"])
+    text = WithoutIds(client, renderer, id="text", limits=SessionLimits(4000, 50))
+    with pytest.raises(SessionError, match="session text is recorded as text: it cannot be forked"):
+        text.fork()
 
 
 async def test_the_agent_of_the_guide_explores_two_ways(tmp_path: Path) -> None:
