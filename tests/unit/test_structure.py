@@ -255,7 +255,12 @@ FOREIGN_ATTRIBUTES = {
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),
     "__module__",
     *("item", "size"),  # what scalars of numpy have, which foreign environments answer with
-    *("score", "fork", "close"),  # what drivers of foreign frameworks may leave out: they are written without Turnwise
+    *(
+        "score",
+        "fork",
+        "close",
+        "endless",
+    ),  # what drivers of foreign frameworks may leave out: they are written without Turnwise
 }
 
 

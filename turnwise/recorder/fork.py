@@ -97,7 +97,7 @@ class Prefix:
 
 
 def visible(
-    found: tuple[list[tuple[Node, int]], Node | None], turns: Collection[str] | None
+    found: tuple[list[tuple[Node, int]], Node | None], before: Collection[str] | None, sampled: Collection[str]
 ) -> tuple[list[tuple[Node, int]], Node | None]:
     """Return what a request was found to extend, without what other forks of the session sampled.
 
@@ -105,10 +105,12 @@ def visible(
 
     Args:
         found: Turns with the number of messages up to them, and a context of all messages; see ``Tree.deepest``.
-        turns: Ids of the session's own turns and of those before its fork; None where nothing was forked.
+        before: Ids of the turns before the session's fork; None where nothing was forked.
+        sampled: Ids of its own turns.
     """
-    if turns is None:
+    if before is None:
         return found
+    turns = {*before, *sampled}
 
     def own(node: Node) -> bool:
         return all(each.turn_id in turns for each in node.path() if each.sampled)

@@ -127,8 +127,7 @@ class Session:
         self._forks: list[Session] = []
         self._prefix: Prefix | None = None
         self._requests = self._spent = 0
-        self._history = History(self._echoes.recognise)
-        self._request_tools = RequestTools()
+        self._history, self._request_tools = History(self._echoes.recognise), RequestTools()
         self._before: tuple[str, ...] | None = None  # the turns before its own fork, once anything is forked
         self._prompt_tokens = self._encoded_tokens = self._escaped = 0
         self._counts: dict[str, float] = {}
@@ -480,8 +479,7 @@ class Session:
         renderer: Renderer,
     ) -> Match:
         commits = len(self._tree.nodes)
-        own = None if self._before is None else {*self._before, *self.own_turns}
-        turns, context = visible(self._tree.deepest(messages, key), own)
+        turns, context = visible(self._tree.deepest(messages, key), self._before, self.own_turns)
         if context is not None:
             return Match(context.parent, context, (), context.token_ids, None, commits, key, tools, context.media)
         why = None

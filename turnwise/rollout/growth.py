@@ -42,6 +42,15 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkAt:
+    """Where a branch begins: at a point of another one, as the n-th of its tree."""
+
+    of: Episode
+    point: BranchPoint
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class OwnFork:
     """A fork that an agent made of its running episode (:meth:`Episode.fork`).
 

@@ -38,8 +38,8 @@ from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.growth import Grown, OwnFork, fold, grow, with_own_forks
-from turnwise.rollout.search.beam import Way, beam, tree_of
+from turnwise.rollout.growth import ForkAt, Grown, OwnFork, fold, grow, with_own_forks
+from turnwise.rollout.search.beam import Way, beam, settled
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.rollout.search.core import Searcher, check_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
@@ -90,15 +90,6 @@ class EpisodeOutcome:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Fork:
-    """Where a branch begins: at a point of another one, as the n-th of its tree."""
-
-    of: Episode
-    point: BranchPoint
-    number: int
-
-
 @dataclass(slots=True)
 class _Run:
     """State of one running episode, or of a branch of one."""
@@ -107,7 +98,7 @@ class _Run:
     sessions: EpisodeSessions
     agent: Agent | None = None
     record: EpisodeRecord | None = None
-    fork: _Fork | None = None
+    fork: ForkAt | None = None
     branches: dict[str, list[Branch]] = field(default_factory=dict)
     search: Search | None = None
     # Of the environment, at the points of the tree; closed with it.
@@ -121,7 +112,7 @@ class _Run:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def _branch_of(run: _Run, fork: _Fork) -> _Run:
+def _branch_of(run: _Run, fork: ForkAt) -> _Run:
     """Return the state of a branch of a running episode."""
     assert fork.of.record is not None
     return _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
@@ -311,7 +302,7 @@ class EpisodeRunner:
         first = Grown(run.episode, run.stop_reason)
 
         async def branch(parent: Grown, index: int, point: BranchPoint, number: int) -> Grown | None:
-            fork = _Fork(parent.episode, point, number)
+            fork = ForkAt(parent.episode, point, number)
             async with self._branch_slots:
                 return await self._way(run, partial(_branch_of, run, fork), index, fork)
 
@@ -369,21 +360,20 @@ class EpisodeRunner:
             raise
 
     async def _choose(self, run: _Run, search: Searcher, tree: Sequence[Grown]) -> None:
-        scores = await search.rate(run.spec.task, tree, dict.fromkeys(range(len(tree)), True), self._frozen(run))
+        scores = await self._rate(run, search, tree, dict.fromkeys(range(len(tree)), True))
         run.search = search.choose(scores, range(len(tree)))
         run.stop_reason = tree[run.search.chosen].stop_reason
 
-    def _frozen(self, run: _Run) -> set[str]:
-        return {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
+    async def _rate(self, run: _Run, search: Searcher, tree: Sequence[Grown], ways: Mapping[int, bool]) -> list[float]:
+        frozen = {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
+        return await search.rate(run.spec.task, tree, ways, frozen)
 
     async def _beam(self, run: _Run, search: Searcher, width: int) -> None:
         """Play the ways of a beam search, and choose one of those that ended."""
         assert search.config.branches is not None
 
         async def play(way: Way) -> None:
-            fork = None
-            if way.parent is not None and way.point is not None and way.parent.episode is not None:
-                fork = _Fork(way.parent.episode, way.point, way.number)
+            fork = None if way.origin is None else ForkAt(*way.origin, way.number)
             branch = run if fork is None else _branch_of(run, fork)
             assert branch.record is not None
 
@@ -405,27 +395,17 @@ class EpisodeRunner:
             if way.stop_reason is not StopReason.PRUNED:
                 way.error, way.stop_reason = branch.error, branch.stop_reason
 
-        async def score(tree: Sequence[Grown], wanted: Mapping[int, bool]) -> list[float]:
-            return await search.rate(run.spec.task, tree, wanted, self._frozen(run))
+        ways = await beam(width, search.config.branches, play, partial(self._rate, run, search))
+        tree, scores, complete = settled(ways)
+        failures = [way.error for way in ways if way.error is not None]
+        run.metrics |= {"tree/failures": float(len(failures))} if failures else {}
+        run.error, run.stop_reason = None if complete else failures[0], StopReason.ERROR
+        if complete:
+            run.search = search.choose(scores, complete)
+            run.stop_reason = tree[run.search.chosen].stop_reason
+            self._fold(run, tree)
 
-        ways = await beam(width, search.config.branches, play, score)
-        run.error, complete = None, [way for way in ways if way.complete]
-        if not complete:
-            run.stop_reason, run.error = StopReason.ERROR, next(way.error for way in ways if way.error is not None)
-            return
-        tree, numbers = tree_of(ways)
-        for grown in tree:
-            grown.record.settle()
-        scores: list[float | None] = [None for _ in tree]
-        for way, number in numbers.items():
-            scores[number] = way.score
-        run.search = search.choose(scores, [numbers[way] for way in complete])
-        run.stop_reason = tree[run.search.chosen].stop_reason
-        failed = sum(way.error is not None for way in ways)
-        run.metrics |= {"tree/failures": float(failed)} if failed else {}
-        self._fold(run, tree)
-
-    async def _way(self, run: _Run, make: Callable[[], _Run], index: int, fork: _Fork | None = None) -> Grown | None:
+    async def _way(self, run: _Run, make: Callable[[], _Run], index: int, fork: ForkAt | None = None) -> Grown | None:
         """Play a way, again from its beginning after an infrastructure failure; None where it failed for good."""
         noted = run.episode if fork is None else fork.of
         assert noted is not None

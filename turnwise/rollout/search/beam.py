@@ -44,6 +44,13 @@ class Way:
     _waits: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def origin(self) -> tuple[Episode, BranchPoint] | None:
+        """The episode that it was forked from, and where; None for the first way."""
+        if self.parent is None or self.parent.episode is None or self.point is None:
+            return None
+        return self.parent.episode, self.point
+
+    @property
     def over(self) -> bool:
         """Whether it has ended, in whatever way."""
         return self._task is not None and self._task.done()
@@ -161,6 +168,14 @@ async def _rate(ways: Sequence[Way], rated: Sequence[Way], score: ScoreWays) -> 
     found = await score(tree, {numbers[way]: over for way, over in zip(rated, ended, strict=True)})
     for way, value, over in zip(rated, found, ended, strict=True):
         way.score, way.rated = value, over
+
+
+def settled(ways: Sequence[Way]) -> tuple[list[Grown], list[float | None], list[int]]:
+    """Return the ways of a search that is over as a tree, their scores, and the indices of those that are complete."""
+    tree, numbers = tree_of(ways)
+    for grown in tree:
+        grown.record.settle()
+    return tree, [way.score for way in numbers], [number for way, number in numbers.items() if way.complete]
 
 
 def tree_of(ways: Sequence[Way]) -> tuple[list[Grown], dict[Way, int]]:

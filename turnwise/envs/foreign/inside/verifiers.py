@@ -384,7 +384,8 @@ class Play:
 
 
 def _conversations() -> dict[str, list[dict[str, Any]]]:
-    return getattr(sys.modules.get(_HARNESS), "conversations", {})
+    module = sys.modules.get(_HARNESS)
+    return {} if module is None else module.conversations
 
 
 def _dumped(data: Any) -> Any:
