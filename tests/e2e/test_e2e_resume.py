@@ -261,7 +261,10 @@ def test_another_configuration_is_refused_before_anything_is_written(
     finished: Path, lookup_model: Path, changes: dict[str, Any]
 ) -> None:
     before = snapshot(finished)
-    with pytest.raises(CheckpointError, match=r"another configuration; resume it with the one in .*config\.yaml.*--f"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another configuration: .* was .* and is .*; resume it with the one in .*config\.yaml.*--f",
+    ):
         run_train(train_config(lookup_model, finished, **{"steps": 2, **changes}), console=silent())
     assert snapshot(finished) == before
 

@@ -117,6 +117,7 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: Path) -> None:
     less = {
         "make-model": ("--demonstrations", "40", "--steps", "3", "--width", "64"),
