@@ -368,6 +368,8 @@ class Session:
             again: The turn that the first request samples again: it must ask the same.
             seed: Its sampling seed; None: another than this session's and than those of its other forks.
         """
+        if self.recorded_as != "tokens" and (turns is None or turns):
+            raise SessionError(f"session {self.id} is recorded as {self.recorded_as}: it cannot be forked")
         if seed is None and self._seed is not None:
             seed = stable_hash("fork", self._seed, len(self._forks))
         nodes = {node.turn_id: node for node in self._tree.nodes if node.sampled}

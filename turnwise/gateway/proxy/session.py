@@ -334,9 +334,7 @@ class TextSession(Session):
             SessionError: Turns are to be given again, or a conversation goes on in both: what an endpoint was asked
                 cannot be compared by ids.
         """
-        if turns or again is not None or (turns is None and self._tree.nodes):
-            raise SessionError(f"session {self.id} is recorded as text: it can only be forked before its first turn")
-        made = super().fork((), seed=seed)
+        made = super().fork(turns, again=again, seed=seed)
         made._history, made._used = History(made._recognise), 0
         return made
 
