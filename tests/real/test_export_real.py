@@ -67,12 +67,14 @@ def played_by(python: Path, script: Path, jobs: list[tuple[str, list[Play]]]) ->
     return found
 
 
+@pytest.mark.alike("exports", "openenv")
 def test_the_client_of_openenv_is_rewarded_as_here(tmp_path) -> None:
     jobs = asyncio.run(jobs_of(tmp_path, "openenv"))
     expected = [[play.rewards for play in plays] for _, plays in jobs]
     assert played_by(OPENENV, CLIENT, jobs) == expected
 
 
+@pytest.mark.alike("exports", "inspect")
 def test_inspect_scores_as_here(tmp_path) -> None:
     jobs = asyncio.run(jobs_of(tmp_path, "inspect"))
     expected = [[sum(play.rewards) for play in plays] for _, plays in jobs]
@@ -80,12 +82,14 @@ def test_inspect_scores_as_here(tmp_path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.alike("exports", "verifiers")
 def test_verifiers_rewards_as_here(tmp_path) -> None:
     jobs = asyncio.run(jobs_of(tmp_path, "verifiers"))
     expected = [[sum(play.rewards) for play in plays] for _, plays in jobs]
     assert played_by(VERIFIERS, CLIENT.with_name("verifiers_eval.py"), jobs) == expected
 
 
+@pytest.mark.alike("exports", "openenv")
 def test_openenv_finds_the_folder_valid(tmp_path) -> None:
     asyncio.run(plays_of("calculator", tmp_path / "calculator", "openenv"))
     # The lock is what uv makes of the dependencies where it is deployed.
@@ -94,6 +98,7 @@ def test_openenv_finds_the_folder_valid(tmp_path) -> None:
     assert "[OK]" in printed
 
 
+@pytest.mark.alike("exports", "openenv")
 async def test_what_was_exported_for_openenv_comes_back(tmp_path, monkeypatch) -> None:
     right, _ = await plays_of("guess_number", tmp_path / "guess_number", "openenv")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(tmp_path / "path")]))
@@ -109,6 +114,7 @@ async def test_what_was_exported_for_openenv_comes_back(tmp_path, monkeypatch) -
     await invoke(env, "close")
 
 
+@pytest.mark.alike("exports", "gymnasium")
 def test_a_package_that_pip_installs_is_made_by_gymnasium(tmp_path) -> None:
     plays = asyncio.run(plays_of("calculator", tmp_path / "out", "gymnasium"))
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.alike("foreign plays", "inspect")]
 
 ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "tests" / "support" / "envs" / "inspect_tasks.py"

@@ -89,6 +89,7 @@ def config_of(framework: str, place: str) -> dict[str, Any]:
     return {"python": interpreter(framework)} if place == "own python" else {}
 
 
+@pytest.mark.alike("foreign plays", "reasoning-gym")
 async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
     recorded = plays["reasoning-gym"]
     assert len({each["name"].partition("/")[0] for each in recorded}) >= 20
@@ -105,6 +106,7 @@ async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
         await invoke(env, "close")
 
 
+@pytest.mark.alike("foreign plays", "reasoning-gym")
 async def test_levels_are_those_of_its_curriculum() -> None:
     config = {"python": interpreter("reasoning-gym")}
     env = make("reasoning-gym:spell_backward", system_prompt=None, **config)
@@ -117,6 +119,7 @@ async def test_levels_are_those_of_its_curriculum() -> None:
     await invoke(env, "close")
 
 
+@pytest.mark.alike("foreign plays", "textarena")
 async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
     recorded = plays["textarena"]
     assert len(recorded) >= 5
@@ -140,6 +143,7 @@ async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
         await invoke(env, "close")
 
 
+@pytest.mark.alike("foreign plays", "textarena")
 async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
     [recorded] = [each for each in plays["textarena"] if each["name"] == "TicTacToe-v0"]
     moves = {"player/0": recorded["actions"][::2], "player/1": recorded["actions"][1::2]}
@@ -158,6 +162,7 @@ async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
     assert {each.agent: each.reward for each in outcome.trajectories} == {"player/0": 1.0, "player/1": -1.0}
 
 
+@pytest.mark.alike("foreign plays", "gem")
 async def test_environments_of_gem_reward_as_they_do_there(plays, place) -> None:
     recorded = plays["gem"]
     assert len(recorded) >= 3
@@ -211,6 +216,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", name, arguments)]}
 
 
+@pytest.mark.alike("foreign plays", "openenv")
 async def test_openenv_by_messages(monkeypatch) -> None:
     name, config = openenv_config("guessing", monkeypatch)
     guesses = ["4", "6", "2", "1"]
@@ -225,6 +231,7 @@ async def test_openenv_by_messages(monkeypatch) -> None:
     await invoke(env, "close")
 
 
+@pytest.mark.alike("foreign plays", "openenv")
 async def test_openenv_by_an_action_of_several_fields(monkeypatch) -> None:
     name, config = openenv_config("walking", monkeypatch)
     [trajectory] = await played(
@@ -241,6 +248,7 @@ async def test_openenv_by_an_action_of_several_fields(monkeypatch) -> None:
     await invoke(env, "close")
 
 
+@pytest.mark.alike("foreign plays", "openenv")
 async def test_openenv_by_mcp_tools(monkeypatch) -> None:
     name, config = openenv_config("counting", monkeypatch)
     env = make(name, **config)
@@ -306,6 +314,7 @@ def verifiers_plays() -> list[dict[str, Any]]:
 
 # Its interpreter takes seconds to import it, and each environment is tried in one of its own.
 @pytest.mark.timeout(600)
+@pytest.mark.alike("foreign plays", "verifiers")
 async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifiers_plays) -> None:
     python, recorded = interpreter("verifiers"), verifiers_plays
     assert len({each["name"] for each in recorded}) >= 3
@@ -348,6 +357,7 @@ async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifie
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.alike("foreign plays", "verifiers")
 def test_rows_of_a_taskset_of_verifiers_are_tasks() -> None:
     source = {"env": f"verifiers:{VERIFIERS / 'vf_sums.py'}", "python": interpreter("verifiers")}
     kwargs = {"taskset": {"size": 3}}
@@ -357,6 +367,7 @@ def test_rows_of_a_taskset_of_verifiers_are_tasks() -> None:
     assert [sum(numbers) for numbers in sums] == [each.data["task"]["answer"] for each in rows]
 
 
+@pytest.mark.alike("foreign plays", "verifiers")
 def test_an_environment_of_verifiers_with_two_free_seats_cannot_be_made(monkeypatch) -> None:
     monkeypatch.chdir(VERIFIERS)
     with pytest.raises(ConfigError, match=r"2 of its seats \(assistant, user\) have no client"):
