@@ -101,6 +101,7 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "installing torch and Turnwise into .venv: minutes without output"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[dev]"

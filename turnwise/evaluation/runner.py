@@ -20,7 +20,7 @@ from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
-from turnwise.errors import ConfigError, FormatError, InferenceError
+from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
@@ -116,6 +116,8 @@ def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence
 
 _LINE_EVERY_S = 30.0
 """Seconds between two lines where the output is no terminal."""
+_HOPELESS = 32
+"""Failed episodes, each after its retries, after which an evaluation without any other ends."""
 
 
 class EvalProgress:
@@ -145,6 +147,8 @@ class EvalProgress:
         self._clock = clock
         self._started = clock()
         self._show: Callable[[], None] = lambda: None
+        self.give_up: Callable[[], object] = lambda: None
+        """Called when so many episodes have failed, and none has not, that the others would, too."""
 
     @property
     def ended(self) -> int:
@@ -181,6 +185,8 @@ class EvalProgress:
         self._open.pop(number, None)
         self._failed += group.failed
         self._count(group.trajectories)
+        if self._failed >= _HOPELESS and not self._success:
+            self.give_up()
 
     def partial(self) -> EvalResult:
         """Return the metrics of finished episodes, with the number of unfinished ones."""
@@ -382,11 +388,17 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
             f"budget.{result.ended_by} is {getattr(config.budget, result.ended_by):g}, which was spent before any "
             f"episode finished: raise it; the same command with -o {folder} continues"
         )
+    failed = sum(summary.failed for summary in result.parts.values())
+    if not ended and failed >= _HOPELESS and result.unfinished:
+        raise TurnwiseError(
+            f"the first {failed} episodes all ended in an error, and {result.unfinished} were not played; the last "
+            f"one: {errors[-1]}; the same command with -o {folder} goes on"
+        )
     if result.unfinished and not ended:
         console.print(f"interrupted before any episode finished; its records are in {folder}", soft_wrap=True)
         raise KeyboardInterrupt
     if not ended:
-        raise InferenceError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
+        raise TurnwiseError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
@@ -492,6 +504,7 @@ async def _watched(
 ) -> EvalResult:
     """Evaluate with progress; on an interrupt or a spent budget return the metrics of finished episodes."""
     running = asyncio.ensure_future(evaluate(producer, config, tasks=tasks, on_group=progress.arrived))
+    progress.give_up = running.cancel
     with progress.shown(console):
         try:
             with spending.watching(running.cancel):

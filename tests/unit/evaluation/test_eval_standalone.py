@@ -162,6 +162,27 @@ def test_no_figures_at_all_are_an_error(model: Path, tmp_path: Path, capsys: pyt
     assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["greedy"]["failed"] == 3
 
 
+def test_an_evaluation_in_which_every_episode_fails_ends_before_it_has_played_all(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "from turnwise import ToolEnv\n"
+        "class Broken(ToolEnv):\n"
+        "    def reset(self, task=None, *, seed=None):\n        raise RuntimeError('no table today')\n"
+    )
+    given = (f"rollout.env.name={file}:Broken", "rollout.retries=0", "rollout.concurrency=4", "limit=200")
+    tasks = "turnwise.envs.library.lookup:tasks?n=200&split=test"
+    assert evaluate(model, tmp_path / "out", *given, f"tasks={tasks}", "--no-greedy") == 1
+    error = capsys.readouterr().err
+    found = re.search(r"the first (\d+) episodes all ended in an error, and (\d+) were not played", error)
+    assert found is not None, error
+    failed, left = map(int, found.groups())
+    assert 32 <= failed <= 32 + 4
+    assert failed + left == 400  # two samples of each
+    assert "no table today" in error
+
+
 STOPS = """
 import asyncio, os, signal
 from turnwise.envs.library.lookup import LookupEnv
