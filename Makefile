@@ -146,15 +146,16 @@ gpu-wheels: $(STAMP)  ## Fetch into WHEELS=DIR what test-gpu needs on a machine 
 	$(BIN)/python -m pip freeze --exclude-editable | grep -i -E '^($(subst $(eval) ,|,$(strip $(GPU_PACKAGES))))==' > .cache/gpu-packages.txt
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp $(GPU_PLATFORMS) -d $(WHEELS) -r .cache/gpu-packages.txt
 
+# Those that failed are few: of tests that guard the same, a part of them might be none.
 test-again: $(STAMP)
-	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) $(AGAIN) -m "not long and not real and not gpu"
+	TURNWISE_TESTS_PART= TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) $(AGAIN) -m "not long and not real and not gpu"
 
 test-long-again: $(STAMP)
-	$(TESTING) $(AGAIN) -m "(long or hypothesis) and not real and not gpu" --timeout $(LIMIT_LONG)
+	TURNWISE_TESTS_PART= $(TESTING) $(AGAIN) -m "(long or hypothesis) and not real and not gpu" --timeout $(LIMIT_LONG)
 
 test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/real.xml skipped
-	$(TESTING) $(AGAIN) -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/again.xml
+	TURNWISE_TESTS_PART= $(TESTING) $(AGAIN) -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/again.xml
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
 
 # All that has an environment or a folder of its own: it may be fetched while other tests run (.ci/run).

@@ -152,6 +152,13 @@ def test_a_real_test_that_skips_is_a_failure(tmp_path: Path, body: str, markers:
         assert "no docker here" in done.stderr
 
 
+@pytest.mark.parametrize("target", ["test-again", "test-long-again", "test-real-again"])
+def test_what_failed_is_run_again_in_every_part(target: str) -> None:
+    """Parts are of what was collected: the only failed test of a group would be its first, which another part takes."""
+    [command] = [line for line in dry_run(target).splitlines() if "--last-failed" in line]
+    assert command.startswith("TURNWISE_TESTS_PART= ")
+
+
 def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
     """CI runs one or two tests that failed once more, and no others."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
