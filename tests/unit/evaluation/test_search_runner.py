@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from support.agents.plain_loop import PlainLoop
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.audited import write_trajectories
 from turnwise.agents.core import Agent, Episode
@@ -87,25 +88,8 @@ register("test-search-stuck", StuckCounter)
 register("test-search-fixed", FixedCounter)
 
 
-@register_agent("test-search-loop")
-class Loop(Agent):
-    """Talks and calls tools by itself."""
-
-    async def run(self, episode: Episode) -> None:
-        messages = list(episode.observation)
-        while True:
-            message = await episode.session.chat(messages, episode.tools)
-            messages.append(message)
-            if not message.get("tool_calls"):
-                await episode.step(message)
-                return
-            for call in message["tool_calls"]:
-                response = await episode.call(call)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": response.content()})
-
-
 @register_agent("test-search-program")
-class Program(Loop):
+class Program(PlainLoop):
     """Stands for a program that runs outside."""
 
     forkable = False
@@ -226,7 +210,7 @@ async def test_a_tree_is_searched_at_its_turns(tmp_path: Path) -> None:
     assert row_of(trajectory).search.sampled_tokens == trajectory.sampled_tokens
 
 
-@pytest.mark.parametrize("agent", ["react", "graph", "test-search-loop", "test-search-minds"])
+@pytest.mark.parametrize("agent", ["react", "graph", "test-plain-loop", "test-search-minds"])
 async def test_a_beam_keeps_the_ways_that_score_best(agent: str, tmp_path: Path) -> None:
     outcome, client = await search(
         kind="beam", width=2, branches=3, agent=agent, scorer=f"{HERE}seen", seed=2, ledger=tmp_path

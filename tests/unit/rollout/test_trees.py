@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from support.agents.plain_loop import PlainLoop
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.audited import assert_sound, write_trajectories
 from turnwise.agents import forks
@@ -92,23 +93,6 @@ def drawn(request: ScriptedRequest) -> Message | str:
         return f"done {number}"
     calls = [ToolCall("", "add", {"n": min(number, 2) + 1})]
     return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-@register_agent("test-plain-loop")
-class PlainLoop(Agent):
-    """Talks and calls tools by itself, one by one."""
-
-    async def run(self, episode: Episode) -> None:
-        messages = list(episode.observation)
-        while True:
-            message = await episode.session.chat(messages, episode.tools)
-            messages.append(message)
-            if not message.get("tool_calls"):
-                await episode.step(message)
-                return
-            for call in message["tool_calls"]:
-                response = await episode.call(call)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": response.content()})
 
 
 @register_agent("test-two-minds")
