@@ -16,7 +16,7 @@ from support.report_pages import played, write_metrics, write_run
 from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared, train_config, training, wait_until
 from turnwise.report import write_report
 from turnwise.report.server import ReportServer
-from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory import Branch, Segment, Trajectory
 from turnwise.types import StopReason, as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -26,6 +26,7 @@ VIEWS = (
     "#/overview", "#/curves?all=1", "#/tasks", "#/trajectories", "#/trajectories?part=val&sort=-reward", "#/failures",
     "#/compare?only=all", "#/trajectory/0/e0", "#/trajectory/0/forked?tokens=1&by=logprob",
     "#/trajectory/0/forked?tokens=1&by=mask", "#/trajectory/0/forked?branch=2&with=0%2Fe8",
+    "#/trajectory/0/grown?branch=3",
 )  # fmt: skip
 
 
@@ -58,6 +59,27 @@ def forked(name: str) -> Trajectory:
     return one
 
 
+def grown(name: str) -> Trajectory:
+    """Three ways through an episode that was forked before its second and before its first turn."""
+    turns = [("t0", 0), ("t1", 1), ("t2", 1), ("t3", 0), ("t4", 4)]
+    segments = [Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Guess."},))]
+    for index, (turn, parent) in enumerate(turns, 1):
+        message = {"role": "assistant", "content": f"answer {turn}"}
+        logprobs, versions = np.zeros(2, np.float32), ((0, 0, 2),)
+        fork = "branch" if turn in ("t2", "t3") else None
+        segments.append(
+            Segment(index, parent, "sampled", as_ids([3, 4]), (message,), turn, logprobs, versions, fork=fork)
+        )
+    one = played(name, "task-0")
+    one.segments, one.rewards = segments, []
+    one.branches = [
+        Branch(turns=("t0", "t1"), rewards=(("t1", "score", 0.25),)),
+        Branch(parent=0, after="t0", again="t1", turns=("t2",), rewards=((None, "score", 1.0),)),
+        Branch(parent=0, again="t0", turns=("t3", "t4"), stop_reason=StopReason.MAX_TURNS),
+    ]
+    return one
+
+
 def small_run(folder: Path, solved: int) -> Path:
     """A training of nine tasks that was evaluated; of every ``solved`` episodes one is right."""
     found = [forked("forked")]
@@ -70,7 +92,7 @@ def small_run(folder: Path, solved: int) -> Path:
         )  # fmt: skip
         one.metrics |= {"tool_calls": 2.0, "tool_errors/timeout": float(number % 4 == 1)}
         found.append(one)
-    write_run(folder, found)
+    write_run(folder, [*found, grown("grown")])
     steps = [
         {"kind": "train", "step": step, "reward/mean": step / 20, "train/entropy": 1 / step, "gap/mean": 0.01}
         for step in range(1, 13)
@@ -114,7 +136,7 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     assert "sk-very-secret" not in await browser.run("return page.content()")
     # Filters and order.
     await browser.run("await page.keyboard.press('4'); await page.selectOption('select[aria-label=Run]', '0')")
-    assert "28 trajectories" in await browser.run("return page.innerText('.pages')")
+    assert "29 trajectories" in await browser.run("return page.innerText('.pages')")
     await browser.run("await page.selectOption('select[aria-label=Outcome]', 'error')")
     assert await browser.run("return page.locator('tbody tr').allInnerTexts()") != []
     assert "SandboxError" in await browser.run("return page.innerText('tbody')")
@@ -153,6 +175,17 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     assert "edited, 1 turn after 1 shared turn" in tabs[1]
     await browser.run("await page.click('.branches .tab >> nth=1'); await page.waitForURL(/branch=2/)")
     assert "Zoe: Oslo" in await browser.run("return page.innerText('main')")
+    # What each way of an episode that was forked was worth; a turn that is clicked is shown in its branch.
+    await browser.run(OPEN, [root, "#/trajectory/0/grown"])
+    assert await browser.run("return page.locator('.drawing .worth').allTextContents()") == ["0.25", "1", "0"]
+    titles = await browser.run("return page.locator('.drawing circle title').allTextContents()")
+    assert titles[0] == "turn t0, 2 tokens; the 2 ways through it earned 0.625 on average"
+    assert titles[4] == "turn t4, 2 tokens; its way earned 0"
+    await browser.run("await page.click('.drawing circle >> nth=2'); await page.waitForURL(/branch=2/)")
+    assert "answer t2" in await browser.run("return page.innerText('main')")
+    await browser.run("await page.keyboard.press(']'); await page.waitForURL(/branch=3/)")
+    assert "answer t4" in await browser.run("return page.innerText('main')")
+    assert "2 turns, max_turns" in await browser.run("return page.innerText('.branches .tab.now')")
     await browser.run("await page.keyboard.press('Escape'); await page.waitForURL(/trajectories/)")
     # Two runs compared, down to two trajectories side by side.
     await browser.run(OPEN, [root, "#/compare?only=all"])

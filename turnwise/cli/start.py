@@ -67,15 +67,15 @@ def make_model(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
     ] = None,
     tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
-    demonstrations: Annotated[int, typer.Option("--demonstrations", min=1, help="Number of solved tasks.")] = 400,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Steps of the warm start; 0 for random weights.")] = 60,
+    demonstrations: Annotated[int, typer.Option("--demonstrations", min=1, help="Number of solved tasks.")] = 800,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Steps of the warm start; 0 for random weights.")] = 120,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, episodes and order.")] = 0,
     width: Annotated[int, typer.Option("--width", min=32, help="Hidden size, a multiple of 16.")] = 128,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers.")] = 4,
     wrong: Annotated[
         float,
         typer.Option("--wrong", min=0, max=1, help="Share of demonstrations with another one's answer: room to train."),
-    ] = 0.5,
+    ] = 0.4,
 ) -> None:
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio

@@ -39,6 +39,7 @@ SCRIPTS: Final = (
     "curves.js",
     "overview.js",
     "tables.js",
+    "branches.js",
     "trajectory.js",
     "tokens.js",
     "compare.js",

@@ -473,8 +473,22 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
         "seed": str(trajectory.seed),
         "segments": [_segment(segment, tokens) for segment in trajectory.segments],
         "gaps": facts.gaps.get(trajectory.id, ()),
+        "ways": _ways(trajectory),
         "search": _search(trajectory),
     }
+
+
+def _ways(trajectory: Trajectory) -> list[tuple[int, float, str]]:
+    """Return (last segment, reward, stop reason) of each way through an episode that was forked."""
+    if not trajectory.branches:
+        return []
+    places = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
+    found = zip(branch_paths(trajectory.branches), trajectory.returns(), trajectory.branches, strict=True)
+    return [
+        (places[path[-1]], reward, str(branch.stop_reason))
+        for path, reward, branch in found
+        if path and path[-1] in places
+    ]
 
 
 def _search(trajectory: Trajectory) -> dict[str, Any] | None:

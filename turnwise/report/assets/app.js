@@ -22,6 +22,7 @@ const KEYS = [
   ["/", "search"],
   ["j, k", "next and previous trajectory"],
   ["n, p", "next and previous turn"],
+  ["[, ]", "previous and next branch"],
   ["t", "tokens of a trajectory"],
   ["Esc", "back to the list"],
   ["?", "these keys"],
@@ -124,6 +125,8 @@ function onKey(event) {
     k: () => press("k"),
     n: () => nextTurn(1),
     p: () => nextTurn(-1),
+    "[": () => reader && stepBranch(-1),
+    "]": () => reader && stepBranch(1),
     t: () => reader && document.querySelector(".controls input[type=checkbox]")?.click(),
     Escape: () => reader && (location.hash = listAddress),
   };

@@ -1,6 +1,7 @@
 // One trajectory as a conversation, by branches; or two of them side by side.
 
 const LONG = 1600;
+const MANY_REWARDS = 12;
 const IMAGE = /^data:image\/(png|jpeg|gif|webp);base64,/;
 const reading = { tokens: false, mode: "logprob" };
 let serial = 0;
@@ -52,7 +53,7 @@ function drawTrajectories(main, route, rows, records, words) {
     const branch = Math.min(Number(route.query.get(side ? "branch2" : "branch") || 1), leaves.length);
     const path = pathOf(record, leaves[branch - 1]);
     const blocks = conversation(record, path, words[side], show);
-    return { head: [headOf(row, record), branchTabs(record, leaves, branch, side)], ...blocks };
+    return { head: [headOf(row, record), branchTree(record, leaves, branch, side)], ...blocks };
   });
   const two = columns.length === 2;
   const differs = two ? firstDifference(columns[0].keys, columns[1].keys) : -1;
@@ -74,6 +75,7 @@ function drawTrajectories(main, route, rows, records, words) {
     ),
     facts,
   ]);
+  showTurn(main);
   columns.forEach(
     (column) => differs >= 0 && column.blocks[differs] && column.blocks[differs].classList.add("differs"),
   );
@@ -173,7 +175,7 @@ function headOf(row, record) {
       items.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value))),
     ),
     row.error !== null && el("p.error", null, record ? record.error : row.error),
-    record && record.rewards.length > 0 && el("p", null, record.rewards.map(rewardChip)),
+    record && record.rewards.length > 0 && el("p", null, rewardChips(record.rewards)),
     measured &&
       measured.length > 0 &&
       el(
@@ -189,56 +191,26 @@ function headOf(row, record) {
   ]);
 }
 
+/** A chip for each reward; of many, one for each name with their sum. */
+function rewardChips(rewards) {
+  if (rewards.length <= MANY_REWARDS) return rewards.map(rewardChip);
+  const sums = new Map();
+  for (const [, name, value] of rewards) {
+    const [count, sum] = sums.get(name) || [0, 0];
+    sums.set(name, [count + 1, sum + value]);
+  }
+  return [...sums].map(([name, [count, sum]]) => [
+    rewardChip([null, name, sum]),
+    el("span.hint", null, ` in ${plural(count, "reward")} `),
+  ]);
+}
+
 const rewardChip = ([turn, name, value]) =>
   el(
     `span.chip.reward${value > 0 ? ".good" : value < 0 ? ".bad" : ""}`,
     { title: turn === null ? "of the episode" : `of turn ${turn}` },
     `★ ${name} ${value > 0 ? "+" : ""}${figure(value)}`,
   );
-
-function leavesOf(record) {
-  const parents = new Set(record.segments.map((segment) => segment.parent));
-  return record.segments.map((segment) => segment.index).filter((index) => !parents.has(index));
-}
-
-function pathOf(record, leaf) {
-  const path = [];
-  for (let index = leaf; index !== undefined && index >= 0; index = record.segments[index].parent)
-    path.push(record.segments[index]);
-  return path.reverse();
-}
-
-/** A tab for each branch, with the reason of its fork and how many turns it shares with those before. */
-function branchTabs(record, leaves, branch, side) {
-  if (leaves.length < 2) return null;
-  const seen = new Set();
-  const tabs = leaves.map((leaf, number) => {
-    const path = pathOf(record, leaf);
-    const own = path.filter((segment) => !seen.has(segment.index));
-    const shared = path.filter((segment) => seen.has(segment.index) && segment.kind === "sampled").length;
-    own.forEach((segment) => seen.add(segment.index));
-    const fork = own.map((segment) => segment.fork).find(Boolean);
-    const way = record.search && record.search.leaves.find(([last]) => path.some(({ index }) => index === last));
-    const open = () => {
-      setQuery({ [side ? "branch2" : "branch"]: number + 1 });
-      render();
-    };
-    return el(
-      `button.tab${number + 1 === branch ? ".now" : ""}`,
-      { onclick: open, "aria-pressed": String(number + 1 === branch) },
-      [
-        `branch ${number + 1}`,
-        el("small", null, [
-          way && `${way[2] ? "chosen, " : ""}${way[1] === null ? "" : `score ${figure(way[1])}, `}`,
-          fork && `${fork}, `,
-          plural(own.filter((segment) => segment.kind === "sampled").length, "turn"),
-          shared > 0 && ` after ${plural(shared, "shared turn")}`,
-        ]),
-      ],
-    );
-  });
-  return el("div.branches", null, tabs);
-}
 
 /** Return the messages of a path as blocks, and a key for each that is equal where the messages are. */
 function conversation(record, path, words, show) {
@@ -320,7 +292,7 @@ function messageBlock(message, segment, record) {
   ];
   const role = String(message.role || "?");
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
-  return el(`article.message.${known}${sampled ? ".turn" : ""}`, null, [
+  return el(`article.message.${known}${sampled ? ".turn" : ""}`, { "data-turn": sampled ? segment.turn_id : null }, [
     el("header", null, el("strong", null, role), message.name && el("code", null, message.name), marks),
     message.reasoning_content &&
       el("div.reasoning", null, el("span.label", null, "reasoning"), foldable(String(message.reasoning_content), LONG)),

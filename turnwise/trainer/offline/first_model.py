@@ -62,12 +62,12 @@ class FirstModel:
 
     env: EnvSpec
     tasks: str | None = None
-    demonstrations: int = 400
-    steps: int = 60
+    demonstrations: int = 800
+    steps: int = 120
     seed: int = 0
     width: int = 128
     layers: int = 4
-    wrong: float = 0.5
+    wrong: float = 0.4
 
 
 async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
