@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise import Task, ToolEnv, register
-from turnwise.envs.rewards.core import as_rubric
+from turnwise.envs.core import Solution
+from turnwise.envs.rewards import as_rubric
 from turnwise.errors import EnvError
 from turnwise.sandboxes import SandboxSpec
 from turnwise.types import Message
@@ -50,7 +51,7 @@ class Folder(ToolEnv):
     async def score(self, final: Message | None) -> Any:
         return await self._rubric.score(self, self.task, final)
 
-    def solve(self) -> Iterator[str]:
+    def solve(self) -> Solution:
         yield str(self.task.data["answer"])
 
 

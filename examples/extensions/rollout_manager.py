@@ -2,7 +2,7 @@ r"""A rollout manager that runs whole groups: so many at a time, and a failed me
 
     rollout:
       agent_loop_manager_class: rollout_manager.py:WholeGroups
-    custom: {groups_at_once: 8, attempts: 2}
+    custom: {groups: {at_once: 8, attempts: 2}}
 
 The package's own manager keeps ``rollout.concurrency`` episodes busy, so that many groups are half done at any time.
 Here the members of a group run side by side, and a group that has begun ends early.
@@ -27,30 +27,38 @@ from turnwise.seeding import stable_hash
 from turnwise.trajectory import TrajectoryGroup
 
 
-class Settings(BaseModel):
-    """The section ``custom``.
+class GroupSettings(BaseModel):
+    """``custom.groups``.
 
     Attributes:
-        groups_at_once: Groups that run at the same time.
+        at_once: Groups that run at the same time.
         attempts: How often a member is tried that ends in an error.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
+    at_once: Annotated[int, Field(ge=1)] = 8
+    attempts: Annotated[int, Field(ge=1)] = 2
+
+
+class Settings(BaseModel):
+    """The section ``custom``; other keys are for other extensions."""
+
     model_config = ConfigDict(extra="allow")
 
-    groups_at_once: Annotated[int, Field(ge=1)] = 8
-    attempts: Annotated[int, Field(ge=1)] = 2
+    groups: GroupSettings = GroupSettings()
 
 
 @register_manager("whole_groups")
 class WholeGroups(RolloutManager):
-    """Runs ``groups_at_once`` groups, all members of each at the same time."""
+    """Runs ``custom.groups.at_once`` groups, all members of each side by side."""
 
     custom_model = Settings
 
     def __init__(self, runner: EpisodeRunner, buffer: ReplayBuffer, parts: RolloutParts) -> None:
         assert isinstance(parts.settings, Settings)
-        self._runner, self._buffer, self._parts, self._settings = runner, buffer, parts, parts.settings
-        self._room = asyncio.Semaphore(parts.settings.groups_at_once)
+        self._runner, self._buffer, self._parts, self._settings = runner, buffer, parts, parts.settings.groups
+        self._room = asyncio.Semaphore(self._settings.at_once)
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
@@ -66,7 +74,10 @@ class WholeGroups(RolloutManager):
         for request in requests:
             task = asyncio.create_task(self._group(request))
             self._running[request.key] = task
-            task.add_done_callback(lambda _, key=request.key: self._running.pop(key, None))
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running = {key: each for key, each in self._running.items() if each is not task}
 
     async def _group(self, request: RolloutRequest) -> None:
         name = f"{self._parts.run_part}-{request.key}"

@@ -1,18 +1,30 @@
-r"""A tool that searches the files of an episode's sandbox, and its schema in ``tools.yaml``.
+r"""Two tools: a class that searches the files of a sandbox (its schema is in ``tools.yaml``), and a function.
 
 rollout:
   env:
     name: environment.py:Folder
-    tools: {tool_config_path: tools.yaml}
+    tools: {tool_config_path: tools.yaml, function_tool_path: tool.py}
+
+Where the module is imported (``TURNWISE_EXTERNAL_MODULES``), the function is also ``tools: [total]``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from turnwise import BaseTool, ToolResponse
+from turnwise import BaseTool, ToolResponse, function_tool
 from turnwise.errors import ConfigError, EnvError, ToolError
 from turnwise.sandboxes.core import Sandbox
+
+
+@function_tool
+def total(numbers: list[float]) -> float:
+    """Add numbers.
+
+    Args:
+        numbers: What to add.
+    """
+    return sum(numbers)
 
 
 class Search(BaseTool):
