@@ -34,7 +34,7 @@ def tapered(
     advantages in the place of rewards.
 
     Returns:
-        The loss, the sums that all losses report, and ``tapered``, the share of tokens with ``c_t`` below 1.
+        The loss, the sums that all losses report, and ``taper``, the mean of ``c_t``.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     with torch.no_grad():
@@ -43,5 +43,5 @@ def tapered(
         ratio = whole.clamp(-20.0, 20.0).exp()
         taper = torch.where(advantages < 0, ratio.clamp(max=most), torch.ones_like(ratio))
     sums, maxima = ratio_sums(log_ratio.detach(), ratio)
-    sums["tapered"] = (taper < 1.0).sum().float()
+    sums["taper"] = taper.sum()
     return LossSums((weights * -advantages * taper * logprobs).sum(), sums, maxima)
