@@ -12,7 +12,7 @@ from turnwise import plugins
 from turnwise.agents import registry as agents
 from turnwise.chat.formats import FORMATS
 from turnwise.envs import registration as envs
-from turnwise.envs.rewards.core import REWARDS
+from turnwise.envs.rewards import core as rewards
 from turnwise.inference import engines as inference
 from turnwise.rollout.managers import MANAGERS
 from turnwise.rollout.replay.setup import CUSTOM_STRATEGIES
@@ -26,8 +26,8 @@ from turnwise.trainer.run.hooks import HOOKS
 from turnwise.trainer.weight_sync import TRANSPORTS
 
 REGISTRIES: list[Any] = [
-    agents._AGENTS, envs._ENVS, tools._TOOLS, FORMATS, BACKENDS, TRANSPORTS, REWARDS, MANAGERS, CUSTOM_STRATEGIES,
-    ADVANTAGES, LOSSES, LOGGERS, HOOKS, inference.ENGINES, learner.ENGINES,
+    agents._AGENTS, envs._ENVS, tools._TOOLS, rewards.REWARDS, inference.ENGINES, learner.ENGINES, FORMATS, BACKENDS,
+    TRANSPORTS, MANAGERS, CUSTOM_STRATEGIES, ADVANTAGES, LOSSES, LOGGERS, HOOKS,
 ]  # fmt: skip
 FROM_FILES = "turnwise_file_"
 
@@ -43,6 +43,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The test begins without what other tests loaded from files, and what it registers or loads is gone after it."""
     monkeypatch.setattr(plugins, "_loaded", set())
     monkeypatch.setattr(plugins, "_done", {})
+    rewards._shared.cache_clear()
     kept = [(known, dict(known)) for known in REGISTRIES]
     files = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(FROM_FILES)}
     for known in REGISTRIES:
