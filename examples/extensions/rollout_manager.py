@@ -94,6 +94,8 @@ class WholeGroups(RolloutManager):
             failed=len(outcomes) - len(ended),
             baselines=[] if greedy is None or greedy.error is not None else greedy.trajectories,
         )
+        # It has ended: there is nothing left to cancel.
+        self._running.pop(request.key, None)
         await self._buffer.put(group)
 
     async def _member(self, request: RolloutRequest, name: str, member: int) -> EpisodeOutcome:
