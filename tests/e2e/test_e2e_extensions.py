@@ -13,25 +13,29 @@ import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from support.trainer.lookup_run import Turnwise, lines
+from support.trainer.lookup_run import Turnwise, lines, shared
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 
 FOLDER = Path(__file__).parents[2] / "examples" / "extensions"
+pytestmark = pytest.mark.timeout(400)
 STARTED = 'echo server {number} at $(nice) >> "$1"; shift; exec "$@"'
 
 
 @pytest.fixture(scope="module")
 def run(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the run."""
-    home = tmp_path_factory.mktemp("extensions")
-    (home / "weights").mkdir()
+    """The directory of the run, one for all workers."""
+    return shared(tmp_path_factory, "extensions", lambda home: train(lookup_model, home)) / "run"
+
+
+def train(model: Path, home: Path) -> None:
+    (home / "weights").mkdir(parents=True)
     prefix = ["nice", "-n", "1", "sh", "-c", STARTED, "sh", str(home / "started")]
     rubric = "rollout.env.config.scorer"
     sandbox = {"log": str(home / "commands.jsonl"), "isolation": "plain", "unsafe": True}
     command = [
-        "train", FOLDER / "all.yaml", f"policies.main.model.path={lookup_model}", f"runs={home}", "name=run",
+        "train", FOLDER / "all.yaml", f"policies.main.model.path={model}", f"runs={home}", "name=run",
         f"policies.main.weight_transport.config.directory={home / 'weights'}",
         # Its own template is another one.
         "renderer.check_template=false",
@@ -42,7 +46,6 @@ def run(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     with Turnwise(home / "log", *command) as process:
         assert process.wait(timeout=300) == 0, process.output()
-    return home / "run"
 
 
 def trajectories(run: Path) -> list[Trajectory]:
@@ -53,7 +56,6 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
-@pytest.mark.timeout(400)
 def test_model_engine_and_weight_transport(run: Path, lookup_model: Path) -> None:
     """The lower layer and the embeddings are what they were, bit for bit; the servers had the new upper one."""
     [checkpoint] = (run / "checkpoints").glob("step_000002")
@@ -74,6 +76,7 @@ def test_model_engine_and_weight_transport(run: Path, lookup_model: Path) -> Non
 
 
 def test_inference_engine(run: Path) -> None:
+    """Its server was started by the prefix, with its place among the replicas filled in."""
     assert (run.parent / "started").read_text() == f"server 0 at {os.nice(0) + 1}\n"
 
 
