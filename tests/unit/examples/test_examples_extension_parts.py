@@ -158,8 +158,7 @@ async def test_the_prefix_is_checked_before_a_server_starts(model: Path, given: 
         await check_inference(model, InferenceConfig.model_validate({"engine": SERVER, **given}))
 
 
-async def test_a_prefix_stands_before_the_command_line_of_any_engine(model: Path, tmp_path: Path) -> None:
-    """Of vLLM's, too: where a program is started is no matter of the engine."""
+async def test_a_prefix_stands_before_the_command_line_wherever_the_run_is_placed(model: Path, tmp_path: Path) -> None:
     engines = example("inference_engine")
     started: list[Any] = []
 
@@ -171,8 +170,6 @@ async def test_a_prefix_stands_before_the_command_line_of_any_engine(model: Path
             raise OSError("not here")
 
     config = InferenceConfig.model_validate({"engine": SERVER, "custom": {"prefix": "nice -n {number}"}})
-    for kind in (engines.PrefixedServer, engines.PrefixedVLLM):
-        assert issubclass(kind, engines.Prefixed)
     with engines.placed_by(Listed()):
         replica = engines.PrefixedServer(model, config, log_file=tmp_path / "log", number=3)
         with pytest.raises(Exception, match="not here"):
