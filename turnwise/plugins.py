@@ -1,7 +1,7 @@
 """References such as ``pkg.mod:Class`` or ``path/file.py:Class`` to objects, and the loading of extensions.
 
 Extensions are the modules or files of the environment variable ``TURNWISE_EXTERNAL_MODULES`` (separated by commas) and
-the entry points of the group ``turnwise.plugins``. They are imported once per process, before a configuration is
+the entry points of the group ``turnwise.extensions``. They are imported once per process, before a configuration is
 checked; child processes inherit the variable.
 """
 
@@ -18,13 +18,13 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RegistryError
 
 # Prefix of the names of modules that are loaded from files.
 _FILE = "turnwise_file_"
@@ -68,6 +68,50 @@ def load_class_from_fqn(reference: str, what: str) -> type[Any]:
     if not isinstance(found, type):
         raise ConfigError(f"{what} {reference!r} is {_kind(found)}, not a class")
     return found
+
+
+def register_entry(
+    name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
+) -> None:
+    """Add an entry to a registry. Adding the same definition again (a reimported module) is allowed.
+
+    ``kind`` ("loss") is for messages; ``of`` returns the function or class of an entry.
+
+    Raises:
+        RegistryError: The name contains ``:``, ``.`` or ``/``, or is taken by another definition.
+    """
+    own = _definition(of(thing))
+    if not name or any(mark in name for mark in ":./"):
+        raise RegistryError(
+            f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' are reserved for references"
+        )
+    if name in known and (taken := _definition(of(known[name]))) != own:
+        raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
+    known[name] = thing
+
+
+def _definition(thing: Any) -> str:
+    """Return the qualified name of a definition, with the ``id`` of lambdas and local functions."""
+    place = f"{thing.__module__}:{thing.__qualname__}"
+    return f"{place} at {id(thing):#x}" if "<" in place else place
+
+
+def find_class(name: str, known: Mapping[str, type[Any]], what: str) -> type[Any]:
+    """Return the class that is registered under a name, or else that of a reference.
+
+    Raises:
+        ConfigError: There is none; or as :func:`load_class_from_fqn`.
+    """
+    if name in known:
+        return known[name]
+    if known and ":" not in name and "." not in name:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"{what} {name!r} is not registered; {hint}known: {', '.join(sorted(known))}, or a class as pkg.mod:Class "
+            "or path/to/file.py:Class"
+        )
+    return load_class_from_fqn(name, what)
 
 
 def _import(name: str, reference: str, what: str) -> Any:

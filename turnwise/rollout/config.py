@@ -187,8 +187,8 @@ class RolloutConfig(BaseModel):
         gateway: The gateway's address.
         remote: Lets ``turnwise runner`` processes, with their own agents, run the episodes; ``agent`` is ignored. By
             default they run here.
-        agent_loop_manager_class: A custom rollout manager, as ``pkg.module.Class``, ``pkg.module:Class`` or
-            ``path/to/file.py:Class``.
+        agent_loop_manager_class: A custom rollout manager: a registered name, ``pkg.module.Class``,
+            ``pkg.module:Class`` or ``path/to/file.py:Class``.
         lease_timeout: Seconds after which a custom manager's group is issued again, unless it calls
             ``current_rollout().heartbeat(request)``; by default never.
         agent_loop_config_path: A YAML file of agents that tasks and ``agent`` may name besides the registered ones.

@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown, user_code
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.plugins import load_class_from_fqn
+from turnwise.plugins import find_class, register_entry
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import (
     ForwardingReplayBuffer,
@@ -151,7 +151,33 @@ def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any]
     reference = config.agent_loop_manager_class
     if reference is None:
         return None
-    found = load_class_from_fqn(reference, KEY)
+    found = _checked(find_class(reference, MANAGERS, KEY), reference)
+    _settings(found, reference, custom)
+    return found
+
+
+MANAGERS: dict[str, type[Any]] = {}
+"""Custom rollout managers by the name that ``rollout.agent_loop_manager_class`` uses."""
+
+M = TypeVar("M", bound=type[Any])
+
+
+def register_manager(name: str) -> Callable[[M], M]:
+    """Register a rollout manager's class for ``rollout.agent_loop_manager_class``.
+
+    Raises:
+        RegistryError: The name is taken.
+        ConfigError: The class lacks a method.
+    """
+
+    def register(cls: M) -> M:
+        register_entry(name, _checked(cls, name), MANAGERS, "rollout manager")
+        return cls
+
+    return register
+
+
+def _checked(found: type[Any], reference: str) -> type[Any]:
     missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(found, name))]
     if missing:
         raise ConfigError(
@@ -159,7 +185,6 @@ def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any]
             "client, buffer, parts) as a class method and generate_sequences(requests), or subclass "
             "turnwise.RolloutManager"
         )
-    _settings(found, reference, custom)
     return found
 
 

@@ -17,8 +17,8 @@ from turnwise.engine.weights import weights_directory, write_weights
 from turnwise.errors import InferenceError, RegistryError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
-from turnwise.plugins import load_object
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find, register_entry
+from turnwise.plugins import load_object, register_entry
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
 from turnwise.trainer.config.policy import WeightTransportConfig
 
 

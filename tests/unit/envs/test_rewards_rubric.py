@@ -419,6 +419,6 @@ async def test_scoring_costs_little():
     assert (time.process_time() - began) / 200 < 0.005
 
 
-@pytest.mark.parametrize("name", sorted(core.SHIPPED))
+@pytest.mark.parametrize("name", sorted(core.REWARDS))
 def test_every_shipped_name_is_a_reward_function(name: str) -> None:
-    assert isinstance(load_object(core.SHIPPED[name], "reward function"), type)
+    assert isinstance(load_object(core.REWARDS[name], "reward function"), type)

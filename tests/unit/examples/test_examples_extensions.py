@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from support.chat.model_dirs import Family, renderer_for, write_model_dir
-from turnwise import plugins
 from turnwise.chat.formats import FORMATS, find_format, register_format
 from turnwise.chat.renderer import load_renderer, save_format
 from turnwise.envs.core import invoke, schemas
@@ -29,12 +26,12 @@ from turnwise.plugins import CHOSEN, load_extensions, load_object
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.sandboxes.checker import check_sandbox
-from turnwise.sandboxes.config import BACKENDS, SandboxConfig
+from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.tasks import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.trainer.config.policy import PolicyConfig
-from turnwise.trainer.weight_sync import TRANSPORTS, open_transport
+from turnwise.trainer.weight_sync import open_transport
 from turnwise.trajectory import Trajectory
 from turnwise.types import ToolSchema, as_ids
 
@@ -42,24 +39,11 @@ FOLDER = Path(__file__).parents[3] / "examples" / "extensions"
 FORMAT = f"{FOLDER}/chat_format.py:Brackets"
 BACKEND = f"{FOLDER}/sandbox_backend.py:LoggedBackend"
 TRANSPORT = f"{FOLDER}/weight_transport.py:FolderTransport"
+pytestmark = pytest.mark.usefixtures("registries")
 TEMPLATE = (FOLDER / "brackets.jinja").read_text()
 LOOKUP = ToolSchema(
     "lookup", "", {"type": "object", "properties": {"key": {"type": "string"}, "n": {"type": "integer"}}}
 )
-
-
-@pytest.fixture(autouse=True)
-def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers or loads is gone after it."""
-    monkeypatch.setattr(plugins, "_loaded", set())
-    monkeypatch.setattr(plugins, "_done", {})
-    kept = [(known, dict(known)) for known in (FORMATS, BACKENDS, TRANSPORTS)]
-    yield
-    for known, before in kept:
-        known.clear()
-        known.update(before)  # type: ignore[arg-type]
-    for name in [name for name in sys.modules if name.startswith("turnwise_file_")]:
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

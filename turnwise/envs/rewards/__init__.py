@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, VerlScore, as_rubric
+    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, VerlScore, as_rubric, register_reward
     from turnwise.envs.rewards.groups import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of
     from turnwise.envs.rewards.judge import Judge
     from turnwise.envs.rewards.matching import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from turnwise.envs.rewards.symbolic import Symbolic
 
 _HOMES = {
-    "core": ("Part", "RewardFunction", "Rubric", "VerlScore", "as_rubric"),
+    "core": ("Part", "RewardFunction", "Rubric", "VerlScore", "as_rubric", "register_reward"),
     "groups": ("PairwiseJudge", "RankBy", "answer_of", "centred_ranks", "conversation_of"),
     "judge": ("Judge",),
     "matching": ("ExactMatch", "JSONSchema", "Numeric", "Regex", "extract_answer", "normalize", "parse_number"),
@@ -55,6 +55,7 @@ __all__ = [
     "extract_answer",
     "normalize",
     "parse_number",
+    "register_reward",
 ]
 
 

@@ -14,36 +14,49 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
 
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, finite, named_numbers
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.plugins import load_object, place_of
+from turnwise.plugins import load_object, place_of, register_entry
 from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.types import Message, text_of
 
 _HERE = "turnwise.envs.rewards"
-SHIPPED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "exact_match": f"{_HERE}.matching:ExactMatch",
-        "regex": f"{_HERE}.matching:Regex",
-        "json_schema": f"{_HERE}.matching:JSONSchema",
-        "numeric": f"{_HERE}.matching:Numeric",
-        "symbolic": f"{_HERE}.symbolic:Symbolic",
-        "reward_model": f"{_HERE}.model:RewardModel",
-        "judge": f"{_HERE}.judge:Judge",
-        "verl": f"{_HERE}.core:VerlScore",
-        "rank_by": f"{_HERE}.groups:RankBy",
-        "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
-    }
-)
-"""The names that configurations may write instead of a reference."""
+REWARDS: dict[str, Callable[..., Any] | str] = {
+    "exact_match": f"{_HERE}.matching:ExactMatch",
+    "regex": f"{_HERE}.matching:Regex",
+    "json_schema": f"{_HERE}.matching:JSONSchema",
+    "numeric": f"{_HERE}.matching:Numeric",
+    "symbolic": f"{_HERE}.symbolic:Symbolic",
+    "reward_model": f"{_HERE}.model:RewardModel",
+    "judge": f"{_HERE}.judge:Judge",
+    "verl": f"{_HERE}.core:VerlScore",
+    "rank_by": f"{_HERE}.groups:RankBy",
+    "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
+}
+"""Reward functions by the name that configurations use: functions and classes, or references to them."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register_reward(name: str) -> Callable[[F], F]:
+    """Register a reward function, or a class of them, for scorers and rubrics. Raises RegistryError."""
+
+    def register(function: F) -> F:
+        register_entry(name, function, REWARDS, "reward function", of=_loaded)
+        return function
+
+    return register
+
+
+def _loaded(function: Any) -> Any:
+    return load_object(function, "reward function") if isinstance(function, str) else function
 
 
 def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
@@ -61,24 +74,24 @@ def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any],
         raise ConfigError(f"{where}: arguments is {shown(arguments)}: it must be a dict from names to values")
     if not isinstance(given, str):
         return _with(given, arguments)
-    if given not in SHIPPED and not any(mark in given for mark in ":./"):
+    if given not in REWARDS and not any(mark in given for mark in ":./"):
         raise ConfigError(
-            f"{where}: there is no reward function {given!r}{nearest(given, SHIPPED)}; shipped are "
-            f"{', '.join(SHIPPED)}; any other is pkg.module:function or path/to/file.py:function"
+            f"{where}: there is no reward function {given!r}{nearest(given, REWARDS)}; known are "
+            f"{', '.join(REWARDS)}; any other is pkg.module:function or path/to/file.py:function"
         )
     try:
         key = orjson.dumps(dict(arguments), option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         raise ConfigError(f"{where}: arguments is {shown(arguments)}, which is not JSON: {error}") from error
     try:
-        return _shared(SHIPPED.get(given, given), key)
+        return _shared(REWARDS.get(given, given), key)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)
-def _shared(reference: str, arguments: bytes) -> Any:
-    return _with(load_object(reference, "reward function"), orjson.loads(arguments))
+def _shared(function: Callable[..., Any] | str, arguments: bytes) -> Any:
+    return _with(_loaded(function), orjson.loads(arguments))
 
 
 def _with(function: Any, arguments: Mapping[str, Any]) -> Any:

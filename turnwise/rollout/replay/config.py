@@ -89,9 +89,9 @@ class ReplayConfig(BaseModel):
     """Which finished groups a train step learns from, and where they are kept.
 
     Attributes:
-        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritized``, ``mixed``, or a custom class as
-            ``path/to/file.py:Class``, with arguments as ``{name: ..., config: {...}}``. By default ``on_policy`` in
-            ``sync``, else ``bounded``.
+        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritized``, ``mixed``, another registered name, or a custom
+            class as ``path/to/file.py:Class``, with arguments as ``{name: ..., config: {...}}``. By default
+            ``on_policy`` in ``sync``, else ``bounded``.
         max_staleness: Most train steps between the oldest weights that sampled a group and the weights it trains. By
             default 1 with ``bounded``; unbounded with ``prioritized`` and ``mixed``.
         when_stale: ``bounded``: ``wait`` for groups that would become too old; ``drop`` those that arrive too late.

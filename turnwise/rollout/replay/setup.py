@@ -15,10 +15,10 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
-from turnwise.plugins import load_class_from_fqn
+from turnwise.errors import ConfigError, RegistryError, TrainError, TurnwiseError, shown
+from turnwise.plugins import load_class_from_fqn, register_entry
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.core import BatchRef, ForwardingReplayBuffer, ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
@@ -224,6 +224,28 @@ STRATEGIES: dict[str, Maker] = {
     "prioritized": _prioritized,
     "mixed": _mixed,
 }
+"""The strategies that ship, by name."""
+
+CUSTOM_STRATEGIES: dict[str, type[Strategy]] = {}
+"""Registered strategies by name; their arguments are ``replay.strategy.config``."""
+
+S = TypeVar("S", bound=type[Strategy])
+
+
+def register_strategy(name: str) -> Callable[[S], S]:
+    """Register a strategy's class for ``replay.strategy``. Raises RegistryError."""
+
+    def register(cls: S) -> S:
+        if name in STRATEGIES:
+            raise RegistryError(f"the strategy name {name!r} is that of one that ships: choose another name")
+        if not issubclass(cls, Strategy) or inspect.isabstract(cls):
+            raise RegistryError(
+                f"strategy {name!r} is {cls!r}: subclass turnwise.rollout.replay.strategies.Strategy, define choose"
+            )
+        register_entry(name, cls, CUSTOM_STRATEGIES, "strategy")
+        return cls
+
+    return register
 
 
 def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
@@ -242,14 +264,14 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
     name = strategy_name(config, sync=facts.sync)
     if name in STRATEGIES:
         return STRATEGIES[name](config, facts)
-    if ":" not in name and "." not in name:
-        close = difflib.get_close_matches(name, STRATEGIES, n=1)
+    if name not in CUSTOM_STRATEGIES and ":" not in name and "." not in name:
+        known = [*STRATEGIES, *CUSTOM_STRATEGIES]
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a custom class as "
-            "path/to/file.py:Class"
+            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(known)}, or a custom class as path/to/file.py:Class"
         )
-    found = load_class_from_fqn(name, STRATEGY_KEY)
+    found: type[Any] = CUSTOM_STRATEGIES.get(name) or load_class_from_fqn(name, STRATEGY_KEY)
     if not issubclass(found, Strategy):
         raise ConfigError(
             f"{STRATEGY_KEY} {name!r} is not a strategy: subclass turnwise.rollout.replay.strategies.Strategy"

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from turnwise.errors import TrainError, shown
+from turnwise.plugins import register_entry
 from turnwise.trainer.algorithms.credit import (
     Credit,
     CustomAdvantages,
@@ -26,7 +27,7 @@ from turnwise.trainer.algorithms.credit import (
     Values,
 )
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, whitened
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, find, register_entry
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, find
 from turnwise.trainer.algorithms.rewards import StepRewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trajectory import TrainSample

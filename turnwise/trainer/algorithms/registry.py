@@ -76,32 +76,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
-def register_entry(
-    name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
-) -> None:
-    """Add an entry to a registry. Adding the same definition again (a reimported module) is allowed.
-
-    ``kind`` ("loss") is for messages; ``of`` returns the function or class of an entry.
-
-    Raises:
-        RegistryError: The name contains ``:``, ``.`` or ``/``, or is taken by another definition.
-    """
-    own = _place(of(thing))
-    if not name or any(mark in name for mark in ":./"):
-        raise RegistryError(
-            f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' are reserved for references"
-        )
-    if name in known and (taken := _place(of(known[name]))) != own:
-        raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
-    known[name] = thing
-
-
-def _place(thing: Any) -> str:
-    """Return the qualified name of a definition, with the ``id`` of lambdas and local functions."""
-    place = f"{thing.__module__}:{thing.__qualname__}"
-    return f"{place} at {id(thing):#x}" if "<" in place else place
-
-
 def bind(
     name: str,
     function: Callable[..., Any],

@@ -463,8 +463,8 @@ class TrainConfig(Section):
         overlap: Options of the asynchronous modes.
         eval: Evaluation on held-out tasks; None evaluates nothing.
         checkpoint: When checkpoints are written.
-        hooks: Classes with callbacks (``trainer/run/hooks.py``) as ``path/to/file.py:Class``; one, or several in
-            calling order.
+        hooks: Classes with callbacks (``trainer/run/hooks.py``) as ``path/to/file.py:Class``, or registered names; one,
+            or several in calling order.
         loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
         custom: Passed to extensions unread.
     """

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from turnwise.errors import RegistryError, TrainError
 from turnwise.model.core import AdapterInfo
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, register_entry
 from turnwise.trainer.algorithms.objectives import Objective
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find, register_entry
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
 

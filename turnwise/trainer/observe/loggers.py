@@ -8,26 +8,26 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.append_file import private_directory
 from turnwise.config import ConfigReference
 from turnwise.errors import MissingExtraError, RegistryError
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, register_entry
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
 
-LOGGERS: dict[str, str] = {
+LOGGERS: dict[str, type[Logger] | str] = {
     "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
     "wandb": "turnwise.trainer.observe.loggers:WandbLogger",
     "trackio": "turnwise.trainer.observe.loggers:TrackioLogger",
     "mlflow": "turnwise.trainer.observe.loggers:MLflowLogger",
 }
-"""References to loggers by the name that a configuration uses."""
+"""Loggers by the name that a configuration uses: classes, or references to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,9 @@ class Logger(ABC):
         """Flush and close. Called once, in the same thread."""
 
 
+L = TypeVar("L", bound=type[Logger])
+
+
 def _named(given: Any) -> Any:
     return {"name": given} if isinstance(given, str) else given
 
@@ -87,7 +90,8 @@ class LoggerConfig(BaseModel):
     """One logger beside the console and ``metrics.jsonl``.
 
     Attributes:
-        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, or a custom class as ``pkg.mod:Class``.
+        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another registered name, or a custom class as
+            ``pkg.mod:Class``.
         config: Its options by name (docs/metrics.md).
     """
 
@@ -116,7 +120,24 @@ def find_logger(name: str) -> type[Logger]:
         RegistryError: There is none, or the reference is none.
     """
     found = find(name, LOGGERS, "loggers.name")
-    cls = load_object(found, "logger") if isinstance(found, str) else found
+    return _checked(name, _loaded(found))
+
+
+def register_logger(name: str) -> Callable[[L], L]:
+    """Register a logger's class for ``loggers``. Raises RegistryError where the name is taken, or the class is none."""
+
+    def register(cls: L) -> L:
+        register_entry(name, _checked(name, cls), LOGGERS, "logger", of=_loaded)
+        return cls
+
+    return register
+
+
+def _loaded(logger: Any) -> Any:
+    return load_object(logger, "logger") if isinstance(logger, str) else logger
+
+
+def _checked(name: str, cls: Any) -> type[Logger]:
     if not (isinstance(cls, type) and issubclass(cls, Logger)):
         raise RegistryError(f"logger {name!r} is {cls!r}: it must derive from turnwise.trainer.observe.loggers.Logger")
     if inspect.isabstract(cls):

@@ -9,11 +9,11 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
-from turnwise.plugins import load_class_from_fqn
+from turnwise.plugins import find_class, register_entry
 from turnwise.trajectory import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -128,6 +128,27 @@ CALLS: Final[dict[str, Call]] = {
 """How each hook is called, by its name."""
 
 
+HOOKS: dict[str, type[Hooks]] = {}
+"""Classes of hooks by the name that ``hooks`` uses."""
+
+H = TypeVar("H", bound=type[Hooks])
+
+
+def register_hooks(name: str) -> Callable[[H], H]:
+    """Register a class of hooks for ``hooks``.
+
+    Raises:
+        RegistryError: The name is taken.
+        ConfigError: As :func:`load_hooks`.
+    """
+
+    def register(cls: H) -> H:
+        register_entry(name, _checked(cls, name), HOOKS, "hooks")
+        return cls
+
+    return register
+
+
 def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
     """Load the configured hook classes, in order.
 
@@ -135,7 +156,7 @@ def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
         ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be constructed without arguments, or
             has a hook with arguments or a misspelt one.
     """
-    return [_checked(load_class_from_fqn(each, "hooks"), each) for each in references]
+    return [_checked(find_class(each, HOOKS, "hooks"), each) for each in references]
 
 
 def _checked(cls: type[Any], reference: str) -> type[Hooks]:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from turnwise.plugins import register_entry
 from turnwise.trainer.algorithms.losses.core import (
     LossAggregation,
     LossSums,
@@ -35,7 +36,7 @@ from turnwise.trainer.algorithms.losses.policy import (
     select_clip_cov,
     select_kl_cov,
 )
-from turnwise.trainer.algorithms.registry import find, register_entry
+from turnwise.trainer.algorithms.registry import find
 
 LossFn: TypeAlias = Callable[..., LossSums]
 SelectFn: TypeAlias = Callable[..., Tensor]
