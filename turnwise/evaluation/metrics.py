@@ -97,8 +97,8 @@ class Summary:
     Attributes:
         success: Success rate of episodes.
         reward: Mean reward.
-        pass_at: pass@k by k, the chance that one of k episodes succeeds; for each k that every task has enough
-            episodes for.
+        pass_at: pass@k by k, the chance that one of k episodes succeeds; over the tasks with at least k episodes, whose
+            number the estimate holds. A k that no task has enough episodes for is left out.
         pass_all: pass^k by k, the chance that all of k episodes succeed.
         best_at: best@k by k, the expected largest reward of k episodes.
         maj_at: maj@k by k, the chance that the most frequent of k answers is right.
@@ -252,7 +252,7 @@ def summarize(
     Args:
         groups: One or more per task. Members with errors count as failed, as do those dropped before.
         success_reward: Minimum reward of a success.
-        pass_k: Values of k for pass@k, pass^k and best@k; those above the episodes of some task are left out.
+        pass_k: Values of k for pass@k, pass^k and best@k; each over the tasks with at least k episodes.
         role: As in :func:`episode_rows`.
         answer: As in :func:`episode_rows`; with it, maj@k is estimated for the values of ``pass_k``.
     """
@@ -296,22 +296,22 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
     by_task: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
     for row in rows:
         by_task[row.task_id].append(row)
-    counts = [(len(members), sum(member.success for member in members)) for members in by_task.values()]
-    fewest = min((n for n, _ in counts), default=0)
+    most = max((len(members) for members in by_task.values()), default=0)
     errors: Counter[str] = Counter()
     forks: Counter[str] = Counter()
     for row in rows:
         errors.update(row.tool_errors)
         forks.update(row.forks)
     number = max(len(rows), 1)
-    several = [k for k in sorted(set(pass_k)) if k <= fewest]
+    several = [k for k in sorted(set(pass_k)) if k <= most]
     rewards = [[row.reward for row in members] for members in by_task.values()]
+    right = [[row.success for row in members] for members in by_task.values()]
     return Summary(
         success=clustered_mean([float(row.success) for row in members] for members in by_task.values()),
         reward=clustered_mean(rewards),
-        pass_at={k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in several},
-        pass_all={k: clustered_mean([pass_all_k(n, c, k)] for n, c in counts) for k in several},
-        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards) for k in several},
+        pass_at={k: clustered_mean([pass_at_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
+        pass_all={k: clustered_mean([pass_all_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
+        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards if len(each) >= k) for k in several},
         maj_at=_maj_at(by_task.values(), several),
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
@@ -331,7 +331,10 @@ def _maj_at(tasks: Iterable[Sequence[EpisodeRow]], several: Sequence[int]) -> di
     if all(row.answer is None for rows in tasks for row in rows):
         return {}
     voters = [([row.answer for row in rows], [row.success for row in rows]) for rows in tasks]
-    return {k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters) for k in several}
+    return {
+        k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters if len(answers) >= k)
+        for k in several
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +412,10 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
         found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
         for k in sorted({k for each in found for k in each}):
-            _table_row(table, f"{mark}{k}", [_shown(each[k]) if k in each else "-" for each in found])
+            cells = [
+                _of_tasks(each[k], s.tasks) if k in each else "-" for each, s in zip(found, summaries, strict=True)
+            ]
+            _table_row(table, f"{mark}{k}", cells)
     for name in sorted({name for s in summaries for name in s.by_source}):
         parts = [s.by_source.get(name) for s in summaries]
         _table_row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])
@@ -423,7 +429,7 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     if result.max_tokens_per_turn is not None:
         _table_row(table, "max tokens per turn", [str(result.max_tokens_per_turn) for _ in summaries])
     if (cost := result.spent.get("cost")) is not None:
-        _table_row(table, "cost of all episodes", [f"{cost:.2f}", *["" for _ in summaries[1:]]])
+        _table_row(table, "cost of all episodes", [money(cost), *["" for _ in summaries[1:]]])
     _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
     if any(s.search for s in summaries):
@@ -461,6 +467,16 @@ def _table_row(table: Table, name: str, cells: list[str]) -> None:
 
 def _shown(estimate: Estimate) -> str:
     return "-" if math.isnan(estimate.mean) else str(estimate)
+
+
+def _of_tasks(estimate: Estimate, tasks: int) -> str:
+    """Return an estimate, with the number of its tasks where others had too few episodes for it."""
+    return _shown(estimate) if estimate.tasks == tasks else f"{_shown(estimate)} ({estimate.tasks} of {tasks} tasks)"
+
+
+def money(amount: float) -> str:
+    """Return an amount with two decimals, or more where it is small: what was spent is never shown as 0.00."""
+    return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
