@@ -402,6 +402,14 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
+    if failed:
+        console.print(
+            f"{failed} episodes failed and are not counted, the last error: {errors[-1] if errors else 'unknown'}. The "
+            f"same command with -o {folder} plays them again",
+            style="red",
+            markup=False,
+            soft_wrap=True,
+        )
     if result.ended_by is not None:
         console.print(
             f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "

@@ -49,7 +49,7 @@ class SuiteConfig(BaseModel):
     models: dict[str, ConfigValues] = Field(default_factory=_one_model, min_length=1)
     defaults: ConfigValues = Field(default_factory=dict)
     budget: EvalBudget = EvalBudget()
-    out: ConfigPath
+    out: ConfigPath = Field(description="the directory of the results; also --out DIR")
 
 
 @dataclass(frozen=True, slots=True)

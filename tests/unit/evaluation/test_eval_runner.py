@@ -150,3 +150,5 @@ def test_a_plan_that_makes_no_sense_is_refused(override: str, part: str) -> None
     with pytest.raises(ConfigError) as caught:
         load_config(EvalConfig, overrides=["tasks=x", "greedy=false", "model=m", "rollout.env.name=lookup", override])
     assert part in str(caught.value)
+    # Keys that do not go together are named, and not the whole configuration.
+    assert "{'" not in str(caught.value)
