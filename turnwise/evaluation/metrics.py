@@ -17,8 +17,10 @@ from rich.text import Text
 
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
+from turnwise.errors import ConfigError
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.evaluation.searched import SearchRow, SearchSummary, chosen_members, search_row, summarize_searches
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -111,6 +113,7 @@ class Summary:
         failed: Episodes ended by an infrastructure failure, which are in no other metric.
         tasks: Number of tasks with at least one counted episode.
         by_source: Metrics per task source, where named.
+        by_tag: Metrics per value of a field of the tasks' data, such as ``level 3``, where the plan names fields.
         by_role: Metrics per role in multi-agent episodes; ``role@policy`` for frozen policies.
         search: What searches cost and found; all other metrics are those of the chosen ways.
     """
@@ -128,6 +131,7 @@ class Summary:
     tasks: int
     rows: Sequence[EpisodeRow] = field(default=(), repr=False)
     by_source: Mapping[str, Summary] = field(default_factory=dict, repr=False)
+    by_tag: Mapping[str, Summary] = field(default_factory=dict, repr=False)
     by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
     pass_all: Mapping[int, Estimate] = field(default_factory=dict)
     best_at: Mapping[int, Estimate] = field(default_factory=dict)
@@ -154,6 +158,7 @@ class Summary:
             "tasks": self.tasks,
             **({"search": self.search.to_json()} if self.search is not None else {}),
             **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
+            **({"by_tag": {name: one.to_json() for name, one in self.by_tag.items()}} if self.by_tag else {}),
             **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
         }
 
@@ -246,6 +251,7 @@ def summarize(
     pass_k: Sequence[int] = (),
     role: str | None = None,
     answer: str | None = None,
+    tags: Mapping[str, Sequence[str]] | None = None,
 ) -> Summary:
     """Return the metrics of finished groups.
 
@@ -255,22 +261,69 @@ def summarize(
         pass_k: Values of k for pass@k, pass^k and best@k; each over the tasks with at least k episodes.
         role: As in :func:`episode_rows`.
         answer: As in :func:`episode_rows`; with it, maj@k is estimated for the values of ``pass_k``.
+        tags: What figures are given for, too, by task id: :func:`task_tags`.
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
+    tagged = _Tagged(tags or {})
     for group in groups:
         failed[group.source] += group.failed
+        tagged.fail(group.task_id, group.failed)
         for row in episode_rows(group.trajectories, success_reward=success_reward, role=role, answer=answer):
             if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
                 rows.append(replace(row, source=group.source))
             else:
                 failed[group.source] += 1
+                tagged.fail(group.task_id, 1)
     parts = {
         name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
         for name in sorted({name for name in failed if name is not None})
     }
     whole = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
-    return replace(whole, by_source=parts, by_role=_by_role(rows, success_reward))
+    by_tag = tagged.summaries(rows, pass_k)
+    return replace(whole, by_source=parts, by_tag=by_tag, by_role=_by_role(rows, success_reward))
+
+
+def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[str]]:
+    """Return labels such as ``level 3`` of each task by its id; a list has a label for each entry.
+
+    Raises:
+        ConfigError: A field is in the data of no task.
+    """
+    found: dict[str, list[str]] = {}
+    known: set[str] = set()
+    for task in tasks if fields else ():
+        known |= task.data.keys()
+        values = {name: task.data.get(name) for name in fields}
+        labels = [
+            (name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])
+        ]
+        found[task.id] = list(dict.fromkeys(f"{name} {'none' if each is None else each}" for name, each in labels))
+    if missing := [name for name in fields if found and name not in known]:
+        raise ConfigError(
+            f"by is {missing[0]!r}, which is in no task's data; fields there are {', '.join(sorted(known)) or 'none'}"
+        )
+    return found
+
+
+class _Tagged:
+    """Failures by tag, and the figures of the episodes of each."""
+
+    def __init__(self, tags: Mapping[str, Sequence[str]]) -> None:
+        self._tags = tags
+        self._failed: Counter[str] = Counter()
+
+    def fail(self, task_id: str, count: int) -> None:
+        for tag in self._tags.get(task_id, ()):
+            self._failed[tag] += count
+
+    def summaries(self, rows: Sequence[EpisodeRow], pass_k: Sequence[int]) -> dict[str, Summary]:
+        parts: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
+        for row in rows:
+            for tag in self._tags.get(row.task_id, ()):
+                parts[tag].append(row)
+        names = sorted(parts.keys() | self._failed.keys())
+        return {name: summarize_rows(parts[name], failed=self._failed[name], pass_k=pass_k) for name in names}
 
 
 def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
@@ -416,9 +469,10 @@ def result_table(result: EvalResult, title: str = "") -> Table:
                 _of_tasks(each[k], s.tasks) if k in each else "-" for each, s in zip(found, summaries, strict=True)
             ]
             _table_row(table, f"{mark}{k}", cells)
-    for name in sorted({name for s in summaries for name in s.by_source}):
-        parts = [s.by_source.get(name) for s in summaries]
-        _table_row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])
+    for grouped in ([s.by_source for s in summaries], [s.by_tag for s in summaries]):
+        for name in sorted({name for each in grouped for name in each}):
+            rates = [each[name].success if name in each else None for each in grouped]
+            _table_row(table, f"success, {name}", ["-" if rate is None else _shown(rate) for rate in rates])
     for name in sorted({name for s in summaries for name in s.by_role}):
         roles = [s.by_role.get(name) for s in summaries]
         _table_row(table, f"success of {name}", ["-" if role is None else _shown(role.success) for role in roles])

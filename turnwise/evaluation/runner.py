@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,15 @@ from turnwise.config import dump_config
 from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
-from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.evaluation.metrics import (
+    EpisodeRow,
+    EvalResult,
+    Summary,
+    episode_rows,
+    result_table,
+    summarize,
+    task_tags,
+)
 from turnwise.gateway.concurrency import AdaptiveLimit, follow_queues
 from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
@@ -82,16 +90,19 @@ async def evaluate(
     if tasks is None:
         tasks = (await load_eval_tasks(plan, producer.config, producer.renderer)).tasks
     requests = eval_requests(plan, tasks, label)
+    tags = task_tags(tasks, plan.by)
     groups = await producer.gather(requests, on_group)
-    return eval_result(plan, groups, time.monotonic() - started)
+    return eval_result(plan, tags, groups, time.monotonic() - started)
 
 
-def eval_result(plan: EvalPlan, groups: Sequence[TrajectoryGroup], seconds: float) -> EvalResult:
-    """Return the metrics of groups in the order of :func:`eval_requests`."""
+def eval_result(
+    plan: EvalPlan, tags: Mapping[str, Sequence[str]], groups: Sequence[TrajectoryGroup], seconds: float
+) -> EvalResult:
+    """Return the metrics of groups in the order of :func:`eval_requests`; ``tags`` are those of their tasks by id."""
     split = len(groups) // (1 + plan.greedy) if plan.samples else 0
     return EvalResult(
-        sampled=_summary(plan, groups[:split], plan.pass_k) if plan.samples else None,
-        greedy=_summary(plan, groups[split:], ()) if plan.greedy else None,
+        sampled=_summary(plan, tags, groups[:split], plan.pass_k) if plan.samples else None,
+        greedy=_summary(plan, tags, groups[split:], ()) if plan.greedy else None,
         seconds=seconds,
     )
 
@@ -104,14 +115,18 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
     return await load_checked(plan.tasks, rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens)
 
 
-def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]) -> Summary:
+def _summary(
+    plan: EvalPlan, tags: Mapping[str, Sequence[str]], groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]
+) -> Summary:
     if plan.role is not None:
         roles = {role_of(each.agent) for group in groups for each in group.trajectories}
         if roles and plan.role not in roles:
             raise ConfigError(
                 f"role is {plan.role!r}, but no episode has that role; roles are {', '.join(sorted(roles))}"
             )
-    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role, answer=plan.answer)
+    return summarize(
+        groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role, answer=plan.answer, tags=tags
+    )
 
 
 _LINE_EVERY_S = 30.0
@@ -138,6 +153,7 @@ class EvalProgress:
         self.total = sum(request.group_size for request in requests)
         self._plan = plan
         self._requests = list(requests)
+        self._tags = task_tags((request.task for request in requests), plan.by)
         self._by_key = {request.key: number for number, request in enumerate(requests)}
         self._groups: dict[int, TrajectoryGroup] = {}
         # What episodes of groups left that are not whole yet, by the number of their request.
@@ -197,7 +213,7 @@ class EvalProgress:
                 ended, task = self._ended(number), request.task
                 group = TrajectoryGroup(request.key, task.id, ended, request.partition, source=task.source)
             groups.append(group)
-        result = eval_result(self._plan, groups, self._clock() - self._started)
+        result = eval_result(self._plan, self._tags, groups, self._clock() - self._started)
         return result.left(self.total - self.ended)
 
     @contextlib.contextmanager
@@ -435,6 +451,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
         console.print(Text(report.line, style="dim"), soft_wrap=True)
+    task_tags(loaded.tasks, config.by)
     private_directory(folder)
     write_private(folder / "config.yaml", dump_config(config))
     finished = FinishedMembers(folder)
