@@ -465,10 +465,8 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
         found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
         for k in sorted({k for each in found for k in each}):
-            cells = [
-                _of_tasks(each[k], s.tasks) if k in each else "-" for each, s in zip(found, summaries, strict=True)
-            ]
-            _table_row(table, f"{mark}{k}", cells)
+            both = zip(found, summaries, strict=True)
+            _table_row(table, f"{mark}{k}", [_of_tasks(each[k], s.tasks) if k in each else "-" for each, s in both])
     for grouped in ([s.by_source for s in summaries], [s.by_tag for s in summaries]):
         for name in sorted({name for each in grouped for name in each}):
             rates = [each[name].success if name in each else None for each in grouped]

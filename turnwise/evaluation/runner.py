@@ -20,6 +20,8 @@ from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
+from turnwise.envs.core import Env
+from turnwise.envs.registration import env_class
 from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
@@ -418,29 +420,43 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
-    if failed:
-        console.print(
-            f"{failed} episodes failed and are not counted, the last error: {errors[-1] if errors else 'unknown'}. The "
-            f"same command with -o {folder} plays them again",
-            style="red",
-            markup=False,
-            soft_wrap=True,
-        )
-    if result.ended_by is not None:
-        console.print(
-            f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "
-            f"The same command with a larger budget and -o {folder} finishes it",
-            soft_wrap=True,
-        )
-    elif result.unfinished:
-        console.print(
-            f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
-            "first, so these results may differ from those of the full evaluation. The same command with "
-            f"-o {folder} finishes it",
-            soft_wrap=True,
-        )
+    print_notes(config, folder, result, errors, console)
+    if result.unfinished and result.ended_by is None:
         raise KeyboardInterrupt
     return result
+
+
+def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Sequence[str], console: Console) -> None:
+    """Print what the figures leave out, and why."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    env = config.rollout.env.name
+    rewards = (value for summary in result.parts.values() for row in summary.rows for value in row.rewards.values())
+    if env_class(env).score is Env.score and not any(rewards):
+        say(
+            f"nothing was rewarded, and {env} has no score of its own, so each episode counts as 0: define "
+            "score(self, final) (turnwise check-env says more)",
+            "yellow",
+        )
+    if failed := sum(summary.failed for summary in result.parts.values()):
+        why = f", the last error: {errors[-1]}" if errors else ""
+        say(
+            f"{failed} episodes failed and are not counted{why}. The same command with -o {folder} plays them again",
+            "red",
+        )
+    if result.ended_by is not None:
+        say(
+            f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "
+            f"The same command with a larger budget and -o {folder} finishes it"
+        )
+    elif result.unfinished:
+        say(
+            f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
+            "first, so these results may differ from those of the full evaluation. The same command with "
+            f"-o {folder} finishes it"
+        )
 
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
