@@ -254,6 +254,8 @@ class EvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _search_fits(self) -> Self:
         check_search(self.search, self.rollout, tokens=self.hosted is None)
+        if self.rollout.tree is not None:
+            raise ValueError("search (kind: tree) instead of rollout.tree: an evaluation is forked by a search alone")
         return self
 
     @property

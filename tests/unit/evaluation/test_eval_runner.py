@@ -170,7 +170,12 @@ async def test_no_tasks_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("override", "part"),
-    [("samples=0", "greedy: true"), ("pass_k=[9]", "pass_k up to samples (4)"), ("samples=-1", "at least 0")],
+    [
+        ("samples=0", "greedy: true"),
+        ("pass_k=[9]", "pass_k up to samples (4)"),
+        ("samples=-1", "at least 0"),
+        ("rollout.tree.branches=3", "search (kind: tree) instead of rollout.tree"),
+    ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(override: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
