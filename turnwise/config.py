@@ -69,6 +69,9 @@ def _line(model: type[BaseModel], keys: Keys, problem: _Problem, origins: Mappin
         return f"{head}: missing; it is required{_meaning(model, keys)}"
     if problem.unknown:
         return f"{head}: unknown key, value {shown(problem.value)}; {_nearest(model, keys)}"
+    if not keys:
+        # Keys that do not go together: the message names them, and the whole configuration says no more.
+        return f"{head} does not fit together; allowed: {' or '.join(problem.allowed)}"
     return f"{head}: {shown(problem.value)} is not allowed; allowed: {' or '.join(problem.allowed)}"
 
 

@@ -61,7 +61,7 @@ def check_env(
 
     from turnwise.envs.checker import check_env
 
-    tasks, rows = _load_tasks(env, tasks, limit)
+    tasks, rows = load_rows(env, tasks, limit)
     count, prompt = _load_tokenizer(model, chat_template)
     report = asyncio.run(
         check_env(
@@ -78,12 +78,13 @@ def check_env(
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
-        _show(report, Console())
+        show_report(report, Console())
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _load_tasks(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+def load_rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+    """Return the task source that is looked at, and the tasks that are played. Raises TaskError without any."""
     from turnwise.envs.checker.core import DEFAULT_TASKS
     from turnwise.envs.registration import env_class
     from turnwise.errors import TaskError
@@ -119,7 +120,8 @@ def _load_tokenizer(model: Path | None, chat_template: str | None) -> tuple[Toke
     return count, lambda messages, tools: renderer.render(canonical_messages(messages), tools).tolist()
 
 
-def _show(report: CheckReport, console: Console) -> None:
+def show_report(report: CheckReport, console: Console) -> None:
+    """Print what the environment checker found."""
     from rich.table import Table
     from rich.text import Text
 

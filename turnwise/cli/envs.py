@@ -60,8 +60,14 @@ def show(
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Also run the environment checker, on a few tasks (turnwise check-env: all)."
+        ),
+    ] = True,
 ) -> None:
-    """Print an environment: its configuration, tools, tasks, and the first observation of its first task."""
+    """Print an environment: configuration, tools, tasks, its first observation, and what the checker finds."""
     import asyncio
 
     from rich.console import Console
@@ -76,8 +82,19 @@ def show(
     _print_info(info, tasks, console)
     spec = env_spec(env, config, functions, tool_config, mcp)
     _print_observation(asyncio.run(first_observation(spec, tasks)), console)
-    given = "".join(f" {each}" for each in config or ())
-    console.print(f"\ncheck it: turnwise check-env {env}{given}", style="dim", highlight=False, soft_wrap=True)
+    if not check:
+        return
+    from turnwise.cli.check import load_rows, show_report
+    from turnwise.envs.checker import check_env
+    from turnwise.envs.checker.core import DEFAULT_TASKS
+
+    console.print()
+    # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
+    _, rows = load_rows(env, tasks, DEFAULT_TASKS)
+    report = asyncio.run(check_env(spec, tasks=rows, looked_at=rows))
+    show_report(report, console)
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def _print_info(info: EnvInfo, tasks: str | None, console: Console) -> None:

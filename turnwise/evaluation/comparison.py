@@ -39,6 +39,8 @@ class TaskScores:
         metric: ``success`` or ``reward``.
         means: Mean over a task's episodes, by task id.
         episodes: Number of episodes.
+        failed: Episodes that ended in an infrastructure failure, and have no score.
+        unfinished: Episodes that were not played to their end.
     """
 
     name: str
@@ -46,6 +48,8 @@ class TaskScores:
     metric: str
     means: Mapping[str, float]
     episodes: int
+    failed: int = 0
+    unfinished: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ class Comparison:
         lost: Tasks that only the first one solves.
         only_before: Tasks without episodes in the second evaluation.
         only_after: Tasks without episodes in the first one.
+        episodes: Number of episodes of each evaluation.
+        failed: Episodes of each that ended in an infrastructure failure, and are in no figure.
+        unfinished: Episodes of each that were not played to their end, and are in no figure.
     """
 
     metric: str
@@ -92,13 +99,17 @@ class Comparison:
     lost: tuple[Change, ...] = ()
     only_before: int = 0
     only_after: int = 0
+    episodes: tuple[int, int] = (0, 0)
+    failed: tuple[int, int] = (0, 0)
+    unfinished: tuple[int, int] = (0, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("gained", "lost"):
             record[name] = [{"task": one.task_id, "before": one.before, "after": one.after} for one in record[name]]
-        record["interval"] = list(self.interval)
+        for name in ("interval", "episodes", "failed", "unfinished"):
+            record[name] = list(record[name])
         return record
 
 
@@ -130,7 +141,20 @@ def read_scores(folder: Path, *, metric: str = "success", part: str | None = Non
         raise FormatError(f"{file} has no {part or 'finished'} episodes; it has {', '.join(sorted(parts)) or 'none'}")
     values = parts[chosen]
     means = {task: float(np.mean(each)) for task, each in values.items()}
-    return TaskScores(str(folder), chosen, metric, means, sum(map(len, values.values())))
+    failed, unfinished = _not_counted(folder, chosen)
+    return TaskScores(str(folder), chosen, metric, means, sum(map(len, values.values())), failed, unfinished)
+
+
+def _not_counted(folder: Path, part: str) -> tuple[int, int]:
+    """Return how many episodes of an evaluation failed, and how many did not end."""
+    file = folder / "summary.json"
+    try:
+        figures = orjson.loads(file.read_bytes())
+        return int(figures.get(part, {}).get("failed", 0)), int(figures.get("unfinished", 0))
+    except FileNotFoundError:
+        return 0, 0
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FormatError(f"{file}: no summary of an evaluation: {error!r}") from error
 
 
 def compare(before: TaskScores, after: TaskScores) -> Comparison:
@@ -164,6 +188,9 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
         lost=lost,
         only_before=len(before.means) - len(tasks),
         only_after=len(after.means) - len(tasks),
+        episodes=(before.episodes, after.episodes),
+        failed=(before.failed, after.failed),
+        unfinished=(before.unfinished, after.unfinished),
     )
 
 
@@ -238,12 +265,16 @@ def comparison_table(comparison: Comparison, names: tuple[str, str], *, most: in
         Text(f"{one.difference:+.3f}", style="bold"),
     )  # fmt: skip
     table.add_row("95 % interval", "", "", f"{low:+.3f} to {high:+.3f}")
-    table.add_row("p (paired permutation test)", "", "", f"{one.p_value:.4f}")
+    table.add_row("p (paired permutation test)", "", "", f"{one.p_value:.4f}" if one.p_value >= 1e-4 else "< 0.0001")
     table.add_row(
         "tasks better, worse, equal", "", "", f"{one.better}, {one.worse}, {one.tasks - one.better - one.worse}"
     )
     if one.only_before or one.only_after:
         table.add_row("tasks of one only", str(one.only_before), str(one.only_after), "")
+    table.add_row("episodes", *map(str, one.episodes), "")
+    for title, counts in (("failed, not counted", one.failed), ("not finished", one.unfinished)):
+        if any(counts):
+            table.add_row(Text(title, style="red"), *map(str, counts), "")
     for title, style, changes in (("solved now", "green", one.gained), ("solved no more", "red", one.lost)):
         for each in changes[:most]:
             cells = [f"{each.before:.2f}", f"{each.after:.2f}", f"{each.after - each.before:+.2f}"]

@@ -97,6 +97,8 @@ class EvalPlan(BaseModel):
         answer: Regular expression of an answer in the last message (its first group, or the whole match; the last one
             counts), for maj@k. None: no maj@k.
         pass_k: Values of k for pass@k; a k above ``samples`` is an error.
+        by: Fields of a task's ``data``, such as ``level``, for whose values there are figures, too; a task with a list
+            counts under each of its entries.
         search: Makes each sampled episode a search: several ways through it, one of which a scorer chooses.
     """
 
@@ -111,6 +113,7 @@ class EvalPlan(BaseModel):
     role: str | None = None
     answer: str | None = None
     pass_k: list[PositiveInt] = []
+    by: list[str] = []
     search: SearchConfig | None = None
 
     @field_validator("answer")
@@ -251,6 +254,8 @@ class EvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _search_fits(self) -> Self:
         check_search(self.search, self.rollout, tokens=self.hosted is None)
+        if self.rollout.tree is not None:
+            raise ValueError("search (kind: tree) instead of rollout.tree: an evaluation is forked by a search alone")
         return self
 
     @property

@@ -41,12 +41,22 @@ def output_directory(config: EvalConfig) -> Path:
             f"out is {folder}, an unfinished evaluation by rollout.agent_loop_manager_class "
             f"{config.rollout.agent_loop_manager_class!r}, which cannot be continued: choose another directory"
         )
+    check_continues(folder, config)
+    return folder
+
+
+def check_continues(folder: Path, config: EvalConfig) -> None:
+    """Check that a configuration is the one of the evaluation in a directory, but for what decides only the speed.
+
+    Raises:
+        ConfigError: It is another one; the message names the keys.
+    """
     if differing := _differing(folder / "config.yaml", config):
+        state = "a complete" if is_complete(folder / "summary.json") else "an unfinished"
         raise ConfigError(
-            f"out is {folder}, an unfinished evaluation with another {', '.join(differing)}: give the command that "
+            f"out is {folder}, {state} evaluation with another {', '.join(differing)}: give the command that "
             f"began it (its configuration is {folder / 'config.yaml'}), or choose another directory"
         )
-    return folder
 
 
 def is_complete(summary: Path) -> bool:
@@ -59,6 +69,9 @@ def is_complete(summary: Path) -> bool:
 
 
 _PARTS = ("sampled", "greedy")
+RESCORED = "rescore.json"
+"""In the directory of a rescoring: source, scorer and tasks, by which an interrupted command is continued."""
+
 # What decides how fast episodes are, or how many of them there are, and not what they are.
 _FREE = (
     ("inference",),
@@ -77,7 +90,7 @@ def _differing(file: Path, config: EvalConfig) -> list[str]:
     try:
         before = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration of an unfinished evaluation, {file}: {error}") from error
+        raise ConfigError(f"cannot read the configuration of the evaluation in {file.parent}: {error}") from error
     both = [before if isinstance(before, dict) else {}, yaml.safe_load(dump_config(config))]
     for *sections, key in _FREE:
         for each in both:
@@ -96,3 +109,22 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def success_rule(folder: Path) -> tuple[float, str | None]:
+    """Return the minimum reward of a success in a run's directory, and the role whose reward counts.
+
+    They are those of its ``config.yaml`` or ``rescore.json``, else 1 and None. A training run names them for its
+    evaluations only: its minimum is taken for all of its episodes, its role for none.
+    """
+    for name in ("config.yaml", RESCORED):
+        try:
+            said = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue
+        plan = said if isinstance(said, dict) else {}
+        role, section = plan.get("role"), plan.get("eval")
+        for least in (plan.get("success_reward"), section.get("success_reward") if isinstance(section, dict) else None):
+            if isinstance(least, (int, float)):
+                return float(least), role if isinstance(role, str) else None
+    return 1.0, None

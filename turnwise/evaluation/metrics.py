@@ -17,8 +17,10 @@ from rich.text import Text
 
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
+from turnwise.errors import ConfigError
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.evaluation.searched import SearchRow, SearchSummary, chosen_members, search_row, summarize_searches
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -97,8 +99,8 @@ class Summary:
     Attributes:
         success: Success rate of episodes.
         reward: Mean reward.
-        pass_at: pass@k by k, the chance that one of k episodes succeeds; for each k that every task has enough
-            episodes for.
+        pass_at: pass@k by k, the chance that one of k episodes succeeds; over the tasks with at least k episodes, whose
+            number the estimate holds. A k that no task has enough episodes for is left out.
         pass_all: pass^k by k, the chance that all of k episodes succeed.
         best_at: best@k by k, the expected largest reward of k episodes.
         maj_at: maj@k by k, the chance that the most frequent of k answers is right.
@@ -111,6 +113,7 @@ class Summary:
         failed: Episodes ended by an infrastructure failure, which are in no other metric.
         tasks: Number of tasks with at least one counted episode.
         by_source: Metrics per task source, where named.
+        by_tag: Metrics per value of a field of the tasks' data, such as ``level 3``, where the plan names fields.
         by_role: Metrics per role in multi-agent episodes; ``role@policy`` for frozen policies.
         search: What searches cost and found; all other metrics are those of the chosen ways.
     """
@@ -128,6 +131,7 @@ class Summary:
     tasks: int
     rows: Sequence[EpisodeRow] = field(default=(), repr=False)
     by_source: Mapping[str, Summary] = field(default_factory=dict, repr=False)
+    by_tag: Mapping[str, Summary] = field(default_factory=dict, repr=False)
     by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
     pass_all: Mapping[int, Estimate] = field(default_factory=dict)
     best_at: Mapping[int, Estimate] = field(default_factory=dict)
@@ -154,6 +158,7 @@ class Summary:
             "tasks": self.tasks,
             **({"search": self.search.to_json()} if self.search is not None else {}),
             **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
+            **({"by_tag": {name: one.to_json() for name, one in self.by_tag.items()}} if self.by_tag else {}),
             **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
         }
 
@@ -246,31 +251,79 @@ def summarize(
     pass_k: Sequence[int] = (),
     role: str | None = None,
     answer: str | None = None,
+    tags: Mapping[str, Sequence[str]] | None = None,
 ) -> Summary:
     """Return the metrics of finished groups.
 
     Args:
         groups: One or more per task. Members with errors count as failed, as do those dropped before.
         success_reward: Minimum reward of a success.
-        pass_k: Values of k for pass@k, pass^k and best@k; those above the episodes of some task are left out.
+        pass_k: Values of k for pass@k, pass^k and best@k; each over the tasks with at least k episodes.
         role: As in :func:`episode_rows`.
         answer: As in :func:`episode_rows`; with it, maj@k is estimated for the values of ``pass_k``.
+        tags: What figures are given for, too, by task id: :func:`task_tags`.
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
+    tagged = _Tagged(tags or {})
     for group in groups:
         failed[group.source] += group.failed
+        tagged.fail(group.task_id, group.failed)
         for row in episode_rows(group.trajectories, success_reward=success_reward, role=role, answer=answer):
             if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
                 rows.append(replace(row, source=group.source))
             else:
                 failed[group.source] += 1
+                tagged.fail(group.task_id, 1)
     parts = {
         name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
         for name in sorted({name for name in failed if name is not None})
     }
     whole = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
-    return replace(whole, by_source=parts, by_role=_by_role(rows, success_reward))
+    by_tag = tagged.summaries(rows, pass_k)
+    return replace(whole, by_source=parts, by_tag=by_tag, by_role=_by_role(rows, success_reward))
+
+
+def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[str]]:
+    """Return labels such as ``level 3`` of each task by its id; a list has a label for each entry.
+
+    Raises:
+        ConfigError: A field is in the data of no task.
+    """
+    found: dict[str, list[str]] = {}
+    known: set[str] = set()
+    for task in tasks if fields else ():
+        known |= task.data.keys()
+        values = {name: task.data.get(name) for name in fields}
+        labels = [
+            (name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])
+        ]
+        found[task.id] = list(dict.fromkeys(f"{name} {'none' if each is None else each}" for name, each in labels))
+    if missing := [name for name in fields if found and name not in known]:
+        raise ConfigError(
+            f"by is {missing[0]!r}, which is in no task's data; fields there are {', '.join(sorted(known)) or 'none'}"
+        )
+    return found
+
+
+class _Tagged:
+    """Failures by tag, and the figures of the episodes of each."""
+
+    def __init__(self, tags: Mapping[str, Sequence[str]]) -> None:
+        self._tags = tags
+        self._failed: Counter[str] = Counter()
+
+    def fail(self, task_id: str, count: int) -> None:
+        for tag in self._tags.get(task_id, ()):
+            self._failed[tag] += count
+
+    def summaries(self, rows: Sequence[EpisodeRow], pass_k: Sequence[int]) -> dict[str, Summary]:
+        parts: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
+        for row in rows:
+            for tag in self._tags.get(row.task_id, ()):
+                parts[tag].append(row)
+        names = sorted(parts.keys() | self._failed.keys())
+        return {name: summarize_rows(parts[name], failed=self._failed[name], pass_k=pass_k) for name in names}
 
 
 def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
@@ -296,22 +349,22 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
     by_task: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
     for row in rows:
         by_task[row.task_id].append(row)
-    counts = [(len(members), sum(member.success for member in members)) for members in by_task.values()]
-    fewest = min((n for n, _ in counts), default=0)
+    most = max((len(members) for members in by_task.values()), default=0)
     errors: Counter[str] = Counter()
     forks: Counter[str] = Counter()
     for row in rows:
         errors.update(row.tool_errors)
         forks.update(row.forks)
     number = max(len(rows), 1)
-    several = [k for k in sorted(set(pass_k)) if k <= fewest]
+    several = [k for k in sorted(set(pass_k)) if k <= most]
     rewards = [[row.reward for row in members] for members in by_task.values()]
+    right = [[row.success for row in members] for members in by_task.values()]
     return Summary(
         success=clustered_mean([float(row.success) for row in members] for members in by_task.values()),
         reward=clustered_mean(rewards),
-        pass_at={k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in several},
-        pass_all={k: clustered_mean([pass_all_k(n, c, k)] for n, c in counts) for k in several},
-        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards) for k in several},
+        pass_at={k: clustered_mean([pass_at_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
+        pass_all={k: clustered_mean([pass_all_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
+        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards if len(each) >= k) for k in several},
         maj_at=_maj_at(by_task.values(), several),
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
@@ -331,7 +384,10 @@ def _maj_at(tasks: Iterable[Sequence[EpisodeRow]], several: Sequence[int]) -> di
     if all(row.answer is None for rows in tasks for row in rows):
         return {}
     voters = [([row.answer for row in rows], [row.success for row in rows]) for rows in tasks]
-    return {k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters) for k in several}
+    return {
+        k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters if len(answers) >= k)
+        for k in several
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,10 +465,12 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
         found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
         for k in sorted({k for each in found for k in each}):
-            _table_row(table, f"{mark}{k}", [_shown(each[k]) if k in each else "-" for each in found])
-    for name in sorted({name for s in summaries for name in s.by_source}):
-        parts = [s.by_source.get(name) for s in summaries]
-        _table_row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])
+            both = zip(found, summaries, strict=True)
+            _table_row(table, f"{mark}{k}", [_of_tasks(each[k], s.tasks) if k in each else "-" for each, s in both])
+    for grouped in ([s.by_source for s in summaries], [s.by_tag for s in summaries]):
+        for name in sorted({name for each in grouped for name in each}):
+            rates = [each[name].success if name in each else None for each in grouped]
+            _table_row(table, f"success, {name}", ["-" if rate is None else _shown(rate) for rate in rates])
     for name in sorted({name for s in summaries for name in s.by_role}):
         roles = [s.by_role.get(name) for s in summaries]
         _table_row(table, f"success of {name}", ["-" if role is None else _shown(role.success) for role in roles])
@@ -423,7 +481,7 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     if result.max_tokens_per_turn is not None:
         _table_row(table, "max tokens per turn", [str(result.max_tokens_per_turn) for _ in summaries])
     if (cost := result.spent.get("cost")) is not None:
-        _table_row(table, "cost of all episodes", [f"{cost:.2f}", *["" for _ in summaries[1:]]])
+        _table_row(table, "cost of all episodes", [money(cost), *["" for _ in summaries[1:]]])
     _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
     if any(s.search for s in summaries):
@@ -461,6 +519,16 @@ def _table_row(table: Table, name: str, cells: list[str]) -> None:
 
 def _shown(estimate: Estimate) -> str:
     return "-" if math.isnan(estimate.mean) else str(estimate)
+
+
+def _of_tasks(estimate: Estimate, tasks: int) -> str:
+    """Return an estimate, with the number of its tasks where others had too few episodes for it."""
+    return _shown(estimate) if estimate.tasks == tasks else f"{_shown(estimate)} ({estimate.tasks} of {tasks} tasks)"
+
+
+def money(amount: float) -> str:
+    """Return an amount with two decimals, or more where it is small: what was spent is never shown as 0.00."""
+    return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -21,6 +21,7 @@ from turnwise.append_file import private_directory, write_private
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
+from turnwise.evaluation.directory import RESCORED
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize
 from turnwise.evaluation.searched import chosen_members
 from turnwise.evaluation.tables import run_file
@@ -30,9 +31,6 @@ from turnwise.tasks.mix import load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup, messages_of
 from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, read_trajectories
 from turnwise.types import Message
-
-SETTINGS_FILE = "rescore.json"
-"""In the output directory: the source, the scorer and the tasks, by which an interrupted command is continued."""
 
 _CONCURRENT = 32
 
@@ -136,6 +134,14 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     if errors and not any(summary.success.episodes for summary in result.parts.values()):
         raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
     result.write(settings.out)
+    if errors:
+        console.print(
+            f"{len(errors)} episodes could not be scored and are not counted, the last one: {errors[-1][1]}. The same "
+            "command tries them again",
+            style="red",
+            markup=False,
+            soft_wrap=True,
+        )
     return result
 
 
@@ -170,18 +176,22 @@ def _tasks(settings: RescoreSettings, wanted: set[str]) -> Mapping[str, Task]:
 
 def _claim(settings: RescoreSettings) -> None:
     """Note what is rescored in the output directory, or check that it is the same."""
-    file, said = settings.out / SETTINGS_FILE, settings.described()
+    file, said = settings.out / RESCORED, settings.described()
+    record = orjson.dumps(said | {"success_reward": settings.success_reward}, option=orjson.OPT_INDENT_2)
     if not file.exists():
         if taken := sorted(each.name for each in settings.out.iterdir()):
             raise ConfigError(f"--out is {settings.out}, which holds {', '.join(taken[:3])}: name another directory")
-        write_private(file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
+        write_private(file, record)
         return
     before = orjson.loads(file.read_bytes())
-    if differing := sorted(name for name in said if said[name] != before.get(name)):
+    differing = sorted(name for name in said if said[name] != before.get(name))
+    # A scorer that scored nothing is no obstacle to the next one.
+    if differing and any(map(_is_scored, read_trajectories(settings.out / TRAJECTORIES))):
         raise ConfigError(
             f"--out is {settings.out}, which holds a rescoring with another {', '.join(differing)}: give the command "
             "that began it, or name another directory"
         )
+    write_private(file, record)
 
 
 @contextmanager
@@ -217,6 +227,10 @@ async def _score_all(
     return errors
 
 
+def _is_scored(trajectory: Trajectory) -> bool:
+    return trajectory.agent == "main" and trajectory.error is None
+
+
 async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) -> Trajectory:
     """Return a trajectory with the rewards of a rubric; sessions other than ``main`` and failed ones as they are.
 
@@ -224,7 +238,7 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
         EnvError: A function raised, timed out, returned no finite numbers, or wants data of a task that is not known.
         FormatError: It was recorded without messages.
     """
-    if trajectory.agent != "main" or trajectory.error is not None:
+    if not _is_scored(trajectory):
         return trajectory
     path = trajectory.path(trajectory.leaves()[-1]) if trajectory.segments else []
     messages: list[Any] = [message for segment in path for message in messages_of(segment)]

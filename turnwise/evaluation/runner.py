@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,20 @@ from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
 from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
+from turnwise.envs.core import Env
+from turnwise.envs.registration import env_class
 from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
 from turnwise.evaluation.directory import output_directory
-from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.evaluation.metrics import (
+    EpisodeRow,
+    EvalResult,
+    Summary,
+    episode_rows,
+    result_table,
+    summarize,
+    task_tags,
+)
 from turnwise.gateway.concurrency import AdaptiveLimit, follow_queues
 from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
@@ -82,16 +92,19 @@ async def evaluate(
     if tasks is None:
         tasks = (await load_eval_tasks(plan, producer.config, producer.renderer)).tasks
     requests = eval_requests(plan, tasks, label)
+    tags = task_tags(tasks, plan.by)
     groups = await producer.gather(requests, on_group)
-    return eval_result(plan, groups, time.monotonic() - started)
+    return eval_result(plan, tags, groups, time.monotonic() - started)
 
 
-def eval_result(plan: EvalPlan, groups: Sequence[TrajectoryGroup], seconds: float) -> EvalResult:
-    """Return the metrics of groups in the order of :func:`eval_requests`."""
+def eval_result(
+    plan: EvalPlan, tags: Mapping[str, Sequence[str]], groups: Sequence[TrajectoryGroup], seconds: float
+) -> EvalResult:
+    """Return the metrics of groups in the order of :func:`eval_requests`; ``tags`` are those of their tasks by id."""
     split = len(groups) // (1 + plan.greedy) if plan.samples else 0
     return EvalResult(
-        sampled=_summary(plan, groups[:split], plan.pass_k) if plan.samples else None,
-        greedy=_summary(plan, groups[split:], ()) if plan.greedy else None,
+        sampled=_summary(plan, tags, groups[:split], plan.pass_k) if plan.samples else None,
+        greedy=_summary(plan, tags, groups[split:], ()) if plan.greedy else None,
         seconds=seconds,
     )
 
@@ -104,14 +117,18 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
     return await load_checked(plan.tasks, rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens)
 
 
-def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]) -> Summary:
+def _summary(
+    plan: EvalPlan, tags: Mapping[str, Sequence[str]], groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]
+) -> Summary:
     if plan.role is not None:
         roles = {role_of(each.agent) for group in groups for each in group.trajectories}
         if roles and plan.role not in roles:
             raise ConfigError(
                 f"role is {plan.role!r}, but no episode has that role; roles are {', '.join(sorted(roles))}"
             )
-    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role, answer=plan.answer)
+    return summarize(
+        groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role, answer=plan.answer, tags=tags
+    )
 
 
 _LINE_EVERY_S = 30.0
@@ -138,6 +155,7 @@ class EvalProgress:
         self.total = sum(request.group_size for request in requests)
         self._plan = plan
         self._requests = list(requests)
+        self._tags = task_tags((request.task for request in requests), plan.by)
         self._by_key = {request.key: number for number, request in enumerate(requests)}
         self._groups: dict[int, TrajectoryGroup] = {}
         # What episodes of groups left that are not whole yet, by the number of their request.
@@ -197,7 +215,7 @@ class EvalProgress:
                 ended, task = self._ended(number), request.task
                 group = TrajectoryGroup(request.key, task.id, ended, request.partition, source=task.source)
             groups.append(group)
-        result = eval_result(self._plan, groups, self._clock() - self._started)
+        result = eval_result(self._plan, self._tags, groups, self._clock() - self._started)
         return result.left(self.total - self.ended)
 
     @contextlib.contextmanager
@@ -402,21 +420,43 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
-    if result.ended_by is not None:
-        console.print(
-            f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "
-            f"The same command with a larger budget and -o {folder} finishes it",
-            soft_wrap=True,
-        )
-    elif result.unfinished:
-        console.print(
-            f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
-            "first, so these results may differ from those of the full evaluation. The same command with "
-            f"-o {folder} finishes it",
-            soft_wrap=True,
-        )
+    print_notes(config, folder, result, errors, console)
+    if result.unfinished and result.ended_by is None:
         raise KeyboardInterrupt
     return result
+
+
+def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Sequence[str], console: Console) -> None:
+    """Print what the figures leave out, and why."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    env = config.rollout.env.name
+    rewards = (value for summary in result.parts.values() for row in summary.rows for value in row.rewards.values())
+    if env_class(env).score is Env.score and not any(rewards):
+        say(
+            f"nothing was rewarded, and {env} has no score of its own, so each episode counts as 0: define "
+            "score(self, final) (turnwise check-env says more)",
+            "yellow",
+        )
+    if failed := sum(summary.failed for summary in result.parts.values()):
+        why = f", the last error: {errors[-1]}" if errors else ""
+        say(
+            f"{failed} episodes failed and are not counted{why}. The same command with -o {folder} plays them again",
+            "red",
+        )
+    if result.ended_by is not None:
+        say(
+            f"budget.{result.ended_by} is spent: {result.unfinished} episodes were unfinished and are not counted. "
+            f"The same command with a larger budget and -o {folder} finishes it"
+        )
+    elif result.unfinished:
+        say(
+            f"interrupted: {result.unfinished} episodes were unfinished and are not counted. Short episodes finish "
+            "first, so these results may differ from those of the full evaluation. The same command with "
+            f"-o {folder} finishes it"
+        )
 
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
@@ -427,6 +467,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
         console.print(Text(report.line, style="dim"), soft_wrap=True)
+    task_tags(loaded.tasks, config.by)
     private_directory(folder)
     write_private(folder / "config.yaml", dump_config(config))
     finished = FinishedMembers(folder)

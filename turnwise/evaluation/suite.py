@@ -18,8 +18,11 @@ from turnwise.append_file import private_directory, write_private
 from turnwise.config import ConfigPath, ConfigValues, load_config
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
-from turnwise.evaluation.directory import is_complete
-from turnwise.rollout.preflight import check_own
+from turnwise.evaluation.directory import check_continues, is_complete
+from turnwise.evaluation.metrics import money
+from turnwise.rollout.preflight import check_own, task_source
+from turnwise.tasks.config import Sources
+from turnwise.tasks.mix import load_mix
 
 SUITE_FILE = "suite.json"
 _UNNAMED = "model"
@@ -46,7 +49,7 @@ class SuiteConfig(BaseModel):
     models: dict[str, ConfigValues] = Field(default_factory=_one_model, min_length=1)
     defaults: ConfigValues = Field(default_factory=dict)
     budget: EvalBudget = EvalBudget()
-    out: ConfigPath
+    out: ConfigPath = Field(description="the directory of the results; also --out DIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,11 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
     Raises:
         ConfigError: Settings of a part are wrong; the message names it.
         RegistryError: An environment or an agent does not exist.
+        TaskError: Tasks of a part cannot be loaded.
     """
     parts: list[SuitePart] = []
+    folders: dict[Path, str] = {}
+    read: list[tuple[Sources, int | None]] = []
     for evaluation, settings in suite.evaluations.items():
         for model, served in suite.models.items():
             where = f"evaluations.{evaluation} with models.{model}"
@@ -105,10 +111,29 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
                     config.hosted.key()
                 elif not config.directory.is_dir():
                     raise ConfigError(f"model is {config.model}, which is no directory")
+                _check_folder(config, folders.setdefault(suite.out / _folder(evaluation, model), where), where)
+                _check_tasks(config, read)
             except TurnwiseError as error:
                 raise type(error)(f"{where}: {error}") from error
             parts.append(SuitePart(evaluation, model, config))
     return parts
+
+
+def _check_folder(config: EvalConfig, owner: str, where: str) -> None:
+    """Check that a part's folder is its own, and that what is in it was made with its settings."""
+    if owner != where:
+        raise ConfigError(f"its results and those of {owner} would be in the same folder, {config.out}: rename one")
+    assert config.out is not None
+    if (config.out / "summary.json").exists():
+        check_continues(config.out, config)
+
+
+def _check_tasks(config: EvalConfig, read: list[tuple[Sources, int | None]]) -> None:
+    """Check that a part's tasks can be loaded; ``read`` holds the sources that other parts had checked."""
+    source = task_source(config.tasks, config.rollout, "tasks")
+    if (source, config.limit) not in read:
+        load_mix(source, limit=config.limit)
+        read.append((source, config.limit))
 
 
 def _folder(evaluation: str, model: str) -> str:
@@ -187,7 +212,7 @@ def suite_table(rows: list[SuiteRow]) -> Table:
         if not any(name in row.figures for name in ("sampled", "greedy")):
             table.add_row(*names, Text(row.error or "no results", style="red"))
         spent = row.figures.get("spent", {})
-        cost = "-" if spent.get("cost") is None else f"{spent['cost']:.2f}"
+        cost = "-" if spent.get("cost") is None else money(spent["cost"])
         for mode in ("sampled", "greedy"):
             if (one := row.figures.get(mode)) is not None:
                 left = row.figures.get("unfinished", 0)

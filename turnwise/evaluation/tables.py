@@ -15,20 +15,22 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import ConfigError, FormatError
+from turnwise.evaluation.directory import success_rule
 from turnwise.evaluation.metrics import episode_rows
 from turnwise.trajectory import Segment, Trajectory, Turn
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
+from turnwise.types import StopReason
 
 if TYPE_CHECKING:
     import pandas
 
 
-def read_run(path: Path | str, *, success_reward: float = 1.0) -> RunTables:
+def read_run(path: Path | str, *, success_reward: float | None = None) -> RunTables:
     """Open the trajectories of a training run, an evaluation or a gateway.
 
     Args:
         path: A run directory, or a file of trajectories. It may still be written to: what is whole is read.
-        success_reward: Minimum reward of a successful episode.
+        success_reward: Minimum reward of a successful episode; by default the run's own.
 
     Raises:
         FormatError: There is no such file.
@@ -36,7 +38,8 @@ def read_run(path: Path | str, *, success_reward: float = 1.0) -> RunTables:
     """
     file = run_file(path)
     _pandas()
-    return RunTables(file, success_reward)
+    least, role = success_rule(file.parent)
+    return RunTables(file, least if success_reward is None else success_reward, role)
 
 
 def run_file(path: Path | str) -> Path:
@@ -58,10 +61,12 @@ class RunTables:
     Attributes:
         file: The trajectories.
         success_reward: Minimum reward of a successful episode.
+        role: Role whose reward counts; None for all sessions of the evaluated policy.
     """
 
     file: Path
     success_reward: float = 1.0
+    role: str | None = None
 
     def trajectories(self, partition: str | None = None) -> Iterator[Trajectory]:
         """Yield the trajectories, of ``train`` or ``val`` only where ``partition`` says so. Raises FormatError."""
@@ -72,11 +77,15 @@ class RunTables:
     def episodes(self, partition: str | None = None) -> pandas.DataFrame:
         """Return one row per episode (and attempt), over all its sessions.
 
+        Reward and success of one that an infrastructure failure ended, or that was cancelled, are missing: it has none.
+
         Columns: task_id, group_id, episode_id, trajectory_id (of the main session), partition, attempt, seed, reward,
         success, turns, tool_calls, tool_errors, sampled_tokens, forks, stop_reason, error; ``reward/NAME`` for the sum
         of each named reward, and ``metric/NAME`` for each metric of its trajectories, summed.
         """
-        return _frame(self._episodes(partition), _EPISODES)
+        frame = _frame(self._episodes(partition), _EPISODES)
+        frame["success"] = frame["success"].astype("boolean")
+        return frame
 
     def turns(self, partition: str | None = None) -> pandas.DataFrame:
         """Return one row per model call.
@@ -114,7 +123,8 @@ class RunTables:
             slim = [_without_texts(each) for each in trajectory.segments]
             episodes[trajectory.episode_id, trajectory.attempt].append(replace(trajectory, segments=slim))
         for members in episodes.values():
-            [row] = episode_rows(members, success_reward=self.success_reward)
+            [row] = episode_rows(members, success_reward=self.success_reward, role=self.role)
+            counts = row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
             main = next((member for member in members if member.agent == "main"), members[0])
             metrics: defaultdict[str, float] = defaultdict(float)
             for member in members:
@@ -122,9 +132,10 @@ class RunTables:
                     metrics[f"metric/{name}"] += value
             yield {
                 **_ids(main), "group_id": row.group_id, "attempt": main.attempt, "seed": main.seed,
-                "reward": row.reward, "success": row.success, "turns": row.turns, "tool_calls": row.tool_calls,
-                "tool_errors": row.tool_errors["all"], "sampled_tokens": row.sampled_tokens,
-                "forks": sum(row.forks.values()), "stop_reason": str(row.stop_reason), "error": row.error,
+                "reward": row.reward if counts else np.nan, "success": row.success if counts else None,
+                "turns": row.turns, "tool_calls": row.tool_calls, "tool_errors": row.tool_errors["all"],
+                "sampled_tokens": row.sampled_tokens, "forks": sum(row.forks.values()),
+                "stop_reason": str(row.stop_reason), "error": row.error,
                 **{f"reward/{name}": value for name, value in row.rewards.items()}, **metrics,
             }  # fmt: skip
 

@@ -15,6 +15,7 @@ import yaml
 
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderError
+from turnwise.evaluation.directory import success_rule
 from turnwise.trainer.observe.metrics import figures, meaning
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
 from turnwise.trajectory_file import TRAJECTORIES
@@ -178,6 +179,7 @@ def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
         )
     facts = RunFacts(name, "trajectories", file if file.is_file() else None)
     _read_config(facts, source / "config.yaml")
+    facts.success_reward, facts.role = success_rule(source)
     made = (source / "initial", source / "sft" / "model")
     facts.models = [*_checkpoints(source), *facts.models, *(each for each in made if each.is_dir())]
     if curves.is_file():
@@ -243,7 +245,7 @@ def read_gaps(file: Path, notes: list[str]) -> Gaps:
 
 
 def _read_config(facts: RunFacts, file: Path) -> None:
-    """Read the configuration: its text without secrets, the model's folder and what counts as a success."""
+    """Read the configuration: its text without secrets, and the model's folder."""
     if not file.is_file():
         return
     try:
@@ -263,11 +265,6 @@ def _read_config(facts: RunFacts, file: Path) -> None:
     for path in ("policies.main.model.path", "model"):
         if isinstance(model := _at(config, path), str):
             facts.models.append(Path(model))
-    for path in ("success_reward", "eval.success_reward"):
-        if isinstance(least := _at(config, path), (int, float)):
-            facts.success_reward = float(least)
-    role = config.get("role")
-    facts.role = role if isinstance(role, str) else None
 
 
 def _at(config: Any, path: str) -> Any:

@@ -75,13 +75,27 @@ def test_every_registered_environment_is_listed_with_what_it_is() -> None:
 
 
 def test_one_is_shown_with_its_first_observation(own: str) -> None:
-    text = run("envs", "show", f"{own}:Own", "start=7", "--tasks", f"{own}:tasks")
+    text = run("envs", "show", f"{own}:Own", "start=7", "--tasks", f"{own}:tasks", "--no-check")
     for told in (
         "An environment of one's own: it counts.", "configuration: start, step=2", ":tasks (2)", "task first",
-        "Count from 7 [bold]to[/bold] nine.", "add(number)  Add a number.", "turnwise check-env", "start=7",
+        "Count from 7 [bold]to[/bold] nine.", "add(number)  Add a number.",
     ):  # fmt: skip
         assert told in text, told
     assert "More is said here" not in text
+
+
+def test_what_the_checker_finds_is_shown_with_it(own: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["envs", "show", "guess_number"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert "I hide a whole number" in done.output
+    assert "0 errors" in done.output, done.output
+    (tmp_path / "own.py").write_text(
+        OWN.replace("    def close", "    def score(self, final):\n        return float('nan')\n\n    def close")
+    )
+    done = CliRunner().invoke(app, ["envs", "show", f"{own}:Own", "start=7", "-t", f"{own}:tasks"])
+    assert done.exit_code == 1
+    assert "Count from 7" in done.output
+    assert "nan" in done.output
 
 
 async def test_an_episode_that_was_begun_is_closed(own: str) -> None:

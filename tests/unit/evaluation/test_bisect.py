@@ -137,6 +137,11 @@ async def test_what_cannot_be_bisected_is_named() -> None:
         await bisect(run, [trajectory], {}, ScriptedClient(ToyRenderer(), well))
     with pytest.raises(ConfigError, match="is a training run: name the model that goes on with --model"):
         chosen_model(BisectSettings(Path("runs/x"), "e"), run)
+    with pytest.raises(
+        ConfigError, match=r"is gone, which holds no config\.json: name a model's directory with --model"
+    ):
+        chosen_model(BisectSettings(Path("runs/x"), "e", Path("gone")), run)
+    assert chosen_model(BisectSettings(Path("runs/x"), "e", Path("gone"), ("http://127.0.0.1:1",)), run) == Path("gone")
 
 
 async def test_forked_episodes_are_replayed_branch_by_branch() -> None:

@@ -120,6 +120,24 @@ def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
     assert record["gained"] == []
 
 
+def test_what_is_in_no_figure_is_counted(tmp_path: Path) -> None:
+    one = folder(tmp_path / "one", [("sampled", "a", 1.0), ("sampled", "b", 0.0)])
+    two = folder(tmp_path / "two", [("sampled", "a", 1.0)])
+    (two / "summary.json").write_text('{"sampled": {"failed": 3}, "greedy": {"failed": 8}, "unfinished": 5}')
+    record = compare(read_scores(one), read_scores(two)).to_json()
+    assert {name: record[name] for name in ("episodes", "failed", "unfinished")} == {
+        "episodes": [2, 1],
+        "failed": [0, 3],
+        "unfinished": [0, 5],
+    }
+    shown = CliRunner().invoke(app, ["compare", str(one), str(two)], env={"COLUMNS": "140"}).output
+    assert "failed, not counted" in shown
+    assert "not finished" in shown
+    (two / "summary.json").write_text("[]")
+    with pytest.raises(FormatError, match=r"summary\.json: no summary of an evaluation"):
+        read_scores(two)
+
+
 def test_what_is_no_evaluation_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"no such file: .*episodes\.jsonl: give the directory of an evaluation"):
         read_scores(tmp_path)

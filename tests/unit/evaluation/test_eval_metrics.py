@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from dataclasses import replace
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from scipy import stats
 
-from turnwise.evaluation.estimates import best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
-from turnwise.evaluation.metrics import EvalResult, episode_rows, summarize
+from turnwise.errors import ConfigError
+from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
+from turnwise.evaluation.metrics import EvalResult, episode_rows, result_table, summarize, task_tags
+from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
 
@@ -145,7 +149,47 @@ def test_a_failed_episode_is_counted_and_never_a_zero() -> None:
     summary = summarize(groups, pass_k=[1, 2])
     assert summary.success.mean == pytest.approx(2 / 3)
     assert (summary.failed, summary.tasks, summary.success.episodes) == (2, 2, 3)
-    assert set(summary.pass_at) == {1}
+    # pass@2 is that of the task with two episodes, and says so.
+    assert summary.pass_at[2] == Estimate(1.0, None, 1, 1)
+    assert summary.pass_all[2].tasks == summary.best_at[2].tasks == 1
+    console = Console(file=io.StringIO(), width=120)
+    console.print(result_table(EvalResult(summary, None, 1.0, spent={"cost": 0.0042})))
+    shown = {line.split("  ")[0].strip(): line for line in console.file.getvalue().splitlines()}  # type: ignore[attr-defined]
+    assert "1.000 (1 of 2 tasks)" in shown["pass@2"]
+    assert "tasks" not in shown["pass@1"]
+    assert "0.0042" in shown["cost of all episodes"]
+
+
+def test_figures_by_a_field_of_the_tasks() -> None:
+    tasks = [
+        Task("a", "?", {"level": 1, "tags": ["sum", "long"]}),
+        Task("b", "?", {"level": 2, "tags": ["sum"]}),
+        Task("c", "?", {"level": 2}),
+    ]
+    tags = task_tags(tasks, ["level", "tags"])
+    assert tags == {
+        "a": ["level 1", "tags sum", "tags long"],
+        "b": ["level 2", "tags sum"],
+        "c": ["level 2", "tags none"],
+    }
+    groups = [
+        TrajectoryGroup("a", "a", [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0)]),
+        TrajectoryGroup("b", "b", [trajectory("b", 0, 1.0)], failed=1),
+        TrajectoryGroup("c", "c", [trajectory("c", 0, 1.0), trajectory("c", 1, 1.0, error="EnvError: gone")]),
+    ]
+    found = summarize(groups, tags=tags, pass_k=[2])
+    figures = {name: (one.success.mean, one.success.episodes, one.failed) for name, one in found.by_tag.items()}
+    assert figures == {
+        "level 1": (0.5, 2, 0),
+        "level 2": (1.0, 2, 2),
+        "tags long": (0.5, 2, 0),
+        "tags none": (1.0, 1, 1),
+        "tags sum": (pytest.approx(2 / 3), 3, 1),
+    }
+    assert found.to_json()["by_tag"]["level 1"]["pass_at"]["2"]["mean"] == 1.0
+    assert summarize(groups).by_tag == {}
+    with pytest.raises(ConfigError, match="by is 'levl', which is in no task's data; fields there are level, tags"):
+        task_tags(tasks, ["levl"])
 
 
 def test_sums_over_the_sessions_of_an_episode() -> None:

@@ -89,7 +89,7 @@ def test_the_figures_of_what_has_ended(progress: EvalProgress) -> None:
     assert result.greedy is not None
     assert (result.sampled.success.mean, result.sampled.success.episodes, result.sampled.failed) == (0.5, 2, 1)
     assert (result.greedy.success.mean, result.greedy.success.episodes) == (1.0, 1)
-    # pass@2 needs two episodes of every task.
+    # pass@2 needs two episodes of a task.
     assert list(result.sampled.pass_at) == [1]
     assert list(result.sampled.by_source) == ["books"]
     assert result.to_json()["unfinished"] == 2

@@ -146,8 +146,10 @@ def test_what_cannot_be_scored_is_named(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(EnvError, match=r"no episode could be scored; .*env\.found is not recorded: only functions of"):
         run_rescore(RescoreSettings(run, out, f"{__file__}:stateful"), console=QUIET)
+    # Nothing was scored, so another scorer may begin.
+    run_rescore(RescoreSettings(run, out, f"{__file__}:length"), console=QUIET)
     with pytest.raises(ConfigError, match=r"holds a rescoring with another scorer: give"):
-        run_rescore(RescoreSettings(run, out, f"{__file__}:length"), console=QUIET)
+        run_rescore(RescoreSettings(run, out, f"{__file__}:stateful"), console=QUIET)
     with pytest.raises(EnvError, match="takes 'answer', which is neither one of"):
         run_rescore(RescoreSettings(run, tmp_path / "data", f"{__file__}:exact"), console=QUIET)
     with pytest.raises(ConfigError, match=r"run, which holds trajectories.index, trajectories.twz: name another"):

@@ -11,17 +11,20 @@ from rich.console import Console
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
+from turnwise.envs import ToolEnv
 from turnwise.errors import ConfigError, InferenceError, TaskError
 from turnwise.evaluation import EvalConfig, EvalPlan, evaluate, result_table
-from turnwise.evaluation.runner import eval_requests, load_eval_tasks
+from turnwise.evaluation.metrics import EvalResult, summarize
+from turnwise.evaluation.runner import eval_requests, load_eval_tasks, print_notes
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
-from turnwise.types import ToolCall
+from turnwise.types import ToolCall, as_ids
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=4&split=test"
 
@@ -126,6 +129,29 @@ async def test_a_failure_of_the_server_is_counted_and_no_zero(tmp_path: Path) ->
     assert "completed 3" in text
 
 
+class Unscored(ToolEnv):
+    """An environment without a score."""
+
+
+def test_what_the_figures_leave_out_is_said(tmp_path: Path) -> None:
+    def notes(env: str, reward: float, **more: int) -> str:
+        segments = [Segment(0, -1, "context", as_ids([1])), Segment(1, 0, "sampled", as_ids([2]), turn_id="t0")]
+        played = Trajectory("e", "e", "g", "t", segments=segments, rewards=[("t0", "score", reward)])
+        summary = summarize([TrajectoryGroup("g", "t", [played], failed=more.pop("failed", 0))])
+        console = Console(file=io.StringIO(), width=80)
+        config = load_config(EvalConfig, overrides=["model=m", f"rollout.env.name={env}"])
+        print_notes(config, tmp_path, EvalResult(summary, None, 1.0, **more), ["EnvError: [gone]"], console)
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    own = f"{__name__}:Unscored"
+    assert notes("lookup", 0.0) == notes(own, 1.0) == ""
+    assert "test_eval_runner:Unscored has no score of its own, so each episode counts as 0: define" in notes(own, 0.0)
+    assert "2 episodes failed and are not counted, the last error: EnvError: [gone]. The" in notes(
+        "lookup", 0, failed=2
+    )
+    assert "interrupted: 3 episodes were unfinished" in notes("lookup", 0, unfinished=3)
+
+
 async def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
     plan = EvalPlan(tasks=TASKS, samples=3, limit=2)
     requests = eval_requests(plan, await loaded(plan), "step-20")
@@ -144,9 +170,16 @@ async def test_no_tasks_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("override", "part"),
-    [("samples=0", "greedy: true"), ("pass_k=[9]", "pass_k up to samples (4)"), ("samples=-1", "at least 0")],
+    [
+        ("samples=0", "greedy: true"),
+        ("pass_k=[9]", "pass_k up to samples (4)"),
+        ("samples=-1", "at least 0"),
+        ("rollout.tree.branches=3", "search (kind: tree) instead of rollout.tree"),
+    ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(override: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(EvalConfig, overrides=["tasks=x", "greedy=false", "model=m", "rollout.env.name=lookup", override])
     assert part in str(caught.value)
+    # Keys that do not go together are named, and not the whole configuration.
+    assert "{'" not in str(caught.value)

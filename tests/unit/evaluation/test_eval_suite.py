@@ -10,7 +10,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from turnwise.errors import ConfigError, InferenceError, RegistryError
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError, InferenceError, RegistryError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, TokenPrices
 from turnwise.evaluation.runner import Spending, prompt_tokens
 from turnwise.evaluation.suite import SUITE_FILE, SuiteConfig, load_suite, run_suite, suite_parts
@@ -48,6 +49,7 @@ def written(config: EvalConfig, rate: float = 0.5, tokens: int = 10, **more: Any
     sampled = {"success": estimate, "reward": estimate, "turns": 2.0, "sampled_tokens": 5.0, "failed": 0}
     record = {"sampled": sampled, "seconds": 1.0, "spent": {"sampled_tokens": tokens, "cost": 0.5}, **more}
     (config.out / "summary.json").write_bytes(orjson.dumps(record))
+    (config.out / "config.yaml").write_text(dump_config(config))
 
 
 def test_a_part_has_the_settings_of_all_of_its_model_and_its_own(folder: Path) -> None:
@@ -76,6 +78,7 @@ def test_a_part_has_the_settings_of_all_of_its_model_and_its_own(folder: Path) -
         ("defaults.budget.money=3", ConfigError, r"with models\.small: .*prices"),
         ("budget.money=3", ConfigError, r"with models\.small: prices are missing, and budget\.money of the suite"),
         ("evaluations={}", ConfigError, "evaluations"),
+        ("evaluations.guess.tasks=gone.jsonl", TurnwiseError, r"evaluations\.guess with models\.small: .*gone\.jsonl"),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_begins(
@@ -86,6 +89,12 @@ def test_what_is_wrong_is_named_before_anything_begins(
         run_suite(load_suite(folder / "suite.yaml", [override]), begun.append, console=quiet())
     assert begun == []
     assert not (folder / "results").exists()
+
+
+def test_two_parts_do_not_share_a_folder(folder: Path) -> None:
+    (folder / "suite.yaml").write_text(SUITE.replace("small:", "small!:").replace("served:", "small?:"))
+    with pytest.raises(ConfigError, match=r"models\.small\?: .*models\.small! .*table--small-: rename one"):
+        suite_parts(load_suite(folder / "suite.yaml", []))
 
 
 def test_complete_parts_are_not_made_again_and_one_that_fails_keeps_no_other(folder: Path) -> None:
@@ -110,6 +119,20 @@ def test_complete_parts_are_not_made_again_and_one_that_fails_keeps_no_other(fol
     assert [(each["evaluation"], each["model"], each["error"]) for each in found][1] == ("table", "served", None)
     assert all(not each.below(0.5) for each in rows)
     assert all(each.below(0.6) for each in rows)
+
+
+def test_results_of_other_settings_are_not_taken_for_those_of_a_changed_suite(folder: Path) -> None:
+    run_suite(load_suite(folder / "suite.yaml", []), written, console=quiet())
+    made: list[EvalConfig] = []
+    with pytest.raises(ConfigError, match=r"table with models\.small: .*complete evaluation with another samples"):
+        run_suite(load_suite(folder / "suite.yaml", ["defaults.samples=8"]), made.append, console=quiet())
+    assert made == []
+    # Where it is served, what it costs and what it may spend are no other figures.
+    free = ["models.served.url=http://127.0.0.1:2", "models.served.prices.prompt=9", "budget.tokens=9"]
+    assert [
+        each.error for each in run_suite(load_suite(folder / "suite.yaml", free), made.append, console=quiet())
+    ] == [None] * 4
+    assert made == []
 
 
 def test_the_budget_of_a_suite_is_shared(folder: Path) -> None:

@@ -67,6 +67,39 @@ def test_episodes_are_those_of_all_their_sessions(run: RunTables) -> None:
     assert run.episodes("val")["episode_id"].tolist() == ["v/0"]
 
 
+def test_a_failed_episode_has_no_reward_and_no_success(tmp_path: Path) -> None:
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
+    for name, reason, error in (("a", "completed", None), ("b", "error", "EnvError: gone"), ("c", "cancelled", None)):
+        made = session(name)
+        made.stop_reason, made.error = StopReason(reason), error
+        writer.write(made)
+    writer.close()
+    table = read_run(tmp_path).episodes()
+    assert table["success"].isna().tolist() == table["reward"].isna().tolist() == [False, True, True]
+    # So a rate by task is that of the episodes which count.
+    assert table.groupby("task_id")["success"].mean().tolist() == [1.0]
+
+
+def test_a_success_is_what_the_run_takes_for_one(tmp_path: Path) -> None:
+    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
+    for each in (session("a"), session("a", "critic", reward=0.0)):
+        writer.write(each)
+    writer.close()
+
+    def success() -> tuple[list[float], list[bool]]:
+        table = read_run(tmp_path).episodes()
+        return table["reward"].tolist(), table["success"].tolist()
+
+    assert success() == ([1.0], [True])
+    (tmp_path / "rescore.json").write_text('{"scorer": "x", "success_reward": 1.5}')
+    assert success() == ([1.0], [False])
+    (tmp_path / "config.yaml").write_text("success_reward: 0.0\nrole: critic\n")
+    assert success() == ([0.0], [True])
+    (tmp_path / "config.yaml").write_text("eval: {success_reward: 1.5, role: critic}\n")
+    assert success() == ([1.0], [False])
+    assert read_run(tmp_path, success_reward=0.5).episodes()["success"].tolist() == [True]
+
+
 def test_turns_say_what_the_model_saw_and_sampled(run: RunTables) -> None:
     table = run.turns("val")
     assert table["turn_id"].tolist() == ["t0", "t1", "t2"]

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.errors import ConfigError, FormatError, ReplayError
+from turnwise.evaluation.directory import success_rule
 from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import RecordedClient, spec_of
 from turnwise.evaluation.runner import open_model
@@ -257,7 +258,7 @@ class BisectSettings:
         urls: Running servers of it; none serves it here.
         samples: Continuations from each turn.
         temperature: Of their sampling; None is the run's.
-        success_reward: Least reward of a success; None is the evaluation's, else 1.
+        success_reward: Least reward of a success; None is the run's, else 1.
         seed: Of their sampling.
     """
 
@@ -272,12 +273,17 @@ class BisectSettings:
 
 
 def chosen_model(settings: BisectSettings, run: RecordedRun) -> Path:
-    """Return the model that goes on. Raises ConfigError where neither the settings nor the run name it."""
+    """Return the model that goes on. Raises ConfigError where neither the settings nor the run name one that exists."""
     model = settings.model or run.said.get("model")
     if model is None:
         raise ConfigError(
             f"{settings.source} is a training run: name the model that goes on with --model, such as "
             f"{settings.source}/checkpoints/step_NNNNNN/policies/{run.policy}"
+        )
+    if not settings.urls and not (Path(model) / "config.json").is_file():
+        raise ConfigError(
+            f"the model that goes on is {model}, which holds no config.json: name a model's directory with --model, or "
+            "a running server with --url"
         )
     return Path(model)
 
@@ -302,7 +308,7 @@ def run_bisect(settings: BisectSettings) -> Bisection:
             f"{settings.source} has the policies {', '.join([run.policy, *run.others])}: an episode of several "
             "policies is not bisected"
         )
-    said = settings.success_reward if settings.success_reward is not None else run.said.get("success_reward", 1.0)
+    least = success_rule(settings.source)[0] if settings.success_reward is None else settings.success_reward
 
     async def bisected() -> Bisection:
         async with AsyncExitStack() as stack:
@@ -311,7 +317,7 @@ def run_bisect(settings: BisectSettings) -> Bisection:
             found = await open_model(served, model, settings.urls, folder, stack)
             stack.push_async_callback(found.client.close)
             return await bisect(
-                run, members, await run.tasks(), found.client, samples=settings.samples, success_reward=float(said),
+                run, members, await run.tasks(), found.client, samples=settings.samples, success_reward=least,
                 seed=settings.seed,
             )  # fmt: skip
 

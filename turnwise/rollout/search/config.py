@@ -68,7 +68,9 @@ class SearchConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: Literal["best_of_n", "tree", "beam"]
-    scorer: Annotated[ScorerConfig, BeforeValidator(_function)]
+    scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
+        description="what scores the ways: environment, likelihood, a shipped reward function, or pkg.module:function"
+    )
     samples: PositiveInt | None = None
     branches: PositiveInt | None = None
     width: PositiveInt | None = None

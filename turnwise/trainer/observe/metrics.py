@@ -251,7 +251,7 @@ def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, flo
             yield f"{name}/{key}", part[key]
     for key, value in part.get("search", {}).items():
         yield f"{name}/search/{key}", value["mean"] if isinstance(value, Mapping) else value
-    for key in ("by_source", "by_role"):
+    for key in ("by_source", "by_tag", "by_role"):
         for which, below in part.get(key, {}).items():
             yield from _eval_figures(f"{name}/{key}/{which}", below)
 
