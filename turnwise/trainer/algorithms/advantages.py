@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -362,6 +362,13 @@ WITH_GROUPS = frozenset(ADVANTAGES) - WITHOUT_GROUPS
 """Estimators by which a group of one has advantage 0. Of a custom estimator it is not known."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def register_advantage(name: str, function: F) -> F: ...
+@overload
+def register_advantage(name: str, function: None = None) -> Callable[[F], F]: ...
 def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
     """Register an estimator for ``algorithm.advantage``; without a function, return a decorator.
 
@@ -371,7 +378,7 @@ def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
         RegistryError: The name is taken by another estimator.
     """
 
-    def register(given: AdvantageFn) -> AdvantageFn:
+    def register(given: F) -> F:
         register_entry(name, given, ADVANTAGES, "estimator")
         return given
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -86,6 +86,29 @@ LOSSES: dict[str, Loss] = {
 """Losses by the name that a configuration uses."""
 
 
+F = TypeVar("F", bound="Callable[..., Any] | Loss")
+
+
+@overload
+def register_loss(
+    name: str,
+    function: F,
+    *,
+    aggregation: LossAggregation = "token_mean",
+    select: SelectFn | None = None,
+    idle_at_zero: bool = False,
+    uses_ratio: bool = True,
+) -> F: ...
+@overload
+def register_loss(
+    name: str,
+    function: None = None,
+    *,
+    aggregation: LossAggregation = "token_mean",
+    select: SelectFn | None = None,
+    idle_at_zero: bool = False,
+    uses_ratio: bool = True,
+) -> Callable[[F], F]: ...
 def register_loss(
     name: str,
     function: LossFn | Loss | None = None,
