@@ -30,6 +30,7 @@ from turnwise.chat.renderer import load_renderer
 from turnwise.envs.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.core import RolloutParts
+from turnwise.types import TokenIds
 
 SIDES = Path(__file__).parent / "env_sides"
 GAMES = ROOT / ".venv-foreign-games"
@@ -42,9 +43,13 @@ async def ours(env: dict[str, Any], number: int, turns: int) -> dict[str, float]
     """Return what the runner reaches."""
     renderer = load_renderer(chat_dir())
 
-    async def model(_request: Any) -> str:
+    # Written once: a server answers with ids, and to make them is the model's own time.
+    text = "<answer>12</answer>" if turns == 1 else "\\boxed{5}"
+    said = renderer.completion({"role": "assistant", "content": text}, ())
+
+    async def model(_request: Any) -> TokenIds:
         await asyncio.sleep(SECONDS)
-        return "<answer>12</answer>" if turns == 1 else "\\boxed{5}"
+        return said
 
     config = RolloutConfig.model_validate({"env": env, "concurrency": AT_ONCE, "max_turns": turns})
     client = ScriptedClient(renderer, model)
