@@ -93,7 +93,13 @@ def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON values: numpy's scalars as numbers, numbers that are not finite and all else as text."""
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    # Most values are of these very types, which is told sooner than what is like them.
+    if kind is str or kind is bool or kind is int or value is None:
+        return value
+    if kind is dict:
+        return {key if type(key) is str else str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
