@@ -253,8 +253,10 @@ class Tokens:
         self.escaped += count
         return text
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
         """Return the ids of a text, split at the marks of :meth:`escape`.
+
+        Of a whole prompt, what it has in common with others (the system message, the tools) is encoded once.
 
         Raises RenderError if the tokenizer fails, or cannot encode the pieces to the same text; PromptTooLong if the
         ids are more than :attr:`room`.
@@ -264,7 +266,7 @@ class Tokens:
             if fewest > self.room:
                 raise PromptTooLong(fewest)
         if ESCAPE not in text:
-            return self._encode(text)
+            return self._encode_pieces(text) if prompt else self._encode(text)
         token_ids: list[int] = []
         for number, piece in enumerate(text.split(ESCAPE)):
             token_ids += self._encode_behind(piece) if number else self._encode(piece)
@@ -275,13 +277,9 @@ class Tokens:
             )
         return token_ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt as :meth:`encode` does; what it has in common with others is encoded once.
-
-        That is how it begins: the system message and the tools.
-        """
-        if self._borders is None or self.room is not None or ESCAPE in text:
-            return self.encode(text)
+    def _encode_pieces(self, text: str) -> list[int]:
+        if self._borders is None:
+            return self._encode(text)
         found = itertools.islice(self._borders.finditer(text), _MOST_PIECES)
         starts = [match.start() for match in found if match.start() > 0]
         token_ids: list[int] = []

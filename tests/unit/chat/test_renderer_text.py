@@ -146,7 +146,7 @@ def tokenizer_with(kind: str) -> tuple[Tokenizer, Tokens]:
 def test_a_prompt_in_pieces_has_the_ids_of_the_whole(kind: str, parts: list[str]) -> None:
     tokenizer, tokens = tokenizer_with(kind)
     text = "".join(parts)
-    assert tokens.encode_prompt(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokens.encode(text, prompt=True) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class Counting:
@@ -169,7 +169,7 @@ def test_the_system_message_of_many_prompts_is_encoded_once(monkeypatch: pytest.
     tokens = Tokens(tokenizer)
     counting.seen.clear()
     for number in range(100):
-        tokens.encode_prompt(f"<s>the system message<e><s>{number}<e>")
+        tokens.encode(f"<s>the system message<e><s>{number}<e>", prompt=True)
     assert counting.seen.count("<s>the system message") == counting.seen.count("<e>") == 1
     assert sorted(set(counting.seen) - {"<s>the system message", "<e>"}) == sorted(f"<s>{each}" for each in range(100))
 

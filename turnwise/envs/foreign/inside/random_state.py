@@ -100,9 +100,11 @@ def _put(numpy: Any, state: Any) -> None:
 
 def _address(numpy: Any) -> int | None:
     """Return where the words of numpy's generator lie, or None where that is unknown."""
-    current = getattr(numpy.random, "get_bit_generator", None)
-    generator = None if current is None or not _readable(numpy) else current()
-    if type(generator) is not getattr(numpy.random, "MT19937", None):
+    try:
+        generator = numpy.random.get_bit_generator()
+    except AttributeError:  # numpy before 1.24
+        return None
+    if type(generator) is not numpy.random.MT19937 or not _readable(numpy):
         return None
     address: int = generator.ctypes.state_address
     return address
