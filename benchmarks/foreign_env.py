@@ -15,6 +15,7 @@ Our side does more: it renders each prompt to ids, keeps every token, and makes 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -24,12 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from harness.chat import chat_dir
-from harness.measure import ROOT, clean_environment, interleave, machine, median, parse, parser, report, run_process
+from harness.measure import (
+    ROOT,
+    Sample,
+    clean_environment,
+    interleave,
+    machine,
+    median,
+    parse,
+    parser,
+    report,
+    run_process,
+)
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task
 from turnwise.chat.renderer import load_renderer
 from turnwise.envs.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.core import RolloutParts
+from turnwise.types import TokenIds
 
 SIDES = Path(__file__).parent / "env_sides"
 GAMES = ROOT / ".venv-foreign-games"
@@ -42,22 +55,30 @@ async def ours(env: dict[str, Any], number: int, turns: int) -> dict[str, float]
     """Return what the runner reaches."""
     renderer = load_renderer(chat_dir())
 
-    async def model(_request: Any) -> str:
-        await asyncio.sleep(SECONDS)
-        return "<answer>12</answer>" if turns == 1 else "\\boxed{5}"
+    # Written once: a server answers with ids, and to make them is the model's own time.
+    text = "<answer>12</answer>" if turns == 1 else "\\boxed{5}"
+    said = renderer.completion({"role": "assistant", "content": text}, ())
+
+    seconds = 0.0
+
+    async def model(_request: Any) -> TokenIds:
+        await asyncio.sleep(seconds)
+        return said
 
     config = RolloutConfig.model_validate({"env": env, "concurrency": AT_ONCE, "max_turns": turns})
     client = ScriptedClient(renderer, model)
     producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
     rows = list(tasks(env["name"], size=number)) if turns == 1 else [Task(f"t{at}", "") for at in range(number)]
+    # Not measured: what is made once, for which no model needs its time.
     await producer.gather([RolloutRequest(task, epoch=1) for task in rows[:AT_ONCE]])
+    seconds = SECONDS
     began, spent = time.perf_counter(), time.process_time()
     groups = await producer.gather([RolloutRequest(task) for task in rows])
-    seconds, spent = time.perf_counter() - began, time.process_time() - spent
+    took, spent = time.perf_counter() - began, time.process_time() - spent
     await producer.close()
     if any(group.failed for group in groups):
         raise RuntimeError(f"episodes failed: {[each.error for group in groups for each in group.trajectories][:3]}")
-    return {"episodes_per_s": number / seconds, "cpu_ms": 1e3 * spent / number}
+    return {"episodes_per_s": number / took, "cpu_ms": 1e3 * spent / number}
 
 
 def side(name: str, number: int, address: str) -> dict[str, float]:
@@ -85,7 +106,6 @@ def main() -> int:
         if not (python / "bin" / "python").exists():
             made.error(f"{python} does not exist: `make {python.name}/.turnwise-installed` builds it")
     number = 256 if arguments.quick else 1024
-    theirs = partial(_theirs, number)
     serving = subprocess.Popen(
         [str(OPENENV / "bin" / "python"), str(SIDES / "foreign_side.py"), "serve"],
         stdin=subprocess.PIPE,
@@ -93,15 +113,22 @@ def main() -> int:
         text=True,
         env=clean_environment({"PYTHONPATH": str(SIDES)}),
     )
+
+    # The address is asked for late: the server starts while the sides without one are measured.
+    def openenv_alone() -> Sample:
+        return _theirs(number, OPENENV, "openenv", _address(serving))
+
+    def openenv_ours() -> Sample:
+        return _ours("openenv", number // 4, _address(serving))
+
     with serving:
-        address = serving.stdout.readline().strip() if serving.stdout is not None else ""
         samples = interleave(
             {
-                "reasoning-gym alone": theirs(GAMES, "reasoning-gym"),
-                "reasoning-gym in process": partial(_ours, "in process", number, address),
-                "reasoning-gym own python": partial(_ours, "own python", number, address),
-                "openenv alone": theirs(OPENENV, "openenv", address),
-                "openenv own python": partial(_ours, "openenv", number // 4, address),
+                "reasoning-gym alone": partial(_theirs, number, GAMES, "reasoning-gym"),
+                "reasoning-gym in process": partial(_ours, "in process", number),
+                "reasoning-gym own python": partial(_ours, "own python", number),
+                "openenv alone": openenv_alone,
+                "openenv own python": openenv_ours,
             },
             arguments.repeats,
         )
@@ -126,13 +153,20 @@ def main() -> int:
     return 0
 
 
-def _theirs(number: int, home: Path, framework: str, *address: str) -> Any:
+def _theirs(number: int, home: Path, framework: str, *address: str) -> Sample:
     count = number if framework == "reasoning-gym" else number // 4
     command = [str(home / "bin" / "python"), str(SIDES / "foreign_side.py"), framework, str(count), str(SECONDS)]
-    return partial(run_process, [*command, *address], environment={"PYTHONPATH": str(SIDES)})
+    return run_process([*command, *address], environment={"PYTHONPATH": str(SIDES)})
 
 
-def _ours(name: str, number: int, address: str) -> Any:
+@functools.cache
+def _address(serving: subprocess.Popen[str]) -> str:
+    """Return the address that the server prints once it serves."""
+    assert serving.stdout is not None
+    return serving.stdout.readline().strip()
+
+
+def _ours(name: str, number: int, address: str = "") -> Sample:
     command = [sys.executable, str(Path(__file__)), "--side", name, str(number), address]
     return run_process(command, environment={"PYTHONPATH": str(Path(__file__).parent)})
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
+
+_HEADER: Final = struct.Struct("<cQ").pack
 
 
 def stable_hash(*parts: str | bytes | int | float | bool | None) -> int:
@@ -13,12 +15,11 @@ def stable_hash(*parts: str | bytes | int | float | bool | None) -> int:
     Each part is encoded as type, length and bytes, so neither ``("ab", "c")`` and ``("a", "bc")`` nor ``1`` and ``"1"``
     collide; the digest is BLAKE2b (RFC 7693). Raises TypeError for other types of parts.
     """
-    digest = blake2b(digest_size=8)
+    pieces: list[bytes] = []
     for part in parts:
         kind, payload = _encoded(part)
-        digest.update(struct.pack("<cQ", kind, len(payload)))
-        digest.update(payload)
-    return int.from_bytes(digest.digest(), "little") >> 1
+        pieces += (_HEADER(kind, len(payload)), payload)
+    return int.from_bytes(blake2b(b"".join(pieces), digest_size=8).digest(), "little") >> 1
 
 
 def _encoded(part: Any) -> tuple[bytes, bytes]:

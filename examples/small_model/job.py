@@ -114,6 +114,9 @@ def command_line(job: Job, parser: argparse.ArgumentParser) -> argparse.Argument
     parser.add_argument(
         "--also", action="append", default=[], metavar="FILE", help="a file over train.yaml, beside it or by its path"
     )
+    parser.add_argument(
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="for sft.yaml, of the warm start: steps=20"
+    )
     parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=60")
     return parser
 
@@ -130,7 +133,16 @@ def train(job: Job, arguments: argparse.Namespace) -> int:
         initial = None if job.pretrained is None else partial(job.pretrained, arguments)
         family = arguments.family if job.vision else None
         warm = arguments.warm or directory
-        model = warm_start(job, warm, arguments.seed, console, smoke=arguments.smoke, pretrained=initial, family=family)
+        model = warm_start(
+            job,
+            warm,
+            arguments.seed,
+            console,
+            smoke=arguments.smoke,
+            overrides=arguments.sft,
+            pretrained=initial,
+            family=family,
+        )
         files = [job.home / file for file in (job.config, *arguments.also)]
         overrides = [
             f"name={name}",
@@ -165,6 +177,7 @@ def warm_start(
     console: Console,
     *,
     smoke: bool = False,
+    overrides: Sequence[str] = (),
     pretrained: Callable[[], Path] | None = None,
     family: VisionFamily | None = None,
 ) -> Path:
@@ -187,15 +200,16 @@ def warm_start(
         initial = directory / "initial"
         parameters = new_model(job, initial, rows, seed, family)
         console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
-    overrides = [
+    given = [
         "name=sft",
         f"runs={directory.absolute()}",
         f"seed={seed}",
         f"data={data.absolute()}",
         f"model.path={initial.absolute()}",
         *(job.smoke_warm if smoke else ()),
+        *overrides,
     ]
-    model = run_sft(load_config(SFTConfig, job.home / job.warm_config, overrides), console=console).model
+    model = run_sft(load_config(SFTConfig, job.home / job.warm_config, given), console=console).model
     return_freed_memory()
     return model
 

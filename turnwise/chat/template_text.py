@@ -191,7 +191,8 @@ class TemplateText:
 
         Raises RenderError if the template raises.
         """
-        return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=True)))
+        text = self._render(messages, self._form.tools(tools)[0], generate=True)
+        return as_ids(self._tokens.encode(text, prompt=True))
 
     def closed(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the ids of a conversation without generation prompt. Raises RenderError if the template raises."""

@@ -9,6 +9,7 @@ any control id.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,8 @@ _OFF = frozenset({"0", "f", "false", "n", "no", "off"})
 # How many texts an encoder remembers, and how many characters one of them may have: together they bound its memory.
 _REMEMBERED = 64
 _REMEMBERED_LENGTH = 65_536
+_MOST_PIECES = 9
+"""Pieces of a prompt, each from an added token on: the first ones are those that prompts have in common."""
 _PANIC = "PanicException"
 _NFC = {"type": "NFC"}
 _NFC_SHRINKS = 3
@@ -122,6 +125,20 @@ def _longest(tokenizer: Tokenizer) -> int:
     return max(lengths) * shrinks
 
 
+def _borders(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Return a pattern of the tokens at which texts can be cut without a change of their ids; None where it is unknown.
+
+    They are found before anything else is done to a text, and what is between two of them is encoded by itself.
+    """
+    if not isinstance(tokenizer, tokenizers.Tokenizer) or tokenizer.truncation is not None:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    # What looks at its neighbours may be another one behind a cut.
+    if tokenizer.encode_special_tokens or any(token.lstrip or token.single_word for token in added):
+        return None
+    return alternatives(token.content for token in added if token.content and not token.normalized)
+
+
 def _state(component: Any) -> dict[str, Any]:
     """Return the configuration of a tokenizer's component."""
     found: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
@@ -161,6 +178,7 @@ class Tokens:
 
     __slots__ = (
         "_anchor",
+        "_borders",
         "_control",
         "_encode",
         "_ids",
@@ -179,6 +197,7 @@ class Tokens:
             token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
         }
         self._ids = frozenset(self.added.values())
+        self._borders = _borders(tokenizer)
         self.escaped = 0
         self.room: int | None = None
         # Counted when first asked for, once for all copies.
@@ -234,8 +253,10 @@ class Tokens:
         self.escaped += count
         return text
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
         """Return the ids of a text, split at the marks of :meth:`escape`.
+
+        Of a whole prompt, what it has in common with others (the system message, the tools) is encoded once.
 
         Raises RenderError if the tokenizer fails, or cannot encode the pieces to the same text; PromptTooLong if the
         ids are more than :attr:`room`.
@@ -245,7 +266,7 @@ class Tokens:
             if fewest > self.room:
                 raise PromptTooLong(fewest)
         if ESCAPE not in text:
-            return self._encode(text)
+            return self._encode_pieces(text) if prompt else self._encode(text)
         token_ids: list[int] = []
         for number, piece in enumerate(text.split(ESCAPE)):
             token_ids += self._encode_behind(piece) if number else self._encode(piece)
@@ -254,6 +275,16 @@ class Tokens:
                 "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
                 "set special_in_text: template to encode such text as the template does"
             )
+        return token_ids
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        if self._borders is None:
+            return self._encode(text)
+        found = itertools.islice(self._borders.finditer(text), _MOST_PIECES)
+        starts = [match.start() for match in found if match.start() > 0]
+        token_ids: list[int] = []
+        for start, end in itertools.pairwise([0, *starts, len(text)]):
+            token_ids += self._encode(text[start:end])
         return token_ids
 
     def count(self, text: str, *, escape: bool) -> int:

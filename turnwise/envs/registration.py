@@ -212,10 +212,10 @@ def make(name: str, /, **config: Any) -> Env:
     entry = _entry(name)
     cls: Callable[..., Env] = _load(name, entry)
     merged = {**entry.config, **config}
-    signature = _signature(cls)
     try:
-        signature.bind(**merged)
+        _check_names(cls, *merged)
     except TypeError as error:
+        signature = _signature(cls)
         takes = [each for each in signature.parameters if each not in ("args", "kwargs")]
         hints = "".join(nearest(each, takes) for each in merged if each not in takes)
         raise RegistryError(
@@ -254,6 +254,12 @@ def _entry(name: str) -> _Entry:
             f"{', '.join(f'{each}:NAME' for each in sorted(_PREFIXES))}"
         )
     return _Entry(name, {})
+
+
+@functools.lru_cache(maxsize=256)
+def _check_names(cls: Callable[..., Env], *names: str) -> None:
+    """Check that a class takes keyword arguments of these names, cached like the signature. Raises TypeError."""
+    _signature(cls).bind(**dict.fromkeys(names))
 
 
 @functools.lru_cache(maxsize=256)

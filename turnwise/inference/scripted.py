@@ -140,9 +140,10 @@ class ScriptedClient(LLMClient):
         return np.asarray(line, np.int32)
 
     def _complete(self, token_ids: TokenIds, params: SamplingParams) -> Completion:
-        stops = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
-        end = int(stops[0]) + 1 if len(stops) else len(token_ids)
-        finish: FinishReason = "stop" if len(stops) else "length"
+        stops = frozenset(params.stop_token_ids)
+        stop = next((at for at, number in enumerate(token_ids.tolist()) if number in stops), None)
+        end = len(token_ids) if stop is None else stop + 1
+        finish: FinishReason = "length" if stop is None else "stop"
         for text in params.stop:
             reached = next((n for n in range(1, end + 1) if text in self._renderer.decode(token_ids[:n])), None)
             if reached is not None:

@@ -464,7 +464,7 @@ class RolloutProducer(RolloutManager):
         left, lost = self._config.retries, self._reissues
         for attempt in itertools.count():
             async with self._slots:
-                outcome = await self._attempt(replace(spec, attempt=attempt))
+                outcome = await self._attempt(replace(spec, attempt=attempt) if attempt else spec)
             error = outcome.error
             if isinstance(error, DiskError):
                 # Nothing of the episode's: no other one could be written down either.

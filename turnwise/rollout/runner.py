@@ -611,6 +611,9 @@ class EpisodeRunner:
 
     async def _close_all(self, envs: Sequence[Env]) -> None:
         """Close environments; the first error is raised when all are closed."""
+        if len(envs) == 1:
+            await invoke(envs[0], "close", executor=self._executor)
+            return
         calls = [invoke(env, "close", executor=self._executor) for env in envs]
         errors = [each for each in await asyncio.gather(*calls, return_exceptions=True) if each is not None]
         if errors:

@@ -147,7 +147,9 @@ class EpisodeSessions:
                 sampler.client,
                 sampler.renderer,
                 id=session_id,
-                limits=replace(self._limits, context_length=sampler.context_length),
+                limits=self._limits
+                if sampler.context_length == self._limits.context_length
+                else replace(self._limits, context_length=sampler.context_length),
                 params=params,
                 seed=stable_hash("session", self._seed, name),
                 one_temperature=self._trained,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from support.chat.model_dirs import FAMILIES, MAIN, build_tokenizer, model_dir, renderer_for
 from support.property_tests import examples
@@ -112,6 +113,65 @@ def test_a_tokenizer_that_cuts_the_first_blank_is_decoded_behind_a_token() -> No
     escaped = tokens.encode(tokens.escape("a<end> a"))
     assert tokens.decode(escaped) == "a<end> a"
     assert not any(tokens.is_added(number) for number in escaped)
+
+
+MARKUP = ("<a>", "<<a>", "b><a", "<end>")
+
+
+@functools.cache
+def tokenizer_with(kind: str) -> tuple[Tokenizer, Tokens]:
+    """Return a tokenizer that looks at more of a text than one token, or has tokens that look at their neighbours."""
+    tokenizer = build_tokenizer(MARKUP)
+    if kind == "first blank":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "first word":
+        tokenizer = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "\u2581a": 2, "?": 3}, [("\u2581", "a")], unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.add_special_tokens([*MARKUP])
+    elif kind == "normalized":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Lowercase()])
+        tokenizer.add_tokens([AddedToken("ab", normalized=True)])
+    elif kind != "plain":
+        tokenizer.add_tokens([AddedToken("<n>", normalized=False, **{kind: True})])
+    return tokenizer, Tokens(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "first blank", "first word", "normalized", "lstrip", "rstrip", "single_word"]
+)
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    parts=st.lists(st.sampled_from([*MARKUP, "<n>", "<", "a", "AB", "b>", " ", "\n", " a b", "e\u0301"]), max_size=30)
+)
+def test_a_prompt_in_pieces_has_the_ids_of_the_whole(kind: str, parts: list[str]) -> None:
+    tokenizer, tokens = tokenizer_with(kind)
+    text = "".join(parts)
+    assert tokens.encode(text, prompt=True) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+class Counting:
+    """A tokenizer of which each text is noted that it encodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.seen: list[str] = []
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        self.seen.append(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def test_the_system_message_of_many_prompts_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer(("<s>", "<e>"))
+    counting = Counting(tokenizer)
+    monkeypatch.setattr("turnwise.chat.tokens._encoder", lambda _tokenizer: counting)
+    tokens = Tokens(tokenizer)
+    counting.seen.clear()
+    for number in range(100):
+        tokens.encode(f"<s>the system message<e><s>{number}<e>", prompt=True)
+    assert counting.seen.count("<s>the system message") == counting.seen.count("<e>") == 1
+    assert sorted(set(counting.seen) - {"<s>the system message", "<e>"}) == sorted(f"<s>{each}" for each in range(100))
 
 
 def test_every_family_of_the_tests_is_built(tmp_path: Path) -> None:

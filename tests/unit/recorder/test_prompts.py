@@ -114,8 +114,8 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(monkeypatc
     asked: list[int] = []
     encode = Tokens.encode
 
-    def counted(self: Tokens, text: str) -> list[int]:
-        found = encode(self, text)
+    def counted(self: Tokens, text: str, *, prompt: bool = False) -> list[int]:
+        found = encode(self, text, prompt=prompt)
         asked.append(len(text))
         return found
 

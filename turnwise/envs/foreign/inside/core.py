@@ -18,13 +18,12 @@ import importlib.util
 import inspect
 import json
 import math
-import random
-import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
+
+from .random_state import RandomState
 
 _STACK = 1500
 _MOST_SOURCES = 64
@@ -94,7 +93,13 @@ def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON values: numpy's scalars as numbers, numbers that are not finite and all else as text."""
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    # Most values are of these very types, which is told sooner than what is like them.
+    if kind is str or kind is bool or kind is int or value is None:
+        return value
+    if kind is dict:
+        return {key if type(key) is str else str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
@@ -106,45 +111,6 @@ def plain(value: Any) -> Any:
     if callable(item) and getattr(value, "size", 1) == 1:
         return plain(item())
     return repr(value)[:200]
-
-
-class RandomState:
-    """The state of ``random`` and ``numpy.random`` that one episode sees; frameworks draw from these generators."""
-
-    def __init__(self) -> None:
-        self._own: tuple[Any, Any] | None = None
-
-    @contextmanager
-    def used(self, seed: int | None = None) -> Iterator[None]:
-        """Use it in a block, and restore what was there before; with a seed it begins anew."""
-        before = _states()
-        if seed is not None:
-            _seed(seed)
-        elif self._own is not None:
-            _restore(self._own)
-        try:
-            yield
-        finally:
-            self._own = _states()
-            _restore(before)
-
-
-def _states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _restore(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
 
 
 class _Playing:
