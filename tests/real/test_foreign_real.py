@@ -14,7 +14,7 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
-from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, environment, lines, shared, silent, train_config
 from turnwise.envs import foreign
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.foreign import tasks
@@ -372,6 +372,23 @@ def test_an_environment_of_verifiers_with_two_free_seats_cannot_be_made(monkeypa
     monkeypatch.chdir(VERIFIERS)
     with pytest.raises(ConfigError, match=r"2 of its seats \(assistant, user\) have no client"):
         make("verifiers:user_sim+vf_sums.py", python=interpreter("verifiers"))
+
+
+def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
+    command = [sys.executable, str(ROOT / "examples/curriculum/main.py"), "--python", interpreter("reasoning-gym")]
+    done = subprocess.run(
+        [*command, "--runs", str(tmp_path), "--name", "smoke", "--smoke", "batch.groups=4", "rollout.group_size=2"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "level 3" in done.stdout
+    [step] = [each for each in lines(tmp_path / "smoke" / "metrics.jsonl") if each["kind"] == "train"]
+    assert {f"curriculum/rate/{level}" for level in range(4)} <= set(step)
 
 
 @pytest.mark.timeout(600)
