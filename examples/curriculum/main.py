@@ -11,13 +11,14 @@ reasoning-gym runs in an interpreter of its own:
 2. ``train.yaml`` trains it: a level that is neither always nor never solved is taken more often. The same with all
    levels equally often, from the same warm start:
 
-       python examples/curriculum/main.py --also uniform.yaml --name uniform --warm runs/levels-seed0
+       python examples/curriculum/main.py --also uniform.yaml --name uniform --warm runs/curriculum-seed0
 
 ``--smoke`` does all of it with next to no training.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from dataclasses import replace
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 FAMILY = "reasoning-gym:spell_backward"
 LEVELS = (0, 1, 2, 3)
-SWAPPED = 0.5
-"""Share of neighbouring letters that the teacher swaps: of three letters it spells four words of ten right, of nine
-letters three of a hundred."""
+SWAPPED = 0.3
+"""Share of neighbouring letters that the teacher swaps: of three letters it spells half of the words right, of nine
+letters six of a hundred."""
 
 
 async def spelled(python: str, count: int, seed: int) -> list[dict[str, Any]]:
@@ -69,7 +70,7 @@ def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--python", default=".venv-reasoning-gym/bin/python", help="interpreter that has reasoning-gym")
     job = Job(
-        "levels",
+        "curriculum",
         HERE,
         partial(spelled, ""),
         count=6000,
@@ -88,14 +89,15 @@ def main() -> int:
 
 
 def report(summary: TrainSummary) -> None:
-    """Print what share of each level is solved, before and after, and what it cost."""
+    """Print what share of each level was solved at each evaluation, and what the training cost."""
     from job import print_cost
 
-    print("\nsolved       before    after")
-    for level in LEVELS:
-        parts = [(part or {}).get("sampled", {}).get("by_source", {}) for part in (summary.before, summary.after)]
-        found = [part.get(f"level-{level}", {}).get("success", {}).get("mean", float("nan")) for part in parts]
-        print(f"level {level}    {found[0]:8.3f} {found[1]:8.3f}")
+    print("\nsolved  " + "".join(f"  level {level}" for level in LEVELS))
+    for line in (summary.directory / "metrics.jsonl").read_text().splitlines():
+        found = json.loads(line)
+        if found["kind"] == "eval":
+            parts = [found["sampled"]["by_source"][f"level-{level}"]["success"]["mean"] for level in LEVELS]
+            print(f"step {found['step']:<3}" + "".join(f"{part:9.3f}" for part in parts))
     print_cost(summary)
 
 
