@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
@@ -374,6 +375,7 @@ def test_an_environment_of_verifiers_with_two_free_seats_cannot_be_made(monkeypa
         make("verifiers:user_sim+vf_sums.py", python=interpreter("verifiers"))
 
 
+@pytest.mark.timeout(600)
 def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
     command = [sys.executable, str(ROOT / "examples/curriculum/main.py"), "--python", interpreter("reasoning-gym")]
     done = subprocess.run(
@@ -389,6 +391,14 @@ def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
     assert "level 3" in done.stdout
     [step] = [each for each in lines(tmp_path / "smoke" / "metrics.jsonl") if each["kind"] == "train"]
     assert {f"curriculum/rate/{level}" for level in range(4)} <= set(step)
+    # Of tokens of several letters none would be the same forward and backward.
+    tokenizer = Tokenizer.from_file(str(tmp_path / "smoke" / "initial" / "tokenizer.json"))
+    row = json.loads((tmp_path / "smoke" / "demonstrations.jsonl").read_text().splitlines()[3])
+    question, answer = (tokenizer.encode(message["content"]).tokens for message in row["messages"])
+    word, said = row["messages"][0]["content"][-9:], row["messages"][1]["content"][len("<answer>") :][:9]
+    assert sorted(said) == sorted(word)
+    assert question[-9:] == list(word)
+    assert list(said) in [answer[at : at + 9] for at in range(len(answer))]
 
 
 @pytest.mark.timeout(600)
