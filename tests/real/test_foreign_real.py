@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
-from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import MODEL, build_model, environment, lines, shared, silent, train_config
 from turnwise.envs import foreign
 from turnwise.envs.core import invoke, schemas
 from turnwise.envs.foreign import tasks
@@ -372,6 +373,32 @@ def test_an_environment_of_verifiers_with_two_free_seats_cannot_be_made(monkeypa
     monkeypatch.chdir(VERIFIERS)
     with pytest.raises(ConfigError, match=r"2 of its seats \(assistant, user\) have no client"):
         make("verifiers:user_sim+vf_sums.py", python=interpreter("verifiers"))
+
+
+@pytest.mark.timeout(600)
+def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
+    command = [sys.executable, str(ROOT / "examples/curriculum/main.py"), "--python", interpreter("reasoning-gym")]
+    done = subprocess.run(
+        [*command, "--runs", str(tmp_path), "--name", "smoke", "--smoke", "batch.groups=4", "rollout.group_size=2"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "level 3" in done.stdout
+    [step] = [each for each in lines(tmp_path / "smoke" / "metrics.jsonl") if each["kind"] == "train"]
+    assert {f"curriculum/rate/{level}" for level in range(4)} <= set(step)
+    # Of tokens of several letters none would be the same forward and backward.
+    tokenizer = Tokenizer.from_file(str(tmp_path / "smoke" / "initial" / "tokenizer.json"))
+    row = json.loads((tmp_path / "smoke" / "demonstrations.jsonl").read_text().splitlines()[3])
+    question, answer = (tokenizer.encode(message["content"]).tokens for message in row["messages"])
+    word, said = row["messages"][0]["content"][-9:], row["messages"][1]["content"][len("<answer>") :][:9]
+    assert sorted(said) == sorted(word)
+    assert question[-9:] == list(word)
+    assert list(said) in [answer[at : at + 9] for at in range(len(answer))]
 
 
 @pytest.mark.timeout(600)
