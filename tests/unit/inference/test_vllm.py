@@ -254,7 +254,9 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
         files = training_files(file)
         if files is None:
             continue
-        config = load_config(TrainConfig, files, ["inference.engine=vllm", f"policies.main.model.path={model}"])
+        # The free section of an engine of the example's own goes with that engine.
+        changes = ["inference.engine=vllm", "inference.custom={}", f"policies.main.model.path={model}"]
+        config = load_config(TrainConfig, files, changes)
         inference = config.inference
         monkeypatch.setenv(PYTHON_VARIABLE, str(for_gpus if inference.vllm.gpus else for_cpus))
         if inference not in checked:
