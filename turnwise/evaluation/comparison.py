@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.errors import FormatError
+from turnwise.evaluation.directory import success_rule
 
 METRICS = ("success", "reward")
 PARTS = ("sampled", "greedy")
@@ -41,6 +42,7 @@ class TaskScores:
         episodes: Number of episodes.
         failed: Episodes that ended in an infrastructure failure, and have no score.
         unfinished: Episodes that were not played to their end.
+        success_reward: Minimum reward of a success.
     """
 
     name: str
@@ -50,6 +52,7 @@ class TaskScores:
     episodes: int
     failed: int = 0
     unfinished: int = 0
+    success_reward: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,8 @@ def read_scores(folder: Path, *, metric: str = "success", part: str | None = Non
     values = parts[chosen]
     means = {task: float(np.mean(each)) for task, each in values.items()}
     failed, unfinished = _not_counted(folder, chosen)
-    return TaskScores(str(folder), chosen, metric, means, sum(map(len, values.values())), failed, unfinished)
+    episodes, (least, _) = sum(map(len, values.values())), success_rule(folder)
+    return TaskScores(str(folder), chosen, metric, means, episodes, failed, unfinished, least)
 
 
 def _not_counted(folder: Path, part: str) -> tuple[int, int]:
@@ -158,11 +162,21 @@ def _not_counted(folder: Path, part: str) -> tuple[int, int]:
 
 
 def compare(before: TaskScores, after: TaskScores) -> Comparison:
-    """Compare two evaluations by task. Raises FormatError if they have no common tasks, or another part or metric."""
+    """Compare two evaluations by task.
+
+    Raises:
+        FormatError: They have no common tasks, another part or metric, or successes of another minimum reward.
+    """
     for name in ("part", "metric"):
         mine, other = getattr(before, name), getattr(after, name)
         if mine != other:
             raise FormatError(f"{before.name} has {name} {mine!r}, {after.name} {other!r}: choose one with --{name}")
+    least = (before.success_reward, after.success_reward)
+    if before.metric == "success" and least[0] != least[1]:
+        raise FormatError(
+            f"a success of {before.name} has a reward of at least {least[0]:g}, one of {after.name} {least[1]:g} "
+            "(success_reward): compare their rewards with --metric reward, or rescore one with the other's"
+        )
     tasks = sorted(before.means.keys() & after.means.keys())
     if not tasks:
         raise FormatError(

@@ -138,6 +138,16 @@ def test_what_is_in_no_figure_is_counted(tmp_path: Path) -> None:
         read_scores(two)
 
 
+def test_successes_of_another_minimum_reward_are_not_compared(tmp_path: Path) -> None:
+    both = [folder(tmp_path / name, [("sampled", "a", 0.5), ("sampled", "b", 1.0)]) for name in ("one", "other")]
+    (both[0] / "config.yaml").write_text("success_reward: 0.5\n")
+    with pytest.raises(FormatError, match=r"at least 0\.5, one of .*other 1 \(success_reward\): .* --metric reward"):
+        compare(*map(read_scores, both))
+    assert compare(*(read_scores(each, metric="reward") for each in both)).difference == 0
+    (both[1] / "config.yaml").write_text("success_reward: 0.5\n")
+    assert compare(*map(read_scores, both)).tasks == 2
+
+
 def test_what_is_no_evaluation_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"no such file: .*episodes\.jsonl: give the directory of an evaluation"):
         read_scores(tmp_path)

@@ -238,7 +238,11 @@ def training_files(file: Path) -> list[Path] | None:
     if "name" in said:
         return [file] if "policies" in said else None
     beside = file.with_name("train.yaml")
-    return None if {"model", "tools"} & said.keys() else [beside if beside.exists() else EXAMPLES / "lookup" / "train.yaml", file]
+    return (
+        None
+        if {"model", "tools"} & said.keys()
+        else [beside if beside.exists() else EXAMPLES / "lookup" / "train.yaml", file]
+    )
 
 
 async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_alone(
