@@ -96,6 +96,7 @@ help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Install everything into .venv
+	@echo "installed: source .venv/bin/activate"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }

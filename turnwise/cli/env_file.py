@@ -21,8 +21,8 @@ _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
   make-model DIR       make a small model from its solve(), to evaluate and train (turnwise make-model)
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
   train  --model DIR   train a model on it (turnwise train); the same command resumes after an interrupt
-  view   [RUN]         show trajectories of RUN, by default the newest run of this environment (turnwise view)
-  report [RUN...]      write the report of runs, by default of the newest one (turnwise report)
+  view   [RUN]         show trajectories of RUN, by default the newest training run, or evaluation (turnwise view)
+  report [RUN...]      write the report of runs, by default of the same one (turnwise report)
 
 Run 'python {file} COMMAND --help' for the options of a command."""
 
@@ -52,7 +52,11 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
     elif command == "train":
         turnwise(["train", "--env", reference, *_tasks(env, rest, "train", 1000), *rest])
     elif command in ("view", "report"):
-        turnwise([command, *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+        if not _names_a_run(rest):
+            run = _newest_run(env)
+            print(f"{command} of {run}; another one: python {file.name} {command} RUN", file=sys.stderr)  # noqa: T201
+            rest = [str(run), *rest]
+        turnwise([command, *rest])
     elif command == "make-model":
         turnwise(["make-model", *rest, "--env", reference])
     elif command == "check":
@@ -90,7 +94,8 @@ def _newest_run(env: type[Env]) -> Path:
     runs = [path.parent for path in Path("runs").glob(f"*/{TRAJECTORIES}") if _is_of(env, path.parent.name)]
     if not runs:
         raise SystemExit(f"no run of {env.__qualname__} in runs/: name one, or run eval or train first")
-    return max(runs, key=lambda path: (path / TRAJECTORIES).stat().st_mtime)
+    trained = [path for path in runs if not path.name.startswith("eval-")]
+    return max(trained or runs, key=lambda path: (path / TRAJECTORIES).stat().st_mtime)
 
 
 def _is_of(env: type[Env], run: str) -> bool:

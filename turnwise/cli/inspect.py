@@ -67,9 +67,20 @@ def report(
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
     held = f"{written.kept:,} of {written.total:,} trajectories"
-    typer.echo(f"written: {out} ({written.size / MEGABYTE:.1f} MB, {held})")
+    typer.echo(f"written: {out.resolve()} ({written.size / MEGABYTE:.1f} MB, {held})")
     if show:
-        typer.launch(out.resolve().as_uri())
+        _open(out.resolve().as_uri())
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    try:
+        opened = webbrowser.open(address)
+    except webbrowser.Error:
+        opened = False
+    if not opened:
+        typer.echo(f"no browser was found: open {address}", err=True)
 
 
 def _serve_report(runs: list[Path], port: int, show: bool) -> None:
@@ -80,7 +91,7 @@ def _serve_report(runs: list[Path], port: int, show: bool) -> None:
     def ready(url: str) -> None:
         typer.echo(f"the report of {', '.join(map(str, runs))}: {url} (Ctrl-C ends it)")
         if show:
-            typer.launch(url)
+            _open(url)
 
     asyncio.run(serve_report(ReportServer(runs, port), ready))
 

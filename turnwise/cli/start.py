@@ -80,6 +80,8 @@ def make_model(
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio
 
+    from turnwise.envs.library.seeded import source
+    from turnwise.envs.registration import env_class
     from turnwise.errors import ConfigError
     from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
 
@@ -87,8 +89,12 @@ def make_model(
         raise ConfigError(f"--width is {width}: it must be a multiple of 16")
     spec = env_spec(env, config, None, None, None)
     plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers, wrong)
+    typer.echo(f"solving {demonstrations:,} tasks with the environment's reference solution")
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     file, colon, name = env.rpartition(":")
     shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
-    typer.echo(f"turnwise eval {shown} --model {directory} evaluates it; any --model takes it")
+    named = (
+        "" if plan.tasks is None and env_class(spec.id).default_tasks else f" --tasks '{tasks or source(200, 'test')}'"
+    )
+    typer.echo(f"turnwise eval {shown} --model {directory}{named} evaluates it")
     typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from turnwise.model.core import Renderer
+from turnwise.tools.response import UNKNOWN_TOOL
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import is_float32
 from turnwise.trainer.observe.gap import Gaps, describe_gap, gap_record
@@ -115,10 +116,10 @@ def gap(metrics: Metrics, setting: WarningContext) -> str | None:
     )
 
 
-def entropy(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Entropy has collapsed."""
+def entropy(metrics: Metrics, setting: WarningContext) -> str | None:
+    """Entropy has collapsed; where groups have equal rewards, that is said instead."""
     found = metrics.get("train/entropy")
-    if found is None or found >= LEAST_ENTROPY:
+    if found is None or found >= LEAST_ENTROPY or dead_groups(metrics, setting) is not None:
         return None
     return (
         f"the policy's entropy is {found:.2g} nats: it hardly explores. If the reward is not what it should "
@@ -177,7 +178,8 @@ def tool_errors(metrics: Metrics, setting: WarningContext) -> str | None:  # noq
     prefix = "tools/error_rate_by/"
     by_tool = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
     worst = max(by_tool, key=lambda name: by_tool[name], default="")
-    named = f" (the worst is {worst}: {_share(by_tool[worst])})" if worst else ""
+    what = "text that is no call of a known tool" if worst == UNKNOWN_TOOL else worst
+    named = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
     return (
         f"{_share(rate)} of tool calls were answered by an error{named}. turnwise view shows them; look at the tools' "
         "descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding"
