@@ -5,7 +5,8 @@ that of ``examples/credit`` (24 turns, one outcome; the files of ``examples/tree
 that example, whose sandboxes are forked. Held-out tasks are evaluated after every second step. ``ratio_tokens`` is
 the median over seeds of the tokens that trees sampled until they first reached the task's main level (0.9 of the
 letters filed right; 0.7 of the functions repaired), over the tokens that chains sampled until then; other levels stand
-beside it. Bar: 0.6. ``--quick`` runs both sides after a warm start too short to learn from, and compares nothing.
+beside it. Bar: 0.6. ``--quick`` runs both sides with the example's
+``--smoke``, whose warm start is too short to learn from, and compares nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ TASKS = {
     ),
 }
 QUICK_STEPS = 2
-QUICK_WARM_START = ("steps=20", "conversations=8")
 """Over the warm start's file: too short to learn the task, which two steps do not either."""
 
 
@@ -87,11 +87,10 @@ def train(task: Comparison, side: str, seed: int, runs: Path, *, quick: bool) ->
     """Train one side from the warm start of a seed, which the chains make."""
     also = [part for name in task.also[side] for part in ("--also", name)]
     warm = ["--warm", str(runs / f"{SIDES[0]}-{seed}")] if side != SIDES[0] else []
-    warm += [part for each in QUICK_WARM_START if quick for part in ("--sft", each)]
     command = [
         sys.executable, str(EXAMPLES / task.example / "main.py"), "--runs", str(runs), "--name", f"{side}-{seed}",
         "--seed", str(seed), *warm, *also, f"steps={QUICK_STEPS if quick else task.steps}", f"eval.every={EVERY}",
-        "eval.greedy=false", "checkpoint.every=100", *task.evaluation, *(task.quick if quick else ()),
+        "eval.greedy=false", "checkpoint.every=100", *task.evaluation, *(("--smoke", *task.quick) if quick else ()),
     ]  # fmt: skip
     return run_process(command, environment=clean_environment(), timeout=7200)
 
@@ -154,7 +153,7 @@ def main() -> int:
         "bars": {"ratio_tokens": BAR},
         "steps": QUICK_STEPS if arguments.quick else task.steps,
         "config": {side: task.files(side) for side in SIDES},
-        "warm_start": f"the example's{', with ' + ' '.join(QUICK_WARM_START) if arguments.quick else ''}",
+        "warm_start": "the example's" + (" with --smoke" if arguments.quick else ""),
         "seeds": seeds,
         "machine": machine("torch", "transformers"),
     }
