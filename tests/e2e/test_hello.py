@@ -134,6 +134,9 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
         given = [each.replace("step_000040", "step_000001") for each in command if each != "--open"]
         done = run(tmp_path, *given, *less.get(command[0], ()))
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        if command[0] == "train":
+            assert "success at the first evaluation: sampled" in done.stdout + done.stderr
+            assert "step_000001 is the trained model" in done.stdout + done.stderr
     trained = tmp_path / "runs" / "dice"
     assert (trained / "checkpoints" / "step_000001").is_dir()
     summary = json.loads((trained / "summary.json").read_text())

@@ -93,8 +93,7 @@ def make_model(
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     file, colon, name = env.rpartition(":")
     shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
-    named = (
-        "" if plan.tasks is None and env_class(spec.id).default_tasks else f" --tasks '{tasks or source(200, 'test')}'"
-    )
+    held_out = tasks or (None if env_class(spec.id).default_tasks else source(200, "test"))
+    named = "" if held_out is None else f" --tasks '{held_out}'"
     typer.echo(f"turnwise eval {shown} --model {directory}{named} evaluates it")
     typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,21 @@ def _module(entry: Any) -> str:
     """Return the module of what a registry holds: a class or function, or something around one."""
     inside = getattr(entry, "fn", None) or getattr(entry, "function", None) or getattr(entry, "entry_point", entry)
     return str(getattr(inside, "__module__", ""))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a distribution in ``tmp_path``: its name, and the target of its one entry point."""
+
+    def install(name: str, target: str) -> None:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[turnwise.extensions]\n{name} = {target}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv(plugins.CHOSEN, name)
+
+    return install
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from turnwise.envs import registration as envs
 from turnwise.envs.rewards.core import load_function, register_reward
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.inference import engines as inference
-from turnwise.plugins import CHOSEN, MODULES, load_extensions
+from turnwise.plugins import MODULES, load_extensions
 from turnwise.rollout.config import NamedConfig, RolloutConfig
 from turnwise.rollout.managers import check_manager, register_manager
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
@@ -106,19 +106,14 @@ def test_modules_of_the_environment_variable_register_names(monkeypatch: pytest.
     assert named_tool("total").name == "total"
 
 
-def test_one_entry_point_registers_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_entry_point_registers_them_all(tmp_path: Path, installed: Callable[[str, str], None]) -> None:
     package = tmp_path / "all_extensions"
     package.mkdir()
     for file in FOLDER.glob("*.py"):
         shutil.copy(file, package)
     stems = sorted(file.stem for file in FOLDER.glob("*.py"))
     (package / "__init__.py").write_text(f"def register():\n    from all_extensions import {', '.join(stems)}\n")
-    info = tmp_path / "all_extensions-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: all_extensions\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[turnwise.extensions]\nall_extensions = all_extensions:register\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(CHOSEN, "all_extensions")
+    installed("all_extensions", "all_extensions:register")
     assert load_extensions() == ["all_extensions"]
     for point, (file, attribute, name, find) in POINTS.items():
         found = find(name)

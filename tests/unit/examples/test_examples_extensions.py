@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from turnwise.errors import ConfigError, RegistryError, RenderError
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
-from turnwise.plugins import CHOSEN, load_extensions, load_object
+from turnwise.plugins import load_extensions, load_object
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.sandboxes.checker import check_sandbox
@@ -121,14 +122,9 @@ def test_a_checkpoint_names_its_format_and_what_is_missing_is_said(model: Path, 
         load_renderer(copied)
 
 
-def test_a_format_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_is_an_entry_point(tmp_path: Path, installed: Callable[[str, str], None]) -> None:
     (tmp_path / "ext_brackets.py").write_text((FOLDER / "chat_format.py").read_text())
-    info = tmp_path / "ext_brackets-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ext_brackets\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[turnwise.extensions]\next_brackets = ext_brackets\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(CHOSEN, "ext_brackets")
+    installed("ext_brackets", "ext_brackets")
     assert load_extensions() == ["ext_brackets"]
     assert find_format("brackets").__module__ == "ext_brackets"
     with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):

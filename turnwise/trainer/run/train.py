@@ -170,10 +170,10 @@ async def _train_once(
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
         console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
-    if summary.steps and summary.before is not None:
+    if summary.before is not None and summary.before != summary.after:
         parts = {name: part for name in ("sampled", "greedy") if (part := summary.before.get(name))}
         rates = ", ".join(f"{name} {part['success']['mean']:.3f}" for name, part in parts.items())
-        console.print(f"success before the first step: {rates}", highlight=False)
+        console.print(f"success at the first evaluation: {rates}", highlight=False)
     if (model := _newest_model(directory)) is not None:
         _hint(console, f"{model} is the trained model: turnwise eval ENV --model takes it")
     _hint(console, f"turnwise report {directory} --open shows curves and trajectories")

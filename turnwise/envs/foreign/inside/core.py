@@ -94,7 +94,7 @@ def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plain(value: Any) -> Any:
     """Return a value as JSON values: numpy's scalars as numbers, numbers that are not finite and all else as text."""
     kind = type(value)
-    # Most values are of these very types, which is told sooner than what is like them.
+    # Most values are of exactly these types, and comparing types is faster than isinstance.
     if kind is str or kind is bool or kind is int or value is None:
         return value
     if kind is dict:
