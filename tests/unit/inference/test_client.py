@@ -16,6 +16,7 @@ from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, St
 from turnwise.inference import wire
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RoutingConfig
+from turnwise.inference.routing import RoutedRequest
 from turnwise.model.core import ModelInfo, ServedName
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
@@ -548,12 +549,15 @@ async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
 
 
 async def test_a_deadline_includes_the_wait_for_a_server(make):
-    async with Fake(hang) as fake:
+    async with Fake() as fake:
         client = make(fake, routing=RoutingConfig(deadline=0.1, max_requests=1))
-        calls = [client.generate(PROMPT, PARAMS, session_id=name) for name in "ab"]
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(error, DeadlineExceeded)
-    assert (len(fake.bodies), client.router.waiting) == (1, 0)
+        # The one place is taken all the while: a request with the same deadline might leave it in time for another.
+        taken = await client.router.acquire(RoutedRequest("a", PROMPT.token_ids, 1))
+        with pytest.raises(DeadlineExceeded, match=r"of session b took more than 0\.1 s"):
+            await client.generate(PROMPT, PARAMS, session_id="b")
+        client.router.release(taken)
+    assert (fake.bodies, client.router.waiting) == ([], 0)
+    assert client.router.servers[0].requests == 0
 
 
 # -- guides
