@@ -19,6 +19,7 @@ TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _TEMPLATE_FILE = "chat_template.jinja"
 _OLD_TEMPLATE_FILE = "chat_template.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -240,7 +241,7 @@ def check_trained(path: Path, digest: str, given: str | Path | None = None) -> N
 def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
-    for name in ("generation_config.json", "config.json"):
+    for name in (_GENERATION_CONFIG, "config.json"):
         value = (_json(path / name) or {}).get("eos_token_id")
         given = value if isinstance(value, list) else [value]
         found = [number for number in given if isinstance(number, int) and not isinstance(number, bool)]
@@ -248,6 +249,30 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple
             ids += found
             break
     return tuple(dict.fromkeys(ids))
+
+
+def most_new_tokens(path: Path) -> int | None:
+    """Return ``max_new_tokens`` of ``generation_config.json``, the model's own limit of a completion; None without one.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    try:
+        given = (_json(path / _GENERATION_CONFIG) or {}).get("max_new_tokens")
+    except RenderError as error:
+        raise ConfigError(str(error)) from error
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise ConfigError(
+            f"max_new_tokens in {path / _GENERATION_CONFIG} is {given!r}: it must be a positive integer, or absent"
+        )
+    return given
+
+
+def limit_new_tokens(path: Path, most: int) -> None:
+    """Write ``max_new_tokens`` into the ``generation_config.json`` of a model directory, beside what is in it."""
+    settings = _json(path / _GENERATION_CONFIG) or {}
+    file = path / _GENERATION_CONFIG
+    file.write_text(json.dumps({**settings, "max_new_tokens": most}, indent=2) + "\n", encoding="utf-8")
 
 
 def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:

@@ -80,16 +80,19 @@ def make_model(
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio
 
-    from turnwise.envs.library.seeded import source
-    from turnwise.envs.registration import env_class
     from turnwise.errors import ConfigError
-    from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
 
     if width % 16:
         raise ConfigError(f"--width is {width}: it must be a multiple of 16")
+    # Before the imports, which take seconds.
+    typer.echo(f"solving {demonstrations:,} tasks with the environment's reference solution")
+
+    from turnwise.envs.library.seeded import source
+    from turnwise.envs.registration import env_class
+    from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
+
     spec = env_spec(env, config, None, None, None)
     plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers, wrong)
-    typer.echo(f"solving {demonstrations:,} tasks with the environment's reference solution")
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     file, colon, name = env.rpartition(":")
     shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env

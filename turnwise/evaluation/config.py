@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from turnwise.chat.model_dir import most_new_tokens
 from turnwise.config import ConfigPath
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
@@ -24,7 +25,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 EVAL_MAX_TOKENS_PER_TURN = 4096
-"""Most tokens of one completion where an evaluation names no ``rollout.max_tokens_per_turn``."""
+"""Most tokens of one completion where neither ``rollout.max_tokens_per_turn`` nor the model names any."""
 
 
 class TokenPrices(BaseModel):
@@ -186,8 +187,9 @@ class EvalConfig(EvalPlan):
         hosted: Whether ``url`` is a hosted endpoint without token ids: trajectories are recorded as text, and agents
             set sampling parameters (``session.chat`` sends ``rollout.temperature`` and ``rollout.top_p``).
         rollout: Environment, agent, sampling and limits; ``group_size`` is ignored (see ``samples``).
-            ``max_tokens_per_turn`` is 4096 by default, so that a model that never stops does not fill its context in
-            every turn; ``null`` leaves only the context limit. A hosted endpoint has its own limit instead.
+            ``max_tokens_per_turn`` is by default the model's own (``max_new_tokens`` in its
+            ``generation_config.json``), or 4096, so that a model that never stops does not fill its context in every
+            turn; ``null`` leaves only the context limit. A hosted endpoint has its own limit instead.
         renderer: Chat template and format.
         inference: How the model is served.
         concurrency: ``auto``: how many episodes run at the same time follows what the endpoint or the servers take, up
@@ -226,7 +228,9 @@ class EvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:
         if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
-            self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": EVAL_MAX_TOKENS_PER_TURN})
+            own = None if self.model is None else most_new_tokens(self.model)
+            most = EVAL_MAX_TOKENS_PER_TURN if own is None else own
+            self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": most})
         return self
 
     @model_validator(mode="after")

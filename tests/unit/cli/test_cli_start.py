@@ -15,11 +15,14 @@ import yaml
 from typer.testing import CliRunner
 
 from support.processes.warm import run_command
+from turnwise.chat.model_dir import most_new_tokens
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import EnvSpec, check_env, registration
 from turnwise.errors import ConfigError, EnvError
+from turnwise.evaluation.config import EvalConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
 
 HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
@@ -120,6 +123,11 @@ def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> 
     assert str(moved.tasks) != str(moved.eval.tasks)
     # Room for the longest solution twice, and not for the whole context.
     assert 32 <= (moved.rollout.max_tokens_per_turn or 0) <= 64
+    # An evaluation has the same limit, and so has one of what is trained from it.
+    evaluation = load_config(EvalConfig, overrides=[f"model={tmp_path / 'moved'}", "rollout.env.name=lookup"])
+    assert evaluation.rollout.max_tokens_per_turn == moved.rollout.max_tokens_per_turn
+    load_model(moved.policy.model.path).save_hf(tmp_path / "trained")
+    assert most_new_tokens(tmp_path / "trained") == moved.rollout.max_tokens_per_turn
 
 
 def test_it_has_the_tasks_and_the_settings_that_the_model_was_made_with(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from turnwise.config import dump_config, load_config
+from turnwise.errors import ConfigError
 from turnwise.evaluation import EvalConfig, EvalPlan
 from turnwise.evaluation.config import EVAL_MAX_TOKENS_PER_TURN
 from turnwise.evaluation.runner import EvalProgress, eval_requests
@@ -133,6 +134,13 @@ def test_a_completion_has_a_ceiling_unless_another_or_none_is_named(tmp_path) ->
     assert config().rollout.max_tokens_per_turn == EVAL_MAX_TOKENS_PER_TURN == 4096
     assert config("rollout.max_tokens_per_turn=7").rollout.max_tokens_per_turn == 7
     assert config("rollout.max_tokens_per_turn=null").rollout.max_tokens_per_turn is None
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 50}')
+    assert config(f"model={tmp_path}").rollout.max_tokens_per_turn == 50
+    assert config(f"model={tmp_path}", "rollout.max_tokens_per_turn=7").rollout.max_tokens_per_turn == 7
+    for wrong in ("0", '"50"', "true"):
+        (tmp_path / "generation_config.json").write_text(f'{{"max_new_tokens": {wrong}}}')
+        with pytest.raises(ConfigError, match=r"max_new_tokens in .*json is .*: it must be a positive integer"):
+            config(f"model={tmp_path}")
     # A hosted endpoint has a limit of its own, and may refuse the parameter.
     hosted = ["url=http://h", "hosted.model=x", "greedy=false", "rollout.env.name=lookup"]
     assert load_config(EvalConfig, overrides=hosted).rollout.max_tokens_per_turn is None

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from turnwise.chat.model_dir import limit_new_tokens
 from turnwise.config import ConfigReference, ConfigSource
 from turnwise.envs.demonstrations import solved_conversation
 from turnwise.envs.library.seeded import source
@@ -153,24 +154,22 @@ def write_first_model(
         data.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         model = home / "initial" if plan.steps == 0 else _warm(plan, home, data, console)
         shutil.copy(data, model / DEMONSTRATIONS)
-        (model / TRAINING).write_text(training_config(plan, rows, model), encoding="utf-8")
+        most = _longest_turn(rows, model)
+        limit_new_tokens(model, most)
+        (model / TRAINING).write_text(training_config(plan, most), encoding="utf-8")
         with contextlib.suppress(OSError):
             directory.rmdir()
         model.rename(directory)
     return parameters
 
 
-def training_config(plan: FirstModel, rows: list[dict[str, Any]], model: Path) -> str:
+def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
     """Return the YAML of a training run: the environment, the model beside the file, and rates for its size.
 
     Args:
         plan: What the model was made of.
-        rows: The demonstrations.
-        model: Directory of the model, whose tokenizer counts the tokens of the longest demonstrated turn.
+        max_tokens_per_turn: Most tokens of one completion.
     """
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    turns = [each for row in rows for each in row["messages"] if each["role"] == "assistant"]
-    longest = max(len(tokenizer.encode(_turn_text(each)).ids) for each in turns)
     env: dict[str, Any] = {"name": _REFERENCE.validate_python(plan.env.id)}
     if plan.env.config:
         env["config"] = plan.env.config
@@ -188,8 +187,7 @@ def training_config(plan: FirstModel, rows: list[dict[str, Any]], model: Path) -
                 "schedule": {"kind": "linear", "warmup_steps": 3, "min_ratio": 0.3},
             }
         },
-        # A turn may be twice as long as the longest demonstrated one: what runs on is cut off early.
-        "rollout": {"env": env, "group_size": 8, "max_tokens_per_turn": max(_SHORTEST_TURN, 2 * longest)},
+        "rollout": {"env": env, "group_size": 8, "max_tokens_per_turn": max_tokens_per_turn},
         "algorithm": {"epochs": 2},
         "batch": {"groups": 16},
         # Before the first and after the last step.
@@ -198,6 +196,13 @@ def training_config(plan: FirstModel, rows: list[dict[str, Any]], model: Path) -
     }
     comment = _TRAINING_COMMENT.format(name=plan.env.id.rpartition(":")[2])
     return comment + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+
+
+def _longest_turn(rows: list[dict[str, Any]], model: Path) -> int:
+    """Return twice the tokens of the longest demonstrated turn: what runs on is cut off early."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    turns = [each for row in rows for each in row["messages"] if each["role"] == "assistant"]
+    return max(_SHORTEST_TURN, 2 * max(len(tokenizer.encode(_turn_text(each)).ids) for each in turns))
 
 
 def _turn_text(message: dict[str, Any]) -> str:
