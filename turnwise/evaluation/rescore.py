@@ -22,7 +22,7 @@ from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.directory import RESCORED
-from turnwise.evaluation.metrics import EvalResult, Summary, summarize
+from turnwise.evaluation.metrics import EvalResult, Summary, summarize, task_tags
 from turnwise.evaluation.searched import chosen_members
 from turnwise.evaluation.tables import run_file
 from turnwise.tasks.config import TasksConfig
@@ -117,7 +117,8 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     console = console or Console(stderr=True)
     rubric = load_scorer(settings.scorer)
     found = _chosen(settings)
-    tasks = _tasks(settings, {each.task_id for each in found})
+    config = _run_config(settings.source)
+    tasks = _tasks(settings, config, {each.task_id for each in found})
     private_directory(settings.out)
     _claim(settings)
     file = settings.out / TRAJECTORIES
@@ -130,7 +131,8 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
             errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
     finally:
         writer.close()
-    result = _result(settings, list(read_trajectories(file)), errors, time.monotonic() - started)
+    reported = _Reported.of(config, tasks)
+    result = _result(settings, reported, list(read_trajectories(file)), errors, time.monotonic() - started)
     if errors and not any(summary.success.episodes for summary in result.parts.values()):
         raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
     result.write(settings.out)
@@ -156,13 +158,40 @@ def _chosen(settings: RescoreSettings) -> list[Trajectory]:
     return found
 
 
-def _tasks(settings: RescoreSettings, wanted: set[str]) -> Mapping[str, Task]:
+def _run_config(source: Path) -> dict[str, Any]:
+    """Return ``config.yaml`` of the run whose trajectories are rescored, through earlier rescorings; empty without."""
+    home = run_file(source).parent
+    while (home / RESCORED).is_file():
+        home = Path(orjson.loads((home / RESCORED).read_bytes())["source"]).parent
+    file = home / "config.yaml"
+    said = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return said or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """What the run's evaluations give figures for, besides those of all episodes."""
+
+    pass_k: Sequence[int]
+    answer: str | None
+    tags: Mapping[str, Sequence[str]]
+    sources: Mapping[str, str | None]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tasks: Mapping[str, Task]) -> _Reported:
+        # Of a training run, the section of its evaluations.
+        plan = config.get("eval") or config
+        # Other tasks than the run's may lack a field.
+        fields = [name for name in plan.get("by", ()) if any(name in task.data for task in tasks.values())]
+        sources = {task.id: task.source for task in tasks.values()}
+        return cls(plan.get("pass_k", ()), plan.get("answer"), task_tags(tasks.values(), fields), sources)
+
+
+def _tasks(settings: RescoreSettings, config: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Task]:
     """Return the tasks by id. Those of a configuration may be fewer: a function that asks for one's data says so."""
     source = settings.tasks
     if source is None:
-        config = settings.source / "config.yaml"
-        said = (yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None) or {}
-        written = [each for each in (said.get("tasks"), (said.get("eval") or {}).get("tasks")) if each]
+        written = [each for each in (config.get("tasks"), (config.get("eval") or {}).get("tasks")) if each]
         sources = [TypeAdapter(TasksConfig).validate_python(each) for each in written]
         return {task.id: task for each in sources for task in load_mix(each).tasks}
     tasks = {task.id: task for task in load_mix(source).tasks}
@@ -255,13 +284,18 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
 
 
 def _result(
-    settings: RescoreSettings, scored: Sequence[Trajectory], errors: Sequence[tuple[Trajectory, str]], seconds: float
+    settings: RescoreSettings,
+    reported: _Reported,
+    scored: Sequence[Trajectory],
+    errors: Sequence[tuple[Trajectory, str]],
+    seconds: float,
 ) -> EvalResult:
     parts: dict[str, dict[str, TrajectoryGroup]] = {"sampled": {}, "greedy": {}}
 
     def group(trajectory: Trajectory) -> TrajectoryGroup:
         part = "greedy" if trajectory.group_id.endswith("greedy") else "sampled"
-        new = TrajectoryGroup(trajectory.group_id, trajectory.task_id, [])
+        source = reported.sources.get(trajectory.task_id)
+        new = TrajectoryGroup(trajectory.group_id, trajectory.task_id, [], source=source)
         return parts[part].setdefault(trajectory.group_id, new)
 
     # Of an episode that was tried again, the last attempt counts.
@@ -274,8 +308,11 @@ def _result(
     for each, _ in errors:
         group(each).failed += 1
 
-    def summary(name: str) -> Summary | None:
+    def summary(name: str, pass_k: Sequence[int] = ()) -> Summary | None:
         members = list(parts[name].values())
-        return summarize(members, success_reward=settings.success_reward) if members else None
+        if not members:
+            return None
+        success_reward, answer, tags = settings.success_reward, reported.answer, reported.tags
+        return summarize(members, success_reward=success_reward, pass_k=pass_k, answer=answer, tags=tags)
 
-    return EvalResult(summary("sampled"), summary("greedy"), seconds)
+    return EvalResult(summary("sampled", reported.pass_k), summary("greedy"), seconds)

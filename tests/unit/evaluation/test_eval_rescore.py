@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
 
 from turnwise.cli import main
@@ -127,6 +128,35 @@ def test_a_rubric_of_a_file_with_the_tasks_data(run: Path, tmp_path: Path) -> No
     (run / "config.yaml").write_text(f"tasks:\n- source: {tmp_path / 'tasks.jsonl'}\n  name: counted\n")
     run_rescore(RescoreSettings(run, tmp_path / "again", f"{__file__}:exact"), console=QUIET)
     assert scored(tmp_path / "again")["a-1"] == 1.0
+
+
+def test_the_figures_are_those_of_the_runs_evaluation(run: Path, tmp_path: Path) -> None:
+    tasks = [{"source": str(tmp_path / "tasks.jsonl"), "name": "counted"}]
+    plan = {"samples": 2, "pass_k": [1, 2], "by": ["answer"], "answer": "[a-z]+"}
+    for name, config in (("evaluation", {"tasks": tasks, **plan}), ("training", {"eval": {"tasks": tasks, **plan}})):
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        run_rescore(RescoreSettings(run, tmp_path / name, f"{__file__}:exact"), console=QUIET)
+        # One rescoring after another has them, too.
+        again = RescoreSettings(tmp_path / name, tmp_path / f"{name}-again", f"{__file__}:exact")
+        result = run_rescore(again, console=QUIET)
+        assert result.sampled is not None
+        assert result.greedy is not None
+        # Task a: one of two right; of task b one episode is left, which is wrong.
+        assert {k: (e.mean, e.tasks) for k, e in result.sampled.pass_at.items()} == {1: (0.25, 2), 2: (1.0, 1)}
+        assert {k: e.mean for k, e in result.sampled.pass_all.items()} == {1: 0.25, 2: 0.0}
+        assert result.sampled.maj_at.keys() == {1, 2}
+        assert result.greedy.pass_at == {}
+        assert {tag: e.success.mean for tag, e in result.sampled.by_tag.items()} == {
+            "answer four": 0.5,
+            "answer five": 0,
+        }
+        assert result.sampled.by_source["counted"].success.episodes == 3
+    # Without the field in other tasks there are no tags.
+    (tmp_path / "other.jsonl").write_text('{"id": "a", "prompt": "p"}\n{"id": "b", "prompt": "p"}\n')
+    other = RescoreSettings(run, tmp_path / "other", f"{__file__}:length", tasks=str(tmp_path / "other.jsonl"))
+    found = run_rescore(other, console=QUIET).sampled
+    assert found is not None
+    assert (found.by_tag, found.pass_at.keys()) == ({}, {1, 2})
 
 
 def test_what_was_scored_is_not_scored_again(run: Path, tmp_path: Path) -> None:
