@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from turnwise.agents.roles import MAIN
+from turnwise.config import read_yaml
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
@@ -65,7 +65,7 @@ class RecordedRun:
         file = path.with_name("config.yaml")
         if not file.is_file():
             raise ConfigError(f"{file} is missing: a replay needs the environment, agent and tasks of the run")
-        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        said = read_yaml(file.read_text(encoding="utf-8")) or {}
         if said.get("hosted"):
             raise ConfigError(
                 f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed"

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.agents.roles import MAIN
+from turnwise.config import read_yaml
 from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches
@@ -92,7 +93,7 @@ def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) ->
 def _read_config(run: Path) -> dict[str, Any]:
     file = run / CONFIG
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise AuditError(
             f"{file} cannot be read, so it is not known which weights sampled (--no-recompute leaves that out): {error}"
