@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
+from turnwise.agents.core import Agent, Episode, OpenSession, ToolThreadLost, check_owners
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
 from turnwise.envs.core import Env, invoke, schemas
