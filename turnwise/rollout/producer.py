@@ -21,7 +21,8 @@ from typing import Any, Self
 
 from turnwise.envs.core import Env
 from turnwise.envs.results import finite, named_numbers
-from turnwise.envs.rewards.core import call_function, describe, is_async, load_function
+from turnwise.envs.rewards.core import call_function, is_async
+from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import (
     ConfigError,
     DiskError,
