@@ -9,7 +9,6 @@ from typing import Final
 from turnwise.tools.response import CountTokens, OutputLimit
 from turnwise.types import Message
 
-
 MARKUP: Final = 64
 """Tokens that are reckoned for what a chat template writes around one message, in a context of at least 1,024."""
 _ANSWER_SHARE: Final = 8
