@@ -39,12 +39,20 @@ from turnwise.errors import (
 from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
-from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.core import (
+    EpisodeOutcome,
+    EpisodePlayer,
+    EpisodeSpec,
+    ReplayBuffer,
+    RolloutManager,
+    RolloutParts,
+    RolloutRequest,
+)
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.config import MemberRule
-from turnwise.rollout.runner import EpisodeOutcome, EpisodePlayer, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.execute import ToolThreads

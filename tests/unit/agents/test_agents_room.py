@@ -11,7 +11,8 @@ from turnwise.agents import register_agent
 from turnwise.agents.limits import fit_messages, truncate_tool_results
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 
