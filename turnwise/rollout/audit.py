@@ -25,9 +25,9 @@ from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL
 from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, row_digest
-from turnwise.trajectory import Branch, Segment, Trajectory, branch_paths, path_media, to_samples
+from turnwise.trajectory import Segment, Trajectory, branch_paths, path_media, to_samples
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
-from turnwise.types import StopReason, TokenIds
+from turnwise.types import Branch, StopReason, TokenIds
 
 BATCHES = "batches.jsonl"
 _TEXT = "text"

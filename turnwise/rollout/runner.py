@@ -49,8 +49,8 @@ from turnwise.sandboxes.manager import SandboxManager
 from turnwise.seeding import stable_hash
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import Branch, Search, Trajectory
-from turnwise.types import Message, StopReason
+from turnwise.trajectory import Trajectory
+from turnwise.types import Branch, Message, Search, StopReason
 
 
 @dataclass(slots=True)

@@ -36,8 +36,8 @@ from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
 from turnwise.sandboxes import SandboxProcess
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trajectory import Branch, Trajectory, branch_paths, to_samples
-from turnwise.types import Message, ToolCall
+from turnwise.trajectory import Trajectory, branch_paths, to_samples
+from turnwise.types import Branch, Message, ToolCall
 
 TASK = Task("t", "Count to ten.")
 OPEN: list[int] = []
