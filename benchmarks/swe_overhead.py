@@ -26,7 +26,8 @@ from turnwise.chat.renderer import load_renderer
 from turnwise.envs.library.swe import tasks
 from turnwise.envs.solution import tool_call
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.sandboxes.core import ExecResult
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 from turnwise.tools.sandboxed.shell import ShellTool

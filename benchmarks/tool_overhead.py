@@ -33,7 +33,7 @@ from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, parse, parser, report, spread
 from turnwise import OutputLimit, RolloutConfig, RolloutProducer, RolloutRequest, Task, ToolEnv, function_tool
 from turnwise.agents import Episode
-from turnwise.agents.core import EpisodeLimits
+from turnwise.agents.limits import EpisodeLimits
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import invoke, register
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs

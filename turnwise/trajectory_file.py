@@ -9,7 +9,7 @@ has, little-endian,
 - ``crc`` (uint32): crc32 of ``length``, ``dictionary`` and the frame
 - ``dictionary`` (uint64): offset of the dictionary's record plus 1; 0 for none
 
-A trajectory's frame holds five lengths (uint32) and the columns of :func:`pack_trajectory` in the order of ``DTYPES``,
+A trajectory's frame holds five lengths (uint32) and the columns of ``turnwise/columns.py`` in the order of ``DTYPES``,
 numbers by bytes of equal significance. The dictionary is made once from the first trajectories: what they have in
 common (system prompts, tools, names of fields) is then stored once.
 
@@ -21,42 +21,28 @@ record and may lag behind, or be missing: readers complete it from the records.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import struct
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import NamedTuple, Self, overload
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import zstandard
 
 from turnwise.append_file import AppendFile, append_whole, private_directory, private_opener
+from turnwise.columns import DTYPES, Columns, pack_trajectory, unpack_trajectory
 from turnwise.errors import FormatError
 from turnwise.media_files import MediaFiles
-from turnwise.trajectory import ReadMedia, Segment, Trajectory, WriteMedia, read_segment, segment_record
+from turnwise.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.twz"
 """The file of trajectories in the directory of a run, an evaluation or a gateway."""
 
-Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-
-DTYPES = {"record": np.uint8, "segments": np.uint8, "messages": np.uint8, "token_ids": np.int32, "logprobs": np.float32}
-"""The columns of a trajectory:
-
-- ``record``: JSON of the trajectory without its segments
-- ``segments``: JSON list of its segments without ids, log-probabilities and messages, with their lengths; images by
-  digest, which are in the folder ``media/`` beside a file
-- ``messages``: JSON list of the segments' messages and tools
-- ``token_ids``: ids of all segments, one after the other
-- ``logprobs``: log-probabilities of all sampled segments, one after the other
-"""
-_NO_IDS = np.empty(0, np.int32)
 _MARK = b"TWZ\x01"
 _HEAD = struct.Struct("<4scIIQ")
 _LENGTHS = struct.Struct("<5I")
@@ -64,86 +50,6 @@ _LEVEL = 3
 _SEARCH = 2**20
 _SAMPLES, _SAMPLE_TEXT, _SAMPLE_IDS = 16, 8192, 4096
 """A dictionary is made of so many trajectories: the first bytes of their texts, and of their ids."""
-
-
-def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> Columns:
-    """Return a trajectory as columns; :func:`unpack_trajectory` is the inverse.
-
-    Images are named by digest where ``media`` writes them, else ``segments`` holds their bytes.
-
-    Raises:
-        FormatError: It holds what JSON cannot, or a number that is not finite.
-    """
-    segments = trajectory.segments
-    scored = [each.logprobs for each in segments if each.logprobs is not None]
-    for each in segments:
-        if each.logprobs is not None and not np.isfinite(each.logprobs).all():
-            raise FormatError(f"trajectory {trajectory.id}: segment {each.index} has a logprob that is not finite")
-    return {
-        "record": _bytes(replace(trajectory, segments=[]).to_bytes()),
-        "segments": _json(trajectory.id, [_shape(each, media) for each in segments]),
-        "messages": _json(trajectory.id, [_said(each) for each in segments]),
-        "token_ids": np.concatenate([_NO_IDS, *(each.token_ids for each in segments)], dtype=np.int32),
-        "logprobs": np.concatenate([np.empty(0, np.float32), *scored], dtype=np.float32),
-    }
-
-
-def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajectory:
-    """Return the trajectory of columns: without segments where there are no ``token_ids``, and without messages and
-    tools where there are no ``messages``. ``media`` reads images that are only named.
-
-    Raises:
-        FormatError: The columns are damaged, or an image is missing.
-    """
-    trajectory = Trajectory.from_bytes(row["record"].tobytes())
-    if "token_ids" not in row:
-        return trajectory
-    ids, logprobs = row["token_ids"], row["logprobs"]
-    try:
-        shapes = orjson.loads(row["segments"].tobytes())
-        said = orjson.loads(row["messages"].tobytes()) if "messages" in row else [{"messages": ()}] * len(shapes)
-        for shape, messages in zip(shapes, said, strict=True):
-            count, scored = shape.pop("lengths")
-            mine = {"token_ids": ids[:count], "logprobs": None if scored is None else logprobs[:scored]}
-            trajectory.segments.append(read_segment({**shape, **messages, **mine}, media))
-            ids, logprobs = ids[count:], logprobs[scored or 0 :]
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"the columns of trajectory {trajectory.id!r} are damaged: {error!r}") from error
-    if len(ids) or len(logprobs):
-        raise FormatError(f"the columns of trajectory {trajectory.id!r} have more ids than its segments")
-    return trajectory
-
-
-def _shape(segment: Segment, media: WriteMedia | None) -> dict[str, Any]:
-    record = segment_record(replace(segment, token_ids=_NO_IDS, logprobs=None, messages=(), tools=None), media)
-    scored = None if segment.logprobs is None else len(segment.logprobs)
-    kept = {name: value for name, value in record.items() if name not in ("token_ids", "logprobs", "messages")}
-    return {**kept, "lengths": [len(segment.token_ids), scored]}
-
-
-def _said(segment: Segment) -> dict[str, Any]:
-    return {"messages": segment.messages} | ({} if segment.tools is None else {"tools": segment.tools})
-
-
-def _json(name: str, records: list[dict[str, Any]]) -> npt.NDArray[np.uint8]:
-    try:
-        return _bytes(orjson.dumps(records))
-    except TypeError:
-        # A model may write numbers of more than 64 bits as arguments: what holds them is kept as JSON text.
-        texts = ("messages", "tools", "template_args")
-    try:
-        return _bytes(
-            orjson.dumps(
-                [{key: json.dumps(value) if key in texts else value for key, value in each.items()} for each in records]
-            )
-        )
-    except TypeError as error:
-        raise FormatError(f"trajectory {name!r} cannot be written as JSON: {error}") from error
-
-
-def _bytes(data: bytes) -> npt.NDArray[np.uint8]:
-    # A copy that may be written, as torch wants it.
-    return np.frombuffer(bytearray(data), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

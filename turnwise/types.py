@@ -1,4 +1,4 @@
-"""The shared types: messages, tool calls, prompts, sampling parameters, completions."""
+"""The shared types: messages, tool calls, prompts, sampling parameters, completions, branches of episodes."""
 
 from __future__ import annotations
 
@@ -230,6 +230,50 @@ class TokenDelta:
     weight_version: int | None
     finish_reason: FinishReason | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
+
+
+RewardEvent = tuple[str | None, str, float]
+"""A reward: the turn, or None for the episode; its name; its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One way through an episode that was forked, from reset to its end.
+
+    Attributes:
+        parent: Index of the branch that it was forked from; -1 for the first one.
+        after: The session's last turn before the fork; None where it was forked before the first.
+        again: The turn of the parent in whose place the first call of the branch was made, from the same prompt; None
+            for the first branch, and where another session of the episode makes that call.
+        turns: The turns that were sampled in this branch, in order; those before the fork are the parent's.
+        rewards: Reward events that other branches with the turn do not have, as in ``Trajectory.rewards``; among them
+            those of the branch as a whole.
+        stop_reason: Why it ended.
+    """
+
+    parent: int = -1
+    after: str | None = None
+    again: str | None = None
+    turns: tuple[str, ...] = ()
+    rewards: tuple[RewardEvent, ...] = ()
+    stop_reason: StopReason = StopReason.COMPLETED
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A choice among the ways through an episode (``eval.search``).
+
+    Attributes:
+        kind: ``best_of_n``, ``tree`` or ``beam``.
+        scorer: What scored the ways.
+        chosen: Index of the chosen branch; 0 where the episode has no branches.
+        scores: Score of each branch, at its end or as far as it went; None where none was given.
+    """
+
+    kind: str
+    scorer: str
+    chosen: int = 0
+    scores: tuple[float | None, ...] = ()
 
 
 def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:

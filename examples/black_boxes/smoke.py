@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from turnwise import EvalConfig, Message, RolloutConfig, ScriptedClient, Task, load_config, run_eval, to_samples
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedRequest
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.trainer.offline.small_model import TEMPLATE
 
 HERE = Path(__file__).parent

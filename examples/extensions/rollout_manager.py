@@ -20,9 +20,8 @@ from turnwise.errors import InferenceError
 from turnwise.model.core import LLMClient
 from turnwise.rollout import EpisodeRunner, EpisodeSpec, RolloutManager, RolloutRequest
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.core import EpisodeOutcome, ReplayBuffer, RolloutParts
 from turnwise.rollout.managers import register_manager
-from turnwise.rollout.runner import EpisodeOutcome
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import TrajectoryGroup
 

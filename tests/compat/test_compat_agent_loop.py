@@ -14,7 +14,8 @@ from support.chat.model_dirs import renderer_for
 from turnwise.compat.verl_agent_loop import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.trajectory import to_samples
 

@@ -13,7 +13,8 @@ from support.chat.model_dirs import renderer_for
 from turnwise.compat.lightning import LLM, Rollout, emit_reward, rollout
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trajectory import to_samples
 

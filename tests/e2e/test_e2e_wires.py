@@ -39,7 +39,8 @@ from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import read_trajectories

@@ -19,7 +19,8 @@ from support.chat.toy_renderer import END, ToyRenderer
 from turnwise.envs.library.math import calculations
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, iter_tasks
 from turnwise.tools.arithmetic import read_number
 from turnwise.trajectory import Trajectory

@@ -23,7 +23,8 @@ from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trainer.run.train import run_train
 from turnwise.types import ToolCall

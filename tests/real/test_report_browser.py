@@ -16,8 +16,8 @@ from support.report_pages import played, write_metrics, write_run
 from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared, train_config, training, wait_until
 from turnwise.report import write_report
 from turnwise.report.server import ReportServer
-from turnwise.trajectory import Branch, Segment, Trajectory
-from turnwise.types import StopReason, as_ids
+from turnwise.trajectory import Segment, Trajectory
+from turnwise.types import Branch, StopReason, as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 

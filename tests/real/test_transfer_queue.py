@@ -12,6 +12,7 @@ import pytest
 from support.rollout.finished_groups import lively, same
 from support.trainer.hooks_and_buffers import QUEUED
 from support.trainer.lookup_run import GROUPS, MEMBERS, MODEL, build_model, lines, shared, silent, train_config
+from turnwise.columns import DTYPES, pack_trajectory
 from turnwise.errors import TrainError
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -19,7 +20,6 @@ from turnwise.rollout.replay.config import TransferQueueConfig
 from turnwise.rollout.replay.payloads import PayloadsLost
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train
-from turnwise.trajectory_file import DTYPES, pack_trajectory
 
 # TransferQueue leaves calls pending on a connection whose other end died.
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]

@@ -79,8 +79,8 @@ def files(**texts: str) -> Tree:
 
 
 def test_sizes_of_files_are_counted_right() -> None:
-    assert broken("files are not too large", files(a="x = 1\n" * 651)) == ["turnwise/a.py: 651 lines, at most 650"]
-    assert broken("files are not too large", files(a="x = 1\n" * 650)) == []
+    assert broken("files are not too large", files(a="x = 1\n" * 601)) == ["turnwise/a.py: 601 lines, at most 600"]
+    assert broken("files are not too large", files(a="x = 1\n" * 600)) == []
 
 
 def test_sizes_of_functions_are_counted_right() -> None:

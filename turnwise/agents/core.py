@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from turnwise.agents.forks import EpisodeRecord, ForkGate
+from turnwise.agents.limits import EpisodeLimits, fit_messages, tool_result_budget
 from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
@@ -20,27 +21,12 @@ from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, 
 from turnwise.recorder.session import Session
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.tasks.core import Task
-from turnwise.tools.response import CountTokens, OutputLimit, call_counts
+from turnwise.tools.response import CountTokens, call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from turnwise.gateway.local import SessionEndpoint
     from turnwise.tools.response import ToolResponse
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of an episode, enforced by session and runner.
-
-    Attributes:
-        max_turns: Model calls per session.
-        max_tokens_per_turn: Tokens of one completion, None up to the context.
-        context_length: Tokens of prompt and completion together.
-    """
-
-    max_turns: int
-    max_tokens_per_turn: int | None
-    context_length: int
 
 
 async def recorded_turns(session: Session) -> list[str]:
@@ -79,68 +65,6 @@ def _named(info: Mapping[str, Any]) -> str | None:
     """Return ``info["state"]`` where it is a string or an integer."""
     state = info.get("state")
     return str(state) if isinstance(state, (str, int)) and not isinstance(state, bool) else None
-
-
-MARKUP: Final = 64
-"""Tokens that are reckoned for what a chat template writes around one message, in a context of at least 1,024."""
-_ANSWER_SHARE: Final = 8
-
-
-def tool_result_budget(room: int, context_length: int, max_tokens_per_turn: int | None, answers: int) -> int:
-    """Return the token budget of a turn's tool results.
-
-    Args:
-        room: Tokens left of the context after the calling turn.
-        context_length: Tokens of prompt and completion together.
-        max_tokens_per_turn: Tokens of one completion; as many are reserved for the next, at most an eighth of the
-            context.
-        answers: Number of results.
-    """
-    eighth = max(1, context_length // _ANSWER_SHARE)
-    markup = min(MARKUP, context_length // 16)
-    return room - min(max_tokens_per_turn or eighth, eighth) - markup * (answers + 1)
-
-
-def truncate_tool_results(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:
-    """Cut texts to ``room`` tokens together: shorter ones stay whole, longer ones get equal shares.
-
-    Args:
-        texts: The texts.
-        room: Tokens. With less than one per text the context is full, and nothing is cut.
-        count_tokens: Counts the tokens of a text.
-    """
-    # No text has more tokens than bytes (a prefix aside, which the markup covers): nearly always nothing is counted.
-    if room < len(texts) or sum(len(text.encode("utf-8", "replace")) for text in texts) <= room:
-        return list(texts)
-    sizes = [count_tokens(text) for text in texts]
-    if sum(sizes) <= room:
-        return list(texts)
-    found = list(texts)
-    left = room
-    for number, index in enumerate(sorted(range(len(texts)), key=sizes.__getitem__)):
-        share = left // (len(texts) - number)
-        if sizes[index] > share:
-            found[index] = OutputLimit(share, "tokens").cut(texts[index], count_tokens)
-            sizes[index] = share
-        left -= sizes[index]
-    return found
-
-
-def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountTokens) -> tuple[list[Message], int]:
-    """Apply :func:`truncate_tool_results` to messages; return them and the number of results cut."""
-    places = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "tool" and isinstance(message.get("content"), str)
-    ]
-    texts = [str(messages[index]["content"]) for index in places]
-    found: list[Message] = list(messages)
-    cut = 0
-    for index, before, after in zip(places, texts, truncate_tool_results(texts, room, count_tokens), strict=True):
-        if after != before:
-            found[index] = {**messages[index], "content": after}
-            cut += 1
-    return found, cut
 
 
 @dataclass(slots=True)

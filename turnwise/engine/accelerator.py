@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from turnwise.devices import AUTO, CPU, CUDA, KINDS
+from turnwise.placement.devices import AUTO, CPU, CUDA, KINDS
 
 if TYPE_CHECKING:
     import torch

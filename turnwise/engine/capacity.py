@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from turnwise.devices import AUTO, CPU
 from turnwise.engine.accelerator import chosen, memory_bytes, on_cpu
 from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import emulates_bfloat16
+from turnwise.placement.devices import AUTO, CPU
 
 if TYPE_CHECKING:
     import torch

@@ -20,10 +20,10 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
-from turnwise.devices import CPU
 from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum
 from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
+from turnwise.placement.devices import CPU
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"weights-(\d+)\.safetensors")

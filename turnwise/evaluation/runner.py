@@ -22,8 +22,8 @@ from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
 from turnwise.envs.core import Env
 from turnwise.envs.registration import env_class
-from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseError
-from turnwise.evaluation.config import EvalBudget, EvalConfig, EvalPlan, TokenPrices
+from turnwise.errors import ConfigError, InferenceError, TurnwiseError
+from turnwise.evaluation.config import EvalConfig, EvalPlan
 from turnwise.evaluation.directory import output_directory
 from turnwise.evaluation.metrics import (
     EpisodeRow,
@@ -34,6 +34,7 @@ from turnwise.evaluation.metrics import (
     summarize,
     task_tags,
 )
+from turnwise.evaluation.spending import Spending
 from turnwise.gateway.concurrency import AdaptiveLimit, follow_queues
 from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
@@ -54,7 +55,7 @@ from turnwise.rollout.search.core import Searcher
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile
+from turnwise.trajectory_file import TRAJECTORIES
 from turnwise.types import StopReason
 
 OnGroup = Callable[[TrajectoryGroup], None]
@@ -279,78 +280,6 @@ class EvalProgress:
     def _count(self, ended: Sequence[Trajectory]) -> None:
         self._success |= {row.episode_id: row.success for row in self._rows(ended)}
         self._show()
-
-
-class Spending:
-    """Tokens and money that an evaluation has spent.
-
-    Attributes:
-        over: What of the budget is spent, if anything is.
-    """
-
-    def __init__(self, budget: EvalBudget, prices: TokenPrices | None) -> None:
-        self._budget = budget
-        self._prices = prices
-        self.prompt_tokens = self.sampled_tokens = 0
-        self.over: str | None = None
-        self._stop: Callable[[], object] = lambda: None
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Prompt tokens (of each call all that it sent), sampled tokens and, with prices, the cost."""
-        found: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "sampled_tokens": self.sampled_tokens}
-        if self._prices is not None:
-            found["cost"] = (
-                self.prompt_tokens * self._prices.prompt + self.sampled_tokens * self._prices.completion
-            ) / 1e6
-        return found
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Count a trajectory; end the evaluation once the budget is spent."""
-        if not trajectory.frozen:
-            self.prompt_tokens += prompt_tokens(trajectory)
-            self.sampled_tokens += trajectory.sampled_tokens
-        tokens, money = self._budget.tokens, self._budget.money
-        used = (("tokens", self.sampled_tokens, tokens), ("money", self.figures.get("cost", 0.0), money))
-        for name, value, limit in used:
-            if limit is not None and value >= limit:
-                self.end(name)
-
-    def add_file(self, path: Path) -> None:
-        """Count what earlier processes wrote; what is damaged is played again, and counts then."""
-        with TrajectoryFile(path) as file:
-            for entry in file.entries:
-                with contextlib.suppress(FormatError):
-                    self.add(file.read(entry))
-
-    def end(self, name: str) -> None:
-        """End the evaluation, as a part of its budget is spent."""
-        if self.over is None:
-            self.over = name
-            self._stop()
-
-    @contextlib.contextmanager
-    def watching(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Call ``stop`` once the budget is spent, at once where it was before."""
-        self._stop = stop
-        if self.over is not None:
-            stop()
-        seconds = self._budget.seconds
-        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.end, "seconds")
-        try:
-            yield
-        finally:
-            self._stop = lambda: None
-            if timer is not None:
-                timer.cancel()
-
-
-def prompt_tokens(trajectory: Trajectory) -> int:
-    """Return the tokens of all prompts of a trajectory's calls; for ``text``, by the endpoint's counts."""
-    if trajectory.recorded == "text":
-        return int(trajectory.metrics.get("prompt_tokens", 0))
-    sizes = [len(segment.token_ids) for segment in trajectory.segments]
-    return sum(sizes[index] for turn in trajectory.turns() for index in turn.path)
 
 
 class _TimeLeft(ProgressColumn):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from turnwise.config import ConfigPath, ConfigReference
-from turnwise.devices import AUTO, check_device
+from turnwise.placement.devices import AUTO, check_device
 
 if TYPE_CHECKING:
     from turnwise.model.core import Renderer

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-from turnwise.devices import CPU
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.inference.config import InferenceConfig
 from turnwise.model.core import Replica
+from turnwise.placement.devices import CPU
 from turnwise.plugins import load_object
 
 R = TypeVar("R", bound=type[Replica])

@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 
-from turnwise.devices import AUTO, CPU
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, VLLMConfig
@@ -24,6 +23,7 @@ from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import ServedName, WeightManifest
 from turnwise.placement.core import Inherited
+from turnwise.placement.devices import AUTO, CPU
 
 _SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 TESTED = "0.32"

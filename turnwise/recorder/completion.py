@@ -184,5 +184,17 @@ def token_budget(
     return min(allowed + [n for n in (limits.max_tokens_per_turn, wanted) if n is not None])
 
 
+def context_overflow(limits: SessionLimits, session_id: str, tokens: int) -> BudgetExceeded:
+    """Return the error of a prompt that has at least so many tokens, more than the context."""
+    most = limits.context_length
+    return BudgetExceeded(
+        StopReason.CONTEXT_OVERFLOW,
+        f"session {session_id}: the prompt has at least {tokens} tokens, the context {most}",
+        used=tokens,
+        limit=most,
+        exact=False,
+    )
+
+
 def _of_images(images: Sequence[int]) -> str:
     return f" ({sum(images)} of them of {len(images)} images: send fewer or smaller ones)" if images else ""

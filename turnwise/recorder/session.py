@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from turnwise.errors import BudgetExceeded, InferenceError, PromptTooLong, SessionError, TurnwiseError
-from turnwise.media_files import MediaPlace, places_of
+from turnwise.errors import InferenceError, PromptTooLong, SessionError, TurnwiseError
+from turnwise.media_files import MediaPlace
 from turnwise.model.canonical import Canonical, canonical_tools, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
     SessionLimits,
     check_completion,
+    context_overflow,
     parse_completion,
     read_completion,
     token_budget,
@@ -34,7 +35,6 @@ from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPoli
 from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, finished, heavy, in_thread
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.tree import (
-    NO_IDS,
     Match,
     Node,
     PromptPlacement,
@@ -47,20 +47,10 @@ from turnwise.recorder.tree import (
     path_tokens,
     segment_of,
 )
-from turnwise.recorder.turn_record import TurnRecord
+from turnwise.recorder.turn_record import TurnRecord, find_context, placed_media, record_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
-from turnwise.types import (
-    Completion,
-    Media,
-    Message,
-    SamplingParams,
-    StopReason,
-    TokenDelta,
-    TokenIds,
-    TokenPrompt,
-    ToolSchema,
-)
+from turnwise.types import Completion, Media, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
 
 _AT_ONCE = Prompts(threaded=False)
 _THREADED = Prompts(threaded=True)
@@ -304,26 +294,11 @@ class Session:
             SessionError: The record, its ids, and the turns restored so far contradict each other.
         """
         nodes, new = self._tree.nodes, record.new
-        parent = nodes[record.parent] if 0 <= record.parent < len(nodes) else None
-        before = joined(parent, NO_IDS)
-        token_ids = prompt[len(before) :]
-        known = nodes[record.context] if new is None and 0 <= record.context < len(nodes) else None
-        if (
-            record.turn_id != f"t{self._tree.turns}"
-            or (parent is None) != (record.parent < 0)
-            or (parent is not None and not parent.sampled)
-            or not np.array_equal(before, prompt[: len(before)])
-            or (new is not None and record.context != len(nodes))
-            or (new is None and (known is None or known.sampled or not np.array_equal(known.token_ids, token_ids)))
-            or record.finish_reason != completion.finish_reason
-        ):
-            raise SessionError(
-                f"session {self.id}: turn {record.turn_id} does not continue the {self._tree.turns} turns before it "
-                f"with the call of {len(prompt)} and {len(completion.token_ids)} ids that the ledger has for it"
-            )
+        parent, known, before = find_context(record, self._tree, prompt, completion, self.id)
+        token_ids = prompt[before:]
         key: RootKey = (canonical_tools(record.tools), record.arguments) if parent is None else parent.key
         tools = record.tools if parent is None else parent.tools
-        placed = self._placed_again(record, known or parent, len(before), media)
+        placed = self._placed_again(record, known or parent, before, media)
         match = Match(parent, known, new or (), token_ids, None, len(nodes), key, tools, placed)
         context = known or self._add(parent, match, token_ids, match.new, record.forks[0])
         if known is not None:
@@ -339,21 +314,11 @@ class Session:
         self, record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace]
     ) -> tuple[Media, ...]:
         """Return the images of a restored context, given the last node before it and the number of ids before it."""
-        seen = places_of(joined_media(known, ()))
-        files = {each.digest: each for message in record.new or () for each in message.media}
-        fresh = media[len(seen) :]
-        if list(media[: len(seen)]) != seen or [each.digest for each in fresh] != [
-            each.digest for message in record.new or () for each in message.media
-        ]:
-            raise SessionError(
-                f"session {self.id}: turn {record.turn_id} holds other images than the call that the ledger has for it"
-            )
-        for each in files.values():
-            self._history.keep(each.digest, each.data)
-        return tuple(
-            Media(files[each.digest].kind, files[each.digest].data, each.position - before, each.length)
-            for each in fresh
-        )
+        placed = placed_media(record, known, before, media, self.id)
+        for message in record.new or ():
+            for each in message.media:
+                self._history.keep(each.digest, each.data)
+        return placed
 
     @property
     def replaying(self) -> bool:
@@ -499,7 +464,7 @@ class Session:
         try:
             found = await prompts.whole(renderer, messages, tools, self.limits.context_length)
         except PromptTooLong as error:
-            raise self._too_long(error.tokens) from None
+            raise context_overflow(self.limits, self.id, error.tokens) from None
         assert found.token_ids is not None
         self._escaped += found.escaped
         token_ids = self._frozen(found.token_ids)
@@ -516,17 +481,7 @@ class Session:
                 renderer, context, turn.messages[0], new, tools, self.limits.context_length - before
             )
         except PromptTooLong as error:
-            raise self._too_long(before + error.tokens) from None
-
-    def _too_long(self, tokens: int) -> BudgetExceeded:
-        most = self.limits.context_length
-        return BudgetExceeded(
-            StopReason.CONTEXT_OVERFLOW,
-            f"session {self.id}: the prompt has at least {tokens} tokens, the context {most}",
-            used=tokens,
-            limit=most,
-            exact=False,
-        )
+            raise context_overflow(self.limits, self.id, before + error.tokens) from None
 
     def _frozen(self, token_ids: TokenIds) -> TokenIds:
         self._encoded_tokens += len(token_ids)
@@ -576,30 +531,8 @@ class Session:
     def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
         """Return the record of the turn committed last."""
         turn = self._tree.nodes[-1]
-        context = turn.parent
-        assert context is not None
-        assert turn.completion is not None
-        # A new context is committed right before its first turn.
-        fresh, parent = context.index == turn.index - 1, context.parent
-        root = fresh and parent is None
-        rewritten, foreign = self._echoes.take_changes()
-        return TurnRecord(
-            turn_id=turn.turn_id or "",
-            parent=-1 if parent is None else parent.index,
-            context=context.index,
-            new=context.messages if fresh else None,
-            said=turn.messages[0],
-            forks=(context.fork if fresh else None, turn.fork),
-            finish_reason=turn.completion.finish_reason,
-            temperature=temperature,
-            counters=self.counters,
-            tools=context.tools if root else (),
-            arguments=context.key[1] if root else (),
-            rewritten=rewritten,
-            foreign=foreign,
-            extra=extra or {},
-            times=self.turn_times.get(turn.turn_id or ""),
-        )
+        times = self.turn_times.get(turn.turn_id or "")
+        return record_of(turn, self._echoes.take_changes(), self.counters, temperature, extra or {}, times)
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
         match = request.match

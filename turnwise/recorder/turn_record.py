@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from turnwise.errors import FormatError
+import numpy as np
+
+from turnwise.errors import FormatError, SessionError
 from turnwise.images import MessageMedia
+from turnwise.media_files import MediaPlace, places_of
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
-from turnwise.types import FinishReason, ToolSchema
+from turnwise.recorder.tree import NO_IDS, Node, Tree, joined, joined_media
+from turnwise.types import Completion, FinishReason, Media, TokenIds, ToolSchema
 
 ReadFile = Callable[[str], bytes]
 _TEXTS = ("reasoning", "name", "answers", "call_id", "call_name", "turn")
@@ -135,3 +139,116 @@ class TurnRecord:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the record of turn {record.get('turn')!r} is malformed: {error!r}") from error
+
+
+def record_of(
+    turn: Node,
+    changes: tuple[list[str], list[str]],
+    counters: Mapping[str, Any],
+    temperature: float | None,
+    extra: Mapping[str, Any],
+    times: tuple[float, float] | None,
+) -> TurnRecord:
+    """Return the record of the turn committed last.
+
+    Args:
+        turn: Its node.
+        changes: Turns found rewritten, and call ids of the agent's own, since the turn before.
+        counters: The session's, after the turn.
+        temperature: Of the request; None where it is unknown.
+        extra: What the session's kind adds.
+        times: When its request was sent and its completion was there, in seconds since 1970.
+    """
+    context = turn.parent
+    assert context is not None
+    assert turn.completion is not None
+    # A new context is committed right before its first turn.
+    fresh, parent = context.index == turn.index - 1, context.parent
+    root = fresh and parent is None
+    rewritten, foreign = changes
+    return TurnRecord(
+        turn_id=turn.turn_id or "",
+        parent=-1 if parent is None else parent.index,
+        context=context.index,
+        new=context.messages if fresh else None,
+        said=turn.messages[0],
+        forks=(context.fork if fresh else None, turn.fork),
+        finish_reason=turn.completion.finish_reason,
+        temperature=temperature,
+        counters=counters,
+        tools=context.tools if root else (),
+        arguments=context.key[1] if root else (),
+        rewritten=rewritten,
+        foreign=foreign,
+        extra=extra,
+        times=times,
+    )
+
+
+def find_context(
+    record: TurnRecord, tree: Tree, prompt: TokenIds, completion: Completion, session_id: str
+) -> tuple[Node | None, Node | None, int]:
+    """Return where a recorded turn goes on in the tree of the turns before it.
+
+    Args:
+        record: The turn.
+        tree: The tree of the turns restored so far.
+        prompt: Ids that the model saw, int32 of shape [tokens].
+        completion: What it sampled.
+        session_id: For error messages.
+
+    Returns:
+        The sampled node before its context (None at a root), the context where it was known, and the number of ids
+        before the context.
+
+    Raises:
+        SessionError: The record, its ids, and the turns restored so far contradict each other.
+    """
+    nodes, new = tree.nodes, record.new
+    parent = nodes[record.parent] if 0 <= record.parent < len(nodes) else None
+    before = joined(parent, NO_IDS)
+    token_ids = prompt[len(before) :]
+    known = nodes[record.context] if new is None and 0 <= record.context < len(nodes) else None
+    if (
+        record.turn_id != f"t{tree.turns}"
+        or (parent is None) != (record.parent < 0)
+        or (parent is not None and not parent.sampled)
+        or not np.array_equal(before, prompt[: len(before)])
+        or (new is not None and record.context != len(nodes))
+        or (new is None and (known is None or known.sampled or not np.array_equal(known.token_ids, token_ids)))
+        or record.finish_reason != completion.finish_reason
+    ):
+        raise SessionError(
+            f"session {session_id}: turn {record.turn_id} does not continue the {tree.turns} turns before it "
+            f"with the call of {len(prompt)} and {len(completion.token_ids)} ids that the ledger has for it"
+        )
+    return parent, known, len(before)
+
+
+def placed_media(
+    record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace], session_id: str
+) -> tuple[Media, ...]:
+    """Return the images of a restored context, with positions in its ids.
+
+    Args:
+        record: The turn.
+        known: The last node before the context.
+        before: Number of ids before the context.
+        media: Places of all images that the model saw.
+        session_id: For error messages.
+
+    Raises:
+        SessionError: They are not the images of the record.
+    """
+    seen = places_of(joined_media(known, ()))
+    files = {each.digest: each for message in record.new or () for each in message.media}
+    fresh = media[len(seen) :]
+    if list(media[: len(seen)]) != seen or [each.digest for each in fresh] != [
+        each.digest for message in record.new or () for each in message.media
+    ]:
+        raise SessionError(
+            f"session {session_id}: turn {record.turn_id} holds other images than the call that the ledger has for it"
+        )
+    return tuple(
+        Media(files[each.digest].kind, files[each.digest].data, each.position - before, each.length) for each in fresh
+    )

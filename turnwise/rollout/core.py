@@ -23,7 +23,6 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
-    from turnwise.rollout.runner import EpisodePlayer
     from turnwise.rollout.search.config import SearchConfig
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
@@ -62,6 +61,58 @@ class RolloutRequest:
         )
         name = f"{self.partition}-{task_id}-e{self.epoch}"
         return f"{name}~{tag}" if tag else name
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """An episode to run.
+
+    Attributes:
+        group_id: The group that the trajectories are compared within.
+        partition: ``train`` or ``val``.
+        env_seed: Seed of the reset, equal for all members of a group.
+        sampling_seed: Seed of the sampling, different for each member.
+        baseline: Whether it is the group's greedy baseline, not a member.
+        episodes: Prefix of episode ids, where not the group's id (an earlier process began the group).
+    """
+
+    task: Task
+    group_id: str
+    member: int = 0
+    attempt: int = 0
+    partition: str = "train"
+    env_seed: int = 0
+    sampling_seed: int = 0
+    temperature: float | None = None
+    baseline: bool = False
+    episodes: str = ""
+
+    @property
+    def episode_id(self) -> str:
+        """Unique in the run: process, group, member and attempt."""
+        return f"{self.episodes or self.group_id}/{self.member}.{self.attempt}"
+
+
+@dataclass(slots=True)
+class EpisodeOutcome:
+    """Result of an episode."""
+
+    trajectories: list[Trajectory]
+    error: Exception | None = None
+
+
+class EpisodePlayer(Protocol):
+    """Plays episodes, in this process or on the workers of a cluster."""
+
+    @property
+    def lost_threads(self) -> int:
+        """Threads elsewhere that tools have blocked for good."""
+
+    async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
+        """Run one episode; its trajectories are written, also where it is cancelled."""
+
+    async def close(self) -> None:
+        """Release everything."""
 
 
 class Workers(Protocol):

@@ -14,8 +14,8 @@ from turnwise.agents.forks import BranchPoint, EpisodeRecord
 from turnwise.recorder.branches import unforked
 from turnwise.recorder.session import Session
 from turnwise.rollout.tree import TreeConfig, TreeTurn
-from turnwise.trajectory import Branch, RewardEvent, Segment, Trajectory, branch_paths
-from turnwise.types import StopReason
+from turnwise.trajectory import Segment, Trajectory, branch_paths
+from turnwise.types import Branch, RewardEvent, StopReason
 
 
 @dataclass(frozen=True, slots=True)

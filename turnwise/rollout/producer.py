@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from turnwise.envs.core import Env
 from turnwise.envs.results import finite, named_numbers
-from turnwise.envs.rewards.core import call_function, describe, is_async, load_function
+from turnwise.envs.rewards.core import call_function, is_async
+from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import (
     ConfigError,
     DiskError,
@@ -39,12 +40,20 @@ from turnwise.errors import (
 from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
-from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.core import (
+    EpisodeOutcome,
+    EpisodePlayer,
+    EpisodeSpec,
+    ReplayBuffer,
+    RolloutManager,
+    RolloutParts,
+    RolloutRequest,
+)
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.config import MemberRule
-from turnwise.rollout.runner import EpisodeOutcome, EpisodePlayer, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.execute import ToolThreads

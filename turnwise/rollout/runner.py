@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from turnwise.agents.core import Agent, Episode, EpisodeLimits, OpenSession, ToolThreadLost, check_owners
+from turnwise.agents.core import Agent, Episode, OpenSession, ToolThreadLost, check_owners
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
 from turnwise.envs.core import Env, invoke, schemas
@@ -38,6 +39,7 @@ from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.growth import ForkAt, Grown, OwnFork, fold, grow, with_own_forks
 from turnwise.rollout.search.beam import Way, beam, settled
 from turnwise.rollout.search.config import SearchConfig
@@ -45,49 +47,10 @@ from turnwise.rollout.search.core import Searcher, check_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.seeding import stable_hash
-from turnwise.tasks.core import Task
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import Branch, Search, Trajectory
-from turnwise.types import Message, StopReason
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSpec:
-    """An episode to run.
-
-    Attributes:
-        group_id: The group that the trajectories are compared within.
-        partition: ``train`` or ``val``.
-        env_seed: Seed of the reset, equal for all members of a group.
-        sampling_seed: Seed of the sampling, different for each member.
-        baseline: Whether it is the group's greedy baseline, not a member.
-        episodes: Prefix of episode ids, where not the group's id (an earlier process began the group).
-    """
-
-    task: Task
-    group_id: str
-    member: int = 0
-    attempt: int = 0
-    partition: str = "train"
-    env_seed: int = 0
-    sampling_seed: int = 0
-    temperature: float | None = None
-    baseline: bool = False
-    episodes: str = ""
-
-    @property
-    def episode_id(self) -> str:
-        """Unique in the run: process, group, member and attempt."""
-        return f"{self.episodes or self.group_id}/{self.member}.{self.attempt}"
-
-
-@dataclass(slots=True)
-class EpisodeOutcome:
-    """Result of an episode."""
-
-    trajectories: list[Trajectory]
-    error: Exception | None = None
+from turnwise.trajectory import Trajectory
+from turnwise.types import Branch, Message, Search, StopReason
 
 
 @dataclass(slots=True)
@@ -116,20 +79,6 @@ def _branch_of(run: _Run, fork: ForkAt) -> _Run:
     """Return the state of a branch of a running episode."""
     assert fork.of.record is not None
     return _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
-
-
-class EpisodePlayer(Protocol):
-    """Plays episodes, in this process or on the workers of a cluster."""
-
-    @property
-    def lost_threads(self) -> int:
-        """Threads elsewhere that tools have blocked for good."""
-
-    async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
-        """Run one episode; its trajectories are written, also where it is cancelled."""
-
-    async def close(self) -> None:
-        """Release everything."""
 
 
 class EpisodeRunner:

@@ -22,8 +22,8 @@ from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.growth import leave_out_failed
 from turnwise.seeding import stable_hash
-from turnwise.trajectory import Branch, Trajectory
-from turnwise.types import SamplingParams
+from turnwise.trajectory import Trajectory
+from turnwise.types import Branch, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

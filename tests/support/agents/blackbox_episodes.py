@@ -16,7 +16,8 @@ from turnwise.errors import EnvError
 from turnwise.inference.scripted import Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, ToolCall

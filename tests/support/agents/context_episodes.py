@@ -14,7 +14,8 @@ from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory, to_samples

@@ -12,7 +12,8 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ToolError
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.tools.response import ToolResponse

@@ -22,7 +22,8 @@ from turnwise.envs.library.lookup import table
 from turnwise.errors import AgentError, BudgetExceeded, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import StopReason, ToolCall

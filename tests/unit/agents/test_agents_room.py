@@ -8,10 +8,11 @@ from support.chat.model_dirs import renderer_for
 from support.property_tests import examples
 from turnwise import Agent, ToolEnv, function_tool
 from turnwise.agents import register_agent
-from turnwise.agents.core import fit_messages, truncate_tool_results
+from turnwise.agents.limits import fit_messages, truncate_tool_results
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 

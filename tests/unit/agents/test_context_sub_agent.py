@@ -259,7 +259,8 @@ async def test_names_that_the_environment_knows_otherwise_are_told_before_anythi
 async def _error(folder, context) -> str:
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.rollout.config import RolloutConfig
-    from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+    from turnwise.rollout.core import EpisodeSpec
+    from turnwise.rollout.runner import EpisodeRunner
     from turnwise.tasks import Task
 
     renderer = ToyRenderer()

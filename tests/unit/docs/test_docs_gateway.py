@@ -16,7 +16,8 @@ from turnwise.gateway.config import SETTINGS, GatewayConfig, GatewayLimits
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 
 TEXT = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")

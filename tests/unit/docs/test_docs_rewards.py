@@ -14,7 +14,7 @@ from support.doc_pages import page
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import SingleTurnEnv, invoke, make
-from turnwise.envs.rewards import core as loading
+from turnwise.envs.rewards import registry as loading
 from turnwise.envs.rewards.core import GIVEN
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.producer import GroupRewarder

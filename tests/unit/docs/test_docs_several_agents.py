@@ -15,7 +15,8 @@ from turnwise.envs.registration import register
 from turnwise.gateway.config import LeagueConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trainer.config.train import TrainConfig
 

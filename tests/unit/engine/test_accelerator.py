@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.devices import CPU, KINDS, DeviceKind, check_device, number_of, register_device
 from turnwise.engine import accelerator
 from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig
+from turnwise.placement.devices import CPU, KINDS, DeviceKind, check_device, number_of, register_device
 
 PACKAGE = Path(__file__).parents[3] / "turnwise"
 # Scripts that run in another engine's environment, control groups of sandboxes, and the two modules of devices.
-APART = ("engine/vllm_side", "engine/sglang_side", "sandboxes", "devices.py", "engine/accelerator.py")
+APART = ("engine/vllm_side", "engine/sglang_side", "sandboxes", "placement/devices.py", "engine/accelerator.py")
 KIND = re.compile(rf"({'|'.join(KINDS)})(:\d+)?")
 
 
@@ -55,7 +55,7 @@ def test_what_is_configured_is_a_device() -> None:
 
 
 def test_other_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.devices.KINDS", dict(KINDS))
+    monkeypatch.setattr("turnwise.placement.devices.KINDS", dict(KINDS))
     made = register_device(DeviceKind("hpu", "hccl"))
     assert register_device(made) is made
     assert check_device("hpu:1") == "hpu:1"

@@ -25,7 +25,8 @@ from turnwise.envs.library.retail.world import RETURN_DAYS, draw, world_seed
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
 

@@ -35,7 +35,8 @@ from turnwise.envs.library.sql.tasks import SPLITS, tasks
 from turnwise.errors import ConfigError, RegistryError, TaskError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, load_tasks
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.plan import dry_run

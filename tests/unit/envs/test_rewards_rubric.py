@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.envs import SingleTurnEnv, ToolEnv, invoke, make
-from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core
+from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core, registry
 from turnwise.errors import ConfigError, EnvError
 from turnwise.plugins import load_object
 from turnwise.tasks import Task
@@ -419,6 +419,6 @@ async def test_scoring_costs_little():
     assert (time.process_time() - began) / 200 < 0.005
 
 
-@pytest.mark.parametrize("name", sorted(core.REWARDS))
+@pytest.mark.parametrize("name", sorted(registry.REWARDS))
 def test_every_shipped_name_is_a_reward_function(name: str) -> None:
-    assert isinstance(load_object(core.REWARDS[name], "reward function"), type)
+    assert isinstance(load_object(registry.REWARDS[name], "reward function"), type)

@@ -18,7 +18,8 @@ from turnwise.evaluation.replay.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.branches import unforked
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory

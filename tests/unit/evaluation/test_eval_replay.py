@@ -21,7 +21,8 @@ from turnwise.evaluation.replay.replay import Divergence, RecordedClient, replay
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.tools.core import function_tool

@@ -30,7 +30,8 @@ from turnwise.evaluation import EvalConfig
 from turnwise.evaluation.replay.replay import Variance, replay
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.tasks import Task

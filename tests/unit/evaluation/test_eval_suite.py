@@ -13,7 +13,7 @@ from rich.console import Console
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError, RegistryError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, TokenPrices
-from turnwise.evaluation.runner import Spending, prompt_tokens
+from turnwise.evaluation.spending import Spending, prompt_tokens
 from turnwise.evaluation.suite import SUITE_FILE, SuiteConfig, load_suite, run_suite, suite_parts
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.types import as_ids

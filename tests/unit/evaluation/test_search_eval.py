@@ -23,7 +23,7 @@ from turnwise.evaluation import EvalConfig, EvalPlan, EvalResult, evaluate, resu
 from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
 from turnwise.evaluation.rescore import RescoreSettings, run_rescore
-from turnwise.evaluation.runner import Spending
+from turnwise.evaluation.spending import Spending
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.report.page import write_report
 from turnwise.report.runs import RunFacts

@@ -32,7 +32,8 @@ from turnwise.recorder.branches import unforked
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool

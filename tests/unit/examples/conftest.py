@@ -13,7 +13,7 @@ from turnwise import plugins
 from turnwise.agents import registry as agents
 from turnwise.chat.formats import FORMATS
 from turnwise.envs import registration as envs
-from turnwise.envs.rewards import core as rewards
+from turnwise.envs.rewards import registry as rewards
 from turnwise.inference import engines as inference
 from turnwise.rollout.managers import MANAGERS
 from turnwise.rollout.replay.setup import CUSTOM_STRATEGIES

@@ -12,7 +12,7 @@ import pytest
 from turnwise.agents import registry as agents
 from turnwise.chat.formats import find_format
 from turnwise.envs import registration as envs
-from turnwise.envs.rewards.core import load_function, register_reward
+from turnwise.envs.rewards.registry import load_function, register_reward
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.inference import engines as inference
 from turnwise.plugins import MODULES, load_extensions

@@ -25,7 +25,8 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
 from turnwise.plugins import load_extensions, load_object
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.local.boot import landlock

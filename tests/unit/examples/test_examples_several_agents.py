@@ -13,7 +13,8 @@ from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import ModelInfo, ServedPolicy
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trainer.config.train import TrainConfig
 

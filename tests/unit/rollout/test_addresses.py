@@ -21,7 +21,8 @@ from turnwise.errors import InferenceError
 from turnwise.inference.process import bind
 from turnwise.inference.scripted import Script, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.types import Message, StopReason, ToolCall
 

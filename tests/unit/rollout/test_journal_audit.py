@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.journal.state import SCHEMA_VERSION, seal
+from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
 

@@ -17,9 +17,9 @@ from turnwise.errors import AgentError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.core import EpisodeSpec, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.rollout.finished_groups import lively, same
+from turnwise.columns import DTYPES, pack_trajectory, unpack_trajectory
 from turnwise.errors import FormatError, MissingExtraError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
@@ -19,7 +20,6 @@ from turnwise.rollout.replay.payloads import MemoryPayloads, PayloadsLost, colum
 from turnwise.rollout.replay.setup import check_replay
 from turnwise.rollout.replay.strategies import Mixed
 from turnwise.tasks import Task
-from turnwise.trajectory_file import DTYPES, pack_trajectory, unpack_trajectory
 
 
 def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:

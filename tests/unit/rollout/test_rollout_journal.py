@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.property_tests import examples
 from support.rollout.record_files import spoil
 from turnwise.errors import FormatError, TrainError
-from turnwise.rollout.audit import summarize_journal
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.journal.state import read_journal, seal, unseal
+from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

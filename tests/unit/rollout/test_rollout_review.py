@@ -15,10 +15,10 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetExceeded, EnvError, InferenceError, TurnwiseError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.core import EpisodeSpec, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory

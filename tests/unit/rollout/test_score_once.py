@@ -15,7 +15,8 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.types import Message, StopReason
 

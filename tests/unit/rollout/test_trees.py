@@ -30,13 +30,14 @@ from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
 from turnwise.sandboxes import SandboxProcess
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trajectory import Branch, Trajectory, branch_paths, to_samples
-from turnwise.types import Message, ToolCall
+from turnwise.trajectory import Trajectory, branch_paths, to_samples
+from turnwise.types import Branch, Message, ToolCall
 
 TASK = Task("t", "Count to ten.")
 OPEN: list[int] = []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from support.property_tests import examples
 from turnwise.errors import ConfigError, EnvError, PlacementError, RunnerDisconnected
+from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.remote.protocol import error_record
-from turnwise.rollout.runner import EpisodeSpec
 from turnwise.rollout.workers.pool import PoolSize, WorkerAnswer, WorkerPool
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory

@@ -15,7 +15,8 @@ from turnwise.envs import invoke, register
 from turnwise.errors import ConfigError, EnvError, TaskError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tools import FunctionTool, OutputLimit, ToolRunner, as_schema, load_function_tools
 from turnwise.tools.selection import tools_kwargs
 from turnwise.types import ToolCall

@@ -13,7 +13,8 @@ from turnwise.envs import invoke
 from turnwise.errors import ToolError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, OutputLimit, ToolResponse, ToolRunner, as_tool
 from turnwise.tools.response import estimated_tokens

@@ -17,7 +17,8 @@ from turnwise.envs import invoke
 from turnwise.errors import ConfigError, EnvError, InferenceError, ToolError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools import ToolRunner
 from turnwise.tools.secrets import Secrets, with_secrets

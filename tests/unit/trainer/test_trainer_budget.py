@@ -10,7 +10,8 @@ from rich.console import Console
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
-from turnwise.trainer.config.train import UNKNOWN_STEPS, BudgetConfig, TrainConfig, read_count, read_duration
+from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig, read_count, read_duration
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.run_log import LiveDisplay
 from turnwise.trainer.run.budget import Budget, show_duration
 

@@ -14,7 +14,8 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
 from turnwise.trainer.algorithms.rewards import step_rewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS, Tree, tree_grpo, tree_value
-from turnwise.trajectory import Branch, Segment, Trajectory
+from turnwise.trajectory import Segment, Trajectory
+from turnwise.types import Branch
 
 # Turns 0 1 2; forked before turn 1 (turns 0 3 4); that one forked before turn 4 (turns 0 3 5).
 FORKED = Tree((1.0, 0.0, 0.5), ((0, 1, 2), (0, 3, 4), (0, 3, 5)), 6)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -20,132 +19,22 @@ from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser,
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough, ensure_config
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from turnwise.agents.langgraph.messages import REASONING, Known, own_message
-from turnwise.agents.langgraph.run import EpisodeTool, GraphRun, blocked, current_run, iterated
+from turnwise.agents.langgraph.request import ModelRequest, read_model_request, schema_format, schema_of
+from turnwise.agents.langgraph.run import GraphRun, blocked, current_run, iterated
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.errors import InferenceError, SessionError, shown
-from turnwise.gateway.dialects.core import Abilities, Fields, Reader
-from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
-from turnwise.gateway.errors import ApiError
+from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.proxy.session import TextSession
 from turnwise.model.canonical import template_arguments
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.tools.response import ToolResponse
-from turnwise.types import Message, SamplingParams, TokenDelta, ToolSchema, text_of
+from turnwise.types import Message, TokenDelta, text_of
 
-SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-# Ours are strict anyway; usage always comes with a stream.
 T = TypeVar("T")
-_MEANS_NOTHING: Final = frozenset(("strict", "stream_usage", "api_key"))
-_OTHER: Final = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "template_args", "fork")
-# Whether they can be held to what is asked is for the engine and the chat format to say.
-_ABILITIES: Final = Abilities(guided=True, forced_calls=True)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
-    """Parameters of a model request.
-
-    Attributes:
-        params: Sampling; None as the session's.
-        fork: Name of the fork that the request makes.
-    """
-
-    tools: tuple[ToolSchema, ...]
-    params: SamplingParams | None
-    template_args: Mapping[str, Any] | None
-    fork: str | None
-
-    @property
-    def offered(self) -> frozenset[str]:
-        """The names of the tools."""
-        return frozenset(tool.name for tool in self.tools)
-
-
-def read_model_request(given: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams) -> ModelRequest:
-    """Parse the parameters of a request.
-
-    Args:
-        given: Keyword arguments; None counts as not given.
-        stop: Stop strings.
-        session: The session's sampling.
-    """
-    given = {name: value for name, value in given.items() if value is not None and name not in _MEANS_NOTHING}
-    unknown = sorted(given.keys() - {*SAMPLING, *_OTHER})
-    if unknown:
-        raise SessionError(
-            f"ChatTurnwise takes no {unknown[0]!r} ({shown(given[unknown[0]])}): it takes stop, "
-            f"{', '.join((*SAMPLING, *_OTHER))}"
-        )
-    tools = tuple(schema_of(tool) for tool in given.get("tools") or ())
-    changes: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
-    if stop:
-        changes["stop"] = tuple(stop)
-    if given.keys() & {"tool_choice", "parallel_tool_calls", "response_format"}:
-        tools, changes["guide"] = _held(given, tools)
-    params = replace(session, **changes) if changes else None
-    return ModelRequest(tools, params, given.get("template_args"), given.get("fork"))
-
-
-def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], Any]:
-    names = [tool.name for tool in tools]
-    parallel = given.get("parallel_tool_calls", True)
-    try:
-        choice = read_choice(Fields({"tool_choice": _choice(given.get("tool_choice"), names)}))
-        answer = Format("response_format", _response_format(given.get("response_format")), nested=True)
-        held = read_response_format(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
-    except ApiError as error:
-        raise SessionError(f"ChatTurnwise: {error.message}") from error
-    return held.tools, held.guide
-
-
-def _choice(value: Any, names: Sequence[str]) -> Any:
-    if value is True or value == "any":
-        return "required"
-    if isinstance(value, dict) and "function" not in value:
-        if value.get("type") in ("any", "auto", "none"):
-            return _choice(value["type"], names)
-        if value.get("type") in ("tool", "function"):
-            return {"type": "function", "function": {"name": value.get("name")}}
-    if isinstance(value, str) and value not in ("auto", "none", "required"):
-        return {"type": "function", "function": {"name": value}}
-    return None if value is False else value
-
-
-def _response_format(value: Any) -> Any:
-    """Return a response format in OpenAI's format, from a class or schema as well."""
-    if value is None or (isinstance(value, dict) and value.get("type") in ("text", "json_object", "json_schema")):
-        return value
-    return schema_format(value)
-
-
-def schema_format(schema: Any) -> dict[str, Any]:
-    """Return the response format of a class or a JSON schema, in OpenAI's format."""
-    try:
-        plain = convert_to_json_schema(schema)
-    except (TypeError, ValueError) as error:
-        raise SessionError(f"ChatTurnwise: {shown(schema)} is not a schema of an answer: {error}") from error
-    return {"type": "json_schema", "json_schema": {"name": plain.get("title", "answer"), "schema": plain}}
-
-
-def schema_of(tool: Any) -> ToolSchema:
-    """Convert a tool in any LangChain form to a schema."""
-    if isinstance(tool, EpisodeTool):
-        return tool.tool_schema
-    if not (isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool):
-        try:
-            tool = convert_to_openai_tool(tool)
-        except (TypeError, ValueError) as error:
-            raise SessionError(f"ChatTurnwise: {shown(tool)} is not a tool: {error}") from error
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise SessionError(f"ChatTurnwise: {shown(tool)} is not a tool: give a function with a name")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return ToolSchema(function["name"], function.get("description") or "", parameters)
 
 
 async def conversation(

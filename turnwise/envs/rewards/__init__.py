@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, VerlScore, as_rubric, register_reward
+    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, VerlScore, as_rubric
     from turnwise.envs.rewards.groups import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of
     from turnwise.envs.rewards.judge import Judge
     from turnwise.envs.rewards.matching import (
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
         parse_number,
     )
     from turnwise.envs.rewards.model import RewardModel
+    from turnwise.envs.rewards.registry import register_reward
     from turnwise.envs.rewards.symbolic import Symbolic
 
 _HOMES = {
-    "core": ("Part", "RewardFunction", "Rubric", "VerlScore", "as_rubric", "register_reward"),
+    "core": ("Part", "RewardFunction", "Rubric", "VerlScore", "as_rubric"),
     "groups": ("PairwiseJudge", "RankBy", "answer_of", "centred_ranks", "conversation_of"),
     "judge": ("Judge",),
     "matching": ("ExactMatch", "JSONSchema", "Numeric", "Regex", "extract_answer", "normalize", "parse_number"),
     "model": ("RewardModel",),
+    "registry": ("register_reward",),
     "symbolic": ("Symbolic",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

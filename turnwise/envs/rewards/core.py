@@ -1,8 +1,4 @@
-"""Rewards as functions: what they are given, how several make one score, and what happens when one fails.
-
-An object that a configuration describes is made once per process and shared by all episodes, since every episode makes
-its environment anew: so they share connections, caches and rate limits.
-"""
+"""Rewards as functions: what they are given, how several make one score, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -11,106 +7,18 @@ import functools
 import inspect
 import math
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Final, TypeVar
-
-import orjson
+from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, finite, named_numbers
+from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.plugins import load_object, place_of, register_entry
 from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.types import Message, text_of
-
-_HERE = "turnwise.envs.rewards"
-REWARDS: dict[str, Callable[..., Any] | str] = {
-    "exact_match": f"{_HERE}.matching:ExactMatch",
-    "regex": f"{_HERE}.matching:Regex",
-    "json_schema": f"{_HERE}.matching:JSONSchema",
-    "numeric": f"{_HERE}.matching:Numeric",
-    "symbolic": f"{_HERE}.symbolic:Symbolic",
-    "reward_model": f"{_HERE}.model:RewardModel",
-    "judge": f"{_HERE}.judge:Judge",
-    "verl": f"{_HERE}.core:VerlScore",
-    "rank_by": f"{_HERE}.groups:RankBy",
-    "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
-}
-"""Reward functions by the name that configurations use: functions and classes, or references to them."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def register_reward(name: str) -> Callable[[F], F]:
-    """Register a reward function, or a class of them, for scorers and rubrics. Raises RegistryError."""
-
-    def register(function: F) -> F:
-        register_entry(name, function, REWARDS, "reward function", of=_loaded)
-        return function
-
-    return register
-
-
-def _loaded(function: Any) -> Any:
-    return load_object(function, "reward function") if isinstance(function, str) else function
-
-
-def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
-    """Load a reward function.
-
-    Args:
-        given: The function, a built-in name, or a reference.
-        arguments: Of a class's constructor, or keyword arguments of every call of a function.
-        where: Its owner, for messages.
-
-    Raises:
-        ConfigError: It cannot be found, or does not take the arguments.
-    """
-    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
-        raise ConfigError(f"{where}: arguments is {shown(arguments)}: it must be a dict from names to values")
-    if not isinstance(given, str):
-        return _with(given, arguments)
-    if given not in REWARDS and not any(mark in given for mark in ":./"):
-        raise ConfigError(
-            f"{where}: there is no reward function {given!r}{nearest(given, REWARDS)}; known are "
-            f"{', '.join(REWARDS)}; any other is pkg.module:function or path/to/file.py:function"
-        )
-    try:
-        key = orjson.dumps(dict(arguments), option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:
-        raise ConfigError(f"{where}: arguments is {shown(arguments)}, which is not JSON: {error}") from error
-    try:
-        return _shared(REWARDS.get(given, given), key)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-@functools.lru_cache(maxsize=256)
-def _shared(function: Callable[..., Any] | str, arguments: bytes) -> Any:
-    return _with(_loaded(function), orjson.loads(arguments))
-
-
-def _with(function: Any, arguments: Mapping[str, Any]) -> Any:
-    if isinstance(function, type):
-        try:
-            return function(**arguments)
-        except TypeError as error:
-            raise ConfigError(f"{function.__qualname__} does not take {dict(arguments)}: {error}") from error
-    return functools.partial(function, **arguments) if arguments else function
-
-
-def describe(function: Any) -> str:
-    """Return a function's name for messages."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
-        return f"{place_of(function.__module__)}:{function.__qualname__}"
-    return f"{place_of(type(function).__module__)}:{type(function).__qualname__}"
-
 
 DEFAULT_TIMEOUT: Final = 60.0
 GIVEN: Final = ("task", "final", "text", "messages", "data", "env")

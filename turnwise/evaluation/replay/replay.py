@@ -26,7 +26,8 @@ from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.branches import is_renumbered
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.types import Completion, SamplingParams, StopReason, TokenDelta, TokenPrompt

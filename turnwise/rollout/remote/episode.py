@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from turnwise.agents.core import Episode, EpisodeLimits
+from turnwise.agents.core import Episode
+from turnwise.agents.limits import EpisodeLimits
 from turnwise.envs.core import Env, StepResult
 from turnwise.errors import RunnerDisconnected, SessionError, TurnwiseError
 from turnwise.gateway.local import SessionEndpoint

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Self, TypeVar
 from uuid import uuid4
 
+from turnwise.columns import Columns, pack_trajectory, unpack_trajectory
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore, columns_of
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.trajectory_file import Columns, pack_trajectory, unpack_trajectory
 
 T = TypeVar("T")
 _MB = 2**20

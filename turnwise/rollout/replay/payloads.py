@@ -1,6 +1,6 @@
 """Payloads of finished groups that live outside of this process: the contract of a store, and how it gets a trajectory.
 
-A store keeps rows by key. A row is one trajectory in columns (``turnwise.trajectory_file.DTYPES``), so that a reader
+A store keeps rows by key. A row is one trajectory in columns (``turnwise.columns.DTYPES``), so that a reader
 fetches only those that it needs.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
+from turnwise.columns import DTYPES, Columns
 from turnwise.errors import TrainError
-from turnwise.trajectory_file import DTYPES, Columns
 
 _OF_TOKENS = ("segments", "token_ids", "logprobs")
 

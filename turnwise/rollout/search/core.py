@@ -14,8 +14,7 @@ from turnwise.rollout.growth import Grown, ways_of
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.rollout.search.scorers import Scorer
 from turnwise.tasks.core import Task
-from turnwise.trajectory import Search
-from turnwise.types import Message
+from turnwise.types import Message, Search
 
 
 class Searcher:

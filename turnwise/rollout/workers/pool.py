@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from turnwise.errors import PlacementError, RunnerDisconnected, TurnwiseError
+from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.remote.protocol import read_error
-from turnwise.rollout.runner import EpisodeOutcome, EpisodeSpec
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
 

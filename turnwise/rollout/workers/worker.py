@@ -32,8 +32,9 @@ from turnwise.model.core import ServedPolicy
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.remote.protocol import error_record
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.workers.pool import WorkerAnswer
 from turnwise.tools.execute import ToolThreads
 from turnwise.trajectory import Trajectory

@@ -15,13 +15,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from turnwise.devices import AUTO, CPU
 from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu
 from turnwise.engine.capacity import machine_memory, model_size
 from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.devices import AUTO, CPU
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from turnwise.devices import CPU
 from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
+from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from turnwise.devices import CPU
 from turnwise.engine.accelerator import chosen, main_memory, on_cpu, release_cached
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
-from turnwise.devices import CPU
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch

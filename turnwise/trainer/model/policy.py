@@ -20,11 +20,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
-from turnwise.devices import CPU
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.devices import CPU
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention

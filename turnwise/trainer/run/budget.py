@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from turnwise.trainer.config.train import UNKNOWN_STEPS, BudgetConfig
+from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig
 
 
 def show_duration(seconds: float) -> str:

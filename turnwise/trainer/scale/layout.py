@@ -8,9 +8,9 @@ from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.devices import number_of
 from turnwise.engine.lora import model_under
 from turnwise.inference.engines import served_dtype
+from turnwise.placement.devices import number_of
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.memory import (
     CHECKPOINTING,

@@ -11,7 +11,7 @@ from support.agents.blackbox_episodes import CHAT_LOOP, LINES, run_episode, runn
 from turnwise.agents.blackbox import ProgramError
 from turnwise.errors import AgentError, InferenceError
 from turnwise.inference.scripted import ScriptedRequest
-from turnwise.rollout.runner import EpisodeOutcome
+from turnwise.rollout.core import EpisodeOutcome
 from turnwise.types import Message, StopReason, ToolCall
 
 ECHO_JSON = f"""printf '{{"a": [{{"b": "%s"}}]}}' "$({CHAT_LOOP})\""""

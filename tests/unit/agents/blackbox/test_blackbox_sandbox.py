@@ -19,7 +19,7 @@ from turnwise.agents.blackbox import BlackBoxAgent, ProgramError
 from turnwise.agents.blackbox.config import paths_within, shown_for
 from turnwise.agents.registry import make_agent
 from turnwise.errors import AgentError, SandboxUnavailable
-from turnwise.rollout.runner import EpisodeOutcome
+from turnwise.rollout.core import EpisodeOutcome
 from turnwise.sandboxes.core import Mount
 from turnwise.types import StopReason
 

@@ -17,7 +17,8 @@ from support.agents.blackbox_episodes import LINES, TABLE, Broken, say, team
 from support.chat.model_dirs import renderer_for
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
 from turnwise.agents.blackbox.workdir import Workdir
-from turnwise.agents.core import Episode, EpisodeLimits
+from turnwise.agents.core import Episode
+from turnwise.agents.limits import EpisodeLimits
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.library.guess_number import GuessNumberEnv
 from turnwise.envs.library.lookup import LookupEnv

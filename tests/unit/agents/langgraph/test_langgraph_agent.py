@@ -23,9 +23,9 @@ from turnwise.agents.langgraph.agent import GAVE_UP
 from turnwise.errors import AgentError, EnvError, InferenceError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.core import EpisodeSpec, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.trajectory import to_samples
 from turnwise.types import StopReason

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from turnwise.columns import DTYPES, Columns
 from turnwise.errors import MissingExtraError, TrainError
 from turnwise.rollout.replay.config import TransferQueueConfig
 from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore
-from turnwise.trajectory_file import DTYPES, Columns
 
 # By default it would use 8 threads, and on a machine of fewer cores say so at every call.
 os.environ.setdefault("TQ_NUM_THREADS", "1")
