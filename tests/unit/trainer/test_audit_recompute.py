@@ -111,7 +111,7 @@ async def test_true_logprobs_pass_and_are_counted(tmp_path: Path) -> None:
     assert report.counts["sampled tokens that cannot be recomputed"] == 12 + 6
     assert report.figures["largest difference of a logprob"] < 1e-4
     assert "logprobs recomputed" in text
-    assert "not recomputed: 18 tokens sampled by weights that are not on disk (in a training run, checkpoint.every" in text
+    assert "not recomputed: 18 tokens sampled by weights that are not on disk (in training, checkpoint.every" in text
     assert "no contradictions" in text
 
 

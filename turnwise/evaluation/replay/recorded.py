@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.engines import model_settings
 from turnwise.model.core import Renderer
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import chosen_way, unforked
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.config import TasksConfig
@@ -95,16 +96,20 @@ class RecordedRun:
         Args:
             number: The newest so many; None for all.
             task: Only those of this task.
-            episode: Only the one with this id, or with a trajectory of this id.
+            episode: Only the one with this id, or with a trajectory of this id, of a searched one the chosen way alone;
+                of a forked one, ``~n`` before its member names the n-th branch.
 
         Raises:
             FormatError: There are none, or they are damaged.
         """
         with TrajectoryFile(self.path) as trajectories:
+            known = {each for entry in trajectories.entries for each in (entry.episode_id, entry.id)}
+            way = episode is not None and episode not in known
+            named = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if way else episode
             wanted = [
                 entry
                 for entry in trajectories.entries
-                if task in (None, entry.task_id) and episode in (None, entry.episode_id, entry.id)
+                if task in (None, entry.task_id) and named in (None, entry.episode_id, entry.id)
             ]
             found = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
             chosen = set(found if number is None else found[max(0, len(found) - number) :])
@@ -115,8 +120,20 @@ class RecordedRun:
                     if episode is None
                     else f"{self.path} holds no episode {episode!r}: turnwise view lists them"
                 )
-            read = [trajectories.read(each) for each in wanted if (each.episode_id, each.attempt) in chosen]
-        return [branch for each in read for branch in unforked(each)]
+            # All sessions of an episode, also where one of them was named.
+            read = [
+                trajectories.read(each) for each in trajectories.entries if (each.episode_id, each.attempt) in chosen
+            ]
+        if episode in known:
+            read = [chosen_way(each) for each in read]
+        ways = [branch for each in read for branch in unforked(each)]
+        asked = {each.episode_id for each in ways if episode in (each.episode_id, each.id)}
+        if way and not asked:
+            raise FormatError(
+                f"{self.path} holds no episode {episode!r}; it was forked into "
+                f"{', '.join(dict.fromkeys(each.episode_id for each in ways))}"
+            )
+        return [each for each in ways if each.episode_id in asked] if way else ways
 
     async def tasks(self) -> dict[str, Task]:
         """Return the tasks of training and evaluation by id. Raises ConfigError."""

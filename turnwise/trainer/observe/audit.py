@@ -105,7 +105,7 @@ def _read_config(run: Path) -> dict[str, Any]:
 
 
 _OTHERS = "sampled by a frozen policy, whose weights the run does not keep"
-_GONE = "sampled by weights that are not on disk (in a training run, checkpoint.every and checkpoint.keep say which are)"
+_GONE = "sampled by weights that are not on disk (in training, checkpoint.every and checkpoint.keep say which are)"
 _KILLED = "sampled by weights of a killed process after its last checkpoint"
 _UNKNOWN_TEMPERATURE = "sampled at a temperature that was not recorded"
 
