@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trajectory import RewardEvent, TrainSample, Trajectory, TrajectoryGroup, branch_paths
+from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, branch_paths
+from turnwise.types import RewardEvent
 
 RowKey = tuple[str, int]
 """Key of a row within a step: trajectory id and leaf."""
