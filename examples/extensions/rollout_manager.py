@@ -120,7 +120,7 @@ class WholeGroups(RolloutManager):
             attempt=attempt,
             partition=request.partition,
             env_seed=stable_hash("reset", *drawn),
-            sampling_seed=stable_hash("sampling", *drawn, request.tag, member, attempt),
+            sampling_seed=stable_hash("sampling", *drawn, request.tag, member),
             temperature=0.0 if baseline else request.temperature,
             baseline=baseline,
         )

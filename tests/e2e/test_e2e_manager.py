@@ -1,4 +1,4 @@
-"""A rollout manager that was written outside the package trains ``lookup``."""
+"""The rollout manager of ``examples/extensions`` trains ``lookup``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.processes.warm import run_command
+from support.rollout.custom_managers import EXAMPLE
 from support.trainer.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from turnwise.errors import TrainError
 from turnwise.rollout.records import read_batches
@@ -17,7 +18,6 @@ from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
-PLAIN = "support.rollout.custom_managers.PlainManager"
 EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
@@ -28,7 +28,7 @@ ALGORITHM = {"advantage": "remax", "kl": {"coef": 0.05, "estimator": "k2", "wher
 def test_it_trains_as_the_package_s_own_does(lookup_model: Path, tmp_path: Path) -> None:
     given = {"eval": EVAL, "algorithm": ALGORITHM}
     own = run_train(train_config(lookup_model, tmp_path, name="own", **given), console=silent())
-    changes = {"rollout": {"agent_loop_manager_class": PLAIN}, "custom": {"at_once": 4}}
+    changes = {"rollout": {"agent_loop_manager_class": EXAMPLE}, "custom": {"groups": {"at_once": 4}}}
     outside = run_train(train_config(lookup_model, tmp_path, name="outside", **given, **changes), console=silent())
     for part in ("before", "after"):
         ours, theirs = ({kind: figures[kind]["success"] for kind in ("sampled", "greedy")} for figures in
@@ -72,7 +72,7 @@ def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path
     take_warm(warm_lookup, tmp_path / "outside")
     command = [
         sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "outside",
-        f"rollout.agent_loop_manager_class={PLAIN}",
+        f"rollout.agent_loop_manager_class={EXAMPLE}",
         "eval.samples=2",
     ]  # fmt: skip
     done = run_command(command, env=environment(), capture_output=True, text=True, check=False)

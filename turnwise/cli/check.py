@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+from turnwise.cli.options import (
+    ConstructorArguments,
+    EnvReference,
+    EnvTasks,
+    FunctionTools,
+    MCPServers,
+    ToolConfig,
+    env_spec,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,13 +38,9 @@ TemplateName = Annotated[
 
 
 def check_env(
-    env: Annotated[
-        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
-    ],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
-    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    env: EnvReference,
+    config: ConstructorArguments = None,
+    tasks: EnvTasks = None,
     limit: Annotated[
         int | None,
         typer.Option("--limit", min=1, help="Maximum number of tasks; by default 3 are played and all are validated."),
@@ -150,9 +154,7 @@ def check_sandbox(
     name: Annotated[
         str, typer.Argument(help="Sandbox backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
     ] = "local",
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
+    config: ConstructorArguments = None,
     image: Annotated[str | None, typer.Option("--image", help="Image or template of the sandboxes.")] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Run only checks with this prefix, such as attack. Repeatable.")

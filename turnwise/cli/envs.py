@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+from turnwise.cli.options import (
+    ConstructorArguments,
+    EnvReference,
+    EnvTasks,
+    FunctionTools,
+    MCPServers,
+    ToolConfig,
+    env_spec,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,13 +58,9 @@ def envs(
 
 @app.command("show")
 def show(
-    env: Annotated[
-        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
-    ],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
-    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    env: EnvReference,
+    config: ConstructorArguments = None,
+    tasks: EnvTasks = None,
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
@@ -131,12 +135,8 @@ def _print_observation(first: FirstObservation, console: Console) -> None:
 
 
 def export_env(
-    env: Annotated[
-        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
-    ],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
+    env: EnvReference,
+    config: ConstructorArguments = None,
     *,
     form: Annotated[
         str, typer.Option("--as", help="gymnasium, inspect, mcp, openenv or verifiers.", show_default=False)
@@ -144,7 +144,7 @@ def export_env(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
     ] = None,
-    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    tasks: EnvTasks = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
 ) -> None:
     """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients, OpenEnv or verifiers."""

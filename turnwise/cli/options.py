@@ -17,6 +17,13 @@ Overrides = Annotated[
     ),
 ]
 
+EnvReference = Annotated[
+    str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
+]
+ConstructorArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
+]
+EnvTasks = Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")]
 FunctionTools = Annotated[
     Path | None, typer.Option("--function-tool-path", help="Add the @function_tool functions of this file.")
 ]

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turnwise.cli.options import FunctionTools, MCPServers, Overrides, ToolConfig, env_spec
+from turnwise.cli.options import (
+    ConstructorArguments,
+    EnvReference,
+    FunctionTools,
+    MCPServers,
+    Overrides,
+    ToolConfig,
+    env_spec,
+)
 
 if TYPE_CHECKING:
     from turnwise.tasks.core import Task
@@ -144,12 +152,8 @@ def runner(
 
 
 def mcp(
-    env: Annotated[
-        str, typer.Argument(help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
-    ],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
+    env: EnvReference,
+    config: ConstructorArguments = None,
     http: Annotated[
         bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
     ] = False,

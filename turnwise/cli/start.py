@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from turnwise.cli.options import env_spec
+from turnwise.cli.options import ConstructorArguments, EnvTasks, env_spec
 
 TEMPLATES: Final = Path(__file__).with_name("project")
 _FILES: Final = {
@@ -63,10 +63,8 @@ def make_model(
     env: Annotated[
         str, typer.Option("--env", help="Registered environment, pkg.mod:Class or file.py:Class.", show_default=False)
     ],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Constructor arguments.", show_default=False)
-    ] = None,
-    tasks: Annotated[str | None, typer.Option("--tasks", "-t", help="Task source; default: the environment's.")] = None,
+    config: ConstructorArguments = None,
+    tasks: EnvTasks = None,
     demonstrations: Annotated[int, typer.Option("--demonstrations", min=1, help="Number of solved tasks.")] = 800,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Steps of the warm start; 0 for random weights.")] = 120,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, episodes and order.")] = 0,

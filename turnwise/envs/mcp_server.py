@@ -24,6 +24,7 @@ from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseEr
 from turnwise.images import readable_text
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
+from turnwise.tools.response import content_block
 from turnwise.types import Message, ToolCall, ToolSchema
 from turnwise.version import __version__
 
@@ -455,16 +456,12 @@ def _blocks(content: Content) -> list[types.ContentBlock]:
 
 
 def _block(part: dict[str, Any]) -> types.ContentBlock:
-    kind = part.get("type", "text")
-    value = part.get(kind)
-    if kind == "image_url":
-        kind, value = "image", part["image_url"]["url"]
-    if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
-        mime_type, _, data = value.removeprefix("data:").partition(";base64,")
-        if kind == "image":
-            return types.ImageContent(data=data, mime_type=mime_type)
-        return types.AudioContent(data=data, mime_type=mime_type)
-    return types.TextContent(text=value if isinstance(value, str) else f"[{kind}]")
+    kind, content, mime_type = content_block(part)
+    if kind == "text":
+        return types.TextContent(text=content)
+    if kind == "image":
+        return types.ImageContent(data=content, mime_type=mime_type)
+    return types.AudioContent(data=content, mime_type=mime_type)
 
 
 def _failed(error: TurnwiseError) -> MCPError:

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, write_private
-from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
 from turnwise.envs.core import Env
 from turnwise.envs.registration import env_class
@@ -43,7 +42,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.replica_set import ReplicaSet
+from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.config import RolloutConfig
@@ -516,15 +515,7 @@ async def open_model(
         InferenceError: A server did not start.
     """
     if urls:
-        return ServedModel(
-            HTTPClient(
-                urls,
-                retries=settings.retries,
-                retry_wait=settings.retry_wait,
-                routing=settings.routing,
-                processor=load_processor(directory),
-            )
-        )
+        return ServedModel(client_of(urls, settings, directory))
     fleet = ReplicaSet(settings, directory, logs=logs)
     stack.push_async_callback(fleet.close)
     await fleet.launch()

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from turnwise.chat.processor import load_processor
 from turnwise.errors import ConfigError, InferenceError, RenderError
 from turnwise.gateway.config import FrozenConfig, base_url
 from turnwise.gateway.proxy.client import HostedClient
@@ -15,7 +14,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RendererConfig
-from turnwise.inference.replica_set import ReplicaSet
+from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 
@@ -100,14 +99,7 @@ class FrozenPolicies:
                 endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
                 client = HostedClient(endpoint, model=config.hosted.model)
             elif config.urls:
-                settings = config.inference
-                client = HTTPClient(
-                    config.urls,
-                    retries=settings.retries,
-                    retry_wait=settings.retry_wait,
-                    routing=settings.routing,
-                    processor=load_processor(config.directory(name, start)),
-                )
+                client = client_of(config.urls, config.inference, config.directory(name, start))
             else:
                 fleet = ReplicaSet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")
                 stack.push_async_callback(fleet.close)

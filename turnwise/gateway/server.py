@@ -23,7 +23,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.append_file import private_directory, write_private
-from turnwise.chat.processor import load_processor
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
@@ -34,9 +33,8 @@ from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
-from turnwise.inference.client import HTTPClient
 from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
-from turnwise.inference.replica_set import ReplicaSet
+from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.placement.core import Inherited
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -256,14 +254,7 @@ def admin_key(file: Path) -> str:
 async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
     """Yield the client."""
     if config.urls:
-        settings = config.inference
-        client = HTTPClient(
-            config.urls,
-            retries=settings.retries,
-            retry_wait=settings.retry_wait,
-            routing=settings.routing,
-            processor=load_processor(config.directory),
-        )
+        client = client_of(config.urls, config.inference, config.directory)
         try:
             yield client
         finally:

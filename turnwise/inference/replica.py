@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -348,7 +349,22 @@ class ServerReplica(Replica):
         process = self._process.process if isinstance(self._process, ServerProcess) else None
         return 0.0 if process is None else await process.running_cpu()
 
+    async def _counted(self, counters: Mapping[str, str]) -> dict[str, Any]:
+        """Return the server's counters, each under the name of one of its Prometheus metrics, and CPU seconds."""
+        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
+        found = {name: sum_of(text, metric) for name, metric in counters.items()}
+        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
+        if self.pid is not None:
+            found["cpu_seconds"] = await self._running_cpu()
+        return found
+
     def _reachable(self) -> str:
         if not self._process.running:
             raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
         return self.url
+
+
+def sum_of(metrics: str, name: str) -> float:
+    """Return the sum of a counter over its labels, in Prometheus's text format."""
+    pattern = re.compile(rf"^{re.escape(name)}_total(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(metrics))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,25 @@ _NOTICED = 5.0
 """Seconds within which the death of a server is noticed after a connection to it broke."""
 COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
 """Counters of a server that are summed over all; an engine may lack some."""
+
+
+def client_of(urls: Sequence[str], settings: InferenceConfig, model: Path, adapter: str | None = None) -> HTTPClient:
+    """Return a client of running servers.
+
+    Args:
+        urls: Their base URLs.
+        settings: Retries and routing.
+        model: The model that they serve; only its media processor is read.
+        adapter: Its name on servers of several policies; None on its own.
+    """
+    return HTTPClient(
+        urls,
+        model=adapter,
+        retries=settings.retries,
+        retry_wait=settings.retry_wait,
+        routing=settings.routing,
+        processor=load_processor(model),
+    )
 
 
 class ReplicaSet:

@@ -16,7 +16,6 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
-from turnwise.inference.vllm import sum_of
 from turnwise.model.core import WeightManifest
 from turnwise.placement.core import Inherited
 
@@ -179,9 +178,4 @@ class SGLangReplica(ServerReplica):
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens and CPU seconds."""
-        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
-        found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
-        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
-        if self.pid is not None:
-            found["cpu_seconds"] = await self._running_cpu()
-        return found
+        return await self._counted(_COUNTERS)

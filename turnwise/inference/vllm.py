@@ -6,7 +6,6 @@ Its control routes have no password: bind it where only trusted clients reach it
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -410,15 +409,4 @@ class VLLMReplica(ServerReplica):
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens, preemptions, CPU seconds and peak memory."""
-        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
-        found = {name: sum_of(text, metric) for name, metric in _COUNTERS.items()}
-        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
-        if self.pid is not None:
-            found["cpu_seconds"] = await self._running_cpu()
-        return found
-
-
-def sum_of(metrics: str, name: str) -> float:
-    """Return the sum of a counter over its labels, in Prometheus's text format."""
-    pattern = re.compile(rf"^{re.escape(name)}_total(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
-    return sum(float(value) for value in pattern.findall(metrics))
+        return await self._counted(_COUNTERS)

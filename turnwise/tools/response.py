@@ -365,6 +365,21 @@ MEDIA: Final = ("image", "video", "audio")
 """Kinds of media, as the fields of a ToolResponse are called."""
 
 
+def content_block(part: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return a part of a message as MCP has it: its kind, its text or data, and the data's MIME type.
+
+    An ``image`` and an ``audio`` have base64 data; all else is ``text``, without a type.
+    """
+    kind = part.get("type", "text")
+    value = part.get(kind)
+    if kind == "image_url":
+        kind, value = "image", part["image_url"]["url"]
+    if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
+        mime_type, _, data = value.removeprefix("data:").partition(";base64,")
+        return kind, data, mime_type
+    return "text", value if isinstance(value, str) else f"[{kind}]", ""
+
+
 def as_media(label: str, kinds: Iterable[str]) -> frozenset[str]:
     """Return declared kinds of media; ToolSchemaError if one is unknown."""
     found = frozenset((kinds,) if isinstance(kinds, str) else kinds)

@@ -6,23 +6,20 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.chat.toy_renderer import ToyRenderer
 from support.processes.warm import run_command
 from support.rollout.record_files import record_bytes, spoil
+from support.rollout.resumed_evaluation import evaluate_in, figures
 from turnwise.errors import FormatError
-from turnwise.evaluation import EvalPlan, EvalResult, evaluate
-from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.evaluation import EvalPlan, EvalResult
+from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
-from turnwise.rollout.producer import RolloutProducer
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TRAJECTORIES
 
@@ -56,28 +53,9 @@ def ranked(task: Any, trajectories: list[Trajectory]) -> list[float]:
 
 
 async def run(folder: Path, group_reward: bool = False) -> tuple[EvalResult, FinishedMembers]:
-    renderer = ToyRenderer()
     reward = GroupRewardConfig(function=f"{__name__}:ranked", in_evaluation=True) if group_reward else None
     config = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=2, retries=0, temperature=0.8, group_reward=reward)
-    finished = FinishedMembers(folder)
-    parts = RolloutParts(renderer, run_part=str(finished.part), write=finished.write, finished=finished)
-    producer = await RolloutProducer.create(config, ScriptedClient(renderer, guesses), None, parts)
-    try:
-        return await evaluate(producer, PLAN), finished
-    finally:
-        await producer.close()
-        finished.close()
-
-
-def figures(result: EvalResult) -> tuple[dict[str, Any], Counter[Any]]:
-    """Everything but ids, which name the process that made them, and times."""
-    record = {name: each for name, each in result.to_json().items() if name != "seconds"}
-    rows = Counter(
-        (name, row.task_id, row.reward, tuple(sorted(row.rewards.items())), row.turns, row.sampled_tokens)
-        for name, part in result.parts.items()
-        for row in part.rows
-    )
-    return record, rows
+    return await evaluate_in(folder, PLAN, config, guesses)
 
 
 def states(folder: Path) -> Iterator[tuple[bytes, bytes]]:

@@ -6,32 +6,29 @@ import asyncio
 import io
 import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from support.chat.toy_renderer import ToyRenderer
 from support.rollout.record_files import record_bytes
+from support.rollout.resumed_evaluation import evaluate_in, figures
 from turnwise.config import load_config
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError
-from turnwise.evaluation import EvalConfig, EvalPlan, EvalResult, evaluate, result_table
+from turnwise.evaluation import EvalConfig, EvalPlan, EvalResult, result_table
 from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
 from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.spending import Spending
-from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.inference.scripted import ScriptedRequest
 from turnwise.report.page import write_report
 from turnwise.report.runs import RunFacts
 from turnwise.report.trajectories import episodes_of, part_figures, read_rows
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
-from turnwise.rollout.producer import RolloutProducer
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trainer.config.train import TrainConfig
@@ -94,28 +91,8 @@ async def run(folder: Path, kind: str, scorer: str = "environment") -> tuple[Eva
     plan = EvalPlan.model_validate(
         {"tasks": TASKS, "samples": 2, "pass_k": [1, 2], "search": {"kind": kind, "scorer": scorer, **SEARCHES[kind]}}
     )
-    renderer, finished = ToyRenderer(), FinishedMembers(folder)
     config = RolloutConfig(env=SpecConfig(name="test-search-steps"), max_turns=6, retries=0)
-    parts = RolloutParts(
-        renderer, run_part=str(finished.part), write=finished.write, finished=finished, search=plan.search
-    )
-    producer = await RolloutProducer.create(config, ScriptedClient(renderer, guesses), None, parts)
-    try:
-        return await evaluate(producer, plan), finished
-    finally:
-        await producer.close()
-        finished.close()
-
-
-def figures(result: EvalResult) -> tuple[dict[str, Any], Counter[Any]]:
-    """Everything but ids, which name the process that made them, and times."""
-    record = {name: each for name, each in result.to_json().items() if name != "seconds"}
-    rows = Counter(
-        (name, row.task_id, row.reward, row.turns, row.sampled_tokens, row.search)
-        for name, part in result.parts.items()
-        for row in part.rows
-    )
-    return record, rows
+    return await evaluate_in(folder, plan, config, guesses)
 
 
 @pytest.mark.parametrize("kind", sorted(SEARCHES))

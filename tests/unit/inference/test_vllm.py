@@ -22,6 +22,7 @@ from turnwise.engine.weights import write_weights
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.config import InferenceConfig, VLLMConfig
 from turnwise.inference.engines import check_engine, make_replicas, served_dtype
+from turnwise.inference.replica import sum_of
 from turnwise.inference.vllm import (
     PYTHON_VARIABLE,
     LoadedAdapter,
@@ -32,7 +33,6 @@ from turnwise.inference.vllm import (
     find_install,
     find_python,
     kv_bytes,
-    sum_of,
     write_adapter,
 )
 from turnwise.model.core import AdapterInfo, ServedName

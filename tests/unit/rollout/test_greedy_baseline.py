@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.custom_managers import EXAMPLE
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.registration import register
 from turnwise.errors import InferenceError
@@ -34,7 +35,7 @@ class Greedy(Env):
 
 register("test-greedy", Greedy)
 
-MANAGERS = [None, "support.rollout.custom_managers.PlainManager"]
+MANAGERS = [None, EXAMPLE]
 
 
 async def roll(manager: str | None, script: Any, size: int = 3, **given: Any) -> tuple[TrajectoryGroup, list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
-from support.rollout.custom_managers import Dying, PlainManager
+from support.rollout.custom_managers import EXAMPLE, Dying, WholeGroups
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, EnvError, SandboxUnavailable, TrainError, TurnwiseError
 from turnwise.evaluation import EvalPlan, evaluate
@@ -31,7 +31,7 @@ async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
     said: list[str] = []
     buffer, renderer = LocalReplayBuffer(), ToyRenderer()
     plan = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
-    parts = RolloutParts(renderer, notify=said.append, custom={"at_once": 1})
+    parts = RolloutParts(renderer, notify=said.append, custom={"groups": {"at_once": 1}})
     section = config("support.rollout.custom_managers:Forgetful").model_copy(update={"lease_timeout": 0.3})
     manager = await create_manager(section, ScriptedClient(renderer, lambda _: "x"), buffer, parts)
     result = await evaluate(manager, plan)
@@ -171,18 +171,18 @@ def test_what_cannot_be_a_manager_is_refused_before_anything_starts(name: str, s
 
 
 def test_a_file_beside_the_configuration_may_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("from support.rollout.custom_managers import PlainManager\n")
+    (tmp_path / "mine.py").write_text("from support.rollout.custom_managers import WholeGroups\n")
     monkeypatch.chdir(tmp_path)
-    assert check_manager(config("mine.py:PlainManager"), {}) is PlainManager
+    assert check_manager(config("mine.py:WholeGroups"), {}) is WholeGroups
     assert check_manager(config(None), {"anything": 1}) is None
 
 
 def test_its_own_model_checks_the_custom_section() -> None:
-    named = config("support.rollout.custom_managers.PlainManager")
-    assert check_manager(named, {"at_once": 3}) is PlainManager
-    with pytest.raises(ConfigError, match=r"custom, as support.rollout.custom_managers.PlainManager reads it") as error:
-        check_manager(named, {"at_onc": 3})
-    assert "did you mean at_once?" in str(error.value)
+    named = config("support.rollout.custom_managers.WholeGroups")
+    assert check_manager(named, {"groups": {"at_once": 3}}) is WholeGroups
+    with pytest.raises(ConfigError, match=r"custom, as support.rollout.custom_managers.WholeGroups reads it") as error:
+        check_manager(named, {"groups": {"at_onc": 3}})
+    assert "did you mean groups.at_once?" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,8 @@ async def test_two_tasks_of_one_id_cannot_be_told_apart() -> None:
 
 async def test_a_manager_that_dies_ends_who_waits_for_it() -> None:
     buffer = LocalReplayBuffer()
-    manager = await made(f"support.rollout.custom_managers.{Dying.__name__}", buffer=buffer, custom={"at_once": 2})
+    custom = {"groups": {"at_once": 2}}
+    manager = await made(f"support.rollout.custom_managers.{Dying.__name__}", buffer=buffer, custom=custom)
     manager.generate_sequences([RolloutRequest(Task(str(n), "go"), group_size=2) for n in range(4)])
     async with asyncio.timeout(20):
         with pytest.raises(TrainError, match="Dying: a task that it started raised RuntimeError: the scheduler lost"):
@@ -292,7 +293,7 @@ async def test_closing_cancels_what_it_started_although_it_has_no_close() -> Non
 async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> None:
     plan = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=4&split=test", samples=3)
     figures = []
-    for name in (None, "support.rollout.custom_managers.PlainManager"):
+    for name in (None, EXAMPLE):
         manager = await made(name)
         try:
             figures.append(await evaluate(manager, plan))

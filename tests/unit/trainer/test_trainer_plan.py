@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from support.rollout.custom_managers import EXAMPLE
 from support.trainer.lookup_run import example
 from turnwise.chat.renderer import save_format
 from turnwise.cli import main
@@ -303,9 +304,9 @@ def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
 async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "lookup"}, "group_size": 4}
     for named, custom, found in (
-        ("support.rollout.custom_managers.PlainManager", {"at_once": 2}, "ok: react, rolled out by PlainManager"),
-        ("support.rollout.custom_managers.PlainManager", {"at_one": 2}, "did you mean at_once?"),
-        ("support.rollout.custom_managers.Plain", {}, "failed: rollout.agent_loop_manager_class"),
+        (EXAMPLE, {"groups": {"at_once": 2}}, "ok: react, rolled out by WholeGroups"),
+        (EXAMPLE, {"groups": {"at_one": 2}}, "did you mean groups.at_once?"),
+        (EXAMPLE.removesuffix("s"), {}, "failed: rollout.agent_loop_manager_class"),
     ):
         changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
         assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]

@@ -21,7 +21,7 @@ from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
 from turnwise.gateway.local import SessionEndpoint
 from turnwise.model.canonical import canonical_messages
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import ToolResponse, content_block
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
 from turnwise.version import __version__
 
@@ -105,14 +105,10 @@ def _listed(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _block(part: dict[str, Any]) -> dict[str, Any]:
-    kind = part.get("type", "text")
-    value = part.get(kind)
-    if kind == "image_url":
-        kind, value = "image", part["image_url"]["url"]
-    if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
-        mime_type, _, data = value.removeprefix("data:").partition(";base64,")
-        return {"type": kind, "data": data, "mimeType": mime_type}
-    return {"type": "text", "text": value if isinstance(value, str) else f"[{kind}]"}
+    kind, content, mime_type = content_block(part)
+    if kind == "text":
+        return {"type": "text", "text": content}
+    return {"type": kind, "data": content, "mimeType": mime_type}
 
 
 def _result(number: Any, found: dict[str, Any]) -> dict[str, Any]:

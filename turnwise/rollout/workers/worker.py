@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.append_file import private_directory, private_opener
-from turnwise.chat.processor import load_processor
 from turnwise.envs.registration import env_class
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.inference.replica_set import client_of
 from turnwise.media_files import FOLDER, MediaFiles
 from turnwise.model.core import ServedPolicy
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
@@ -64,14 +64,7 @@ class WorkerPolicy:
 
     def client(self) -> HTTPClient:
         """Return a client of its servers."""
-        return HTTPClient(
-            self.urls,
-            model=self.adapter,
-            retries=self.inference.retries,
-            retry_wait=self.inference.retry_wait,
-            routing=self.inference.routing,
-            processor=load_processor(self.model),
-        )
+        return client_of(self.urls, self.inference, self.model, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

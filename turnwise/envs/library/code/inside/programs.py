@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from turnwise.envs.library.code.inside.wire import lines_of
+from turnwise.envs.library.code.inside.wire import lines_of, take_pipes
 
 _STDERR = 2000
 
@@ -132,11 +132,7 @@ def adopt() -> None:
 
 def main() -> None:
     """Answer requests until the input ends."""
-    read = os.fdopen(os.dup(0), "rb").readline
-    write = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
+    read, write = take_pipes()
     adopt()
     receive = lines_of(read)
     begin = receive()

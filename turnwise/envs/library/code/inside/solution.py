@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-from turnwise.envs.library.code.inside.wire import Peer, lines_of, raise_limits
+from turnwise.envs.library.code.inside.wire import Peer, lines_of, raise_limits, take_pipes
 
 
 def anything(op: str, found: Any, args: Any) -> None:
@@ -19,11 +19,7 @@ def anything(op: str, found: Any, args: Any) -> None:
 
 def main() -> None:
     """Read the code, run it, and answer calls."""
-    read = os.fdopen(os.dup(0), "rb").readline
-    write = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
+    read, write = take_pipes()
 
     def send(message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
