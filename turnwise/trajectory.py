@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -206,6 +206,10 @@ class Search:
     scorer: str
     chosen: int = 0
     scores: tuple[float | None, ...] = ()
+
+
+WHY_UNFORKED: Final = "tree/failed"
+"""Name of the note on an episode that says why it could not be forked, or why a branch of it failed."""
 
 
 def branch_paths(branches: Sequence[Branch]) -> list[tuple[str, ...]]:
