@@ -17,7 +17,7 @@ from support.envs.shipped import SHIPPED
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.checker import check_env
 from turnwise.envs.checker.context import some_calls
-from turnwise.envs.checker.forks import shared
+from turnwise.envs.checker.forks import shared, slow_copy
 from turnwise.envs.core import invoke
 from turnwise.envs.registration import make, register
 from turnwise.errors import EnvError
@@ -388,6 +388,21 @@ class Hidden(Counter):
 
         self.count = [lambda: kept]
         self.tools = [function_tool(say)]
+
+
+class Heavy(Counter):
+    """Takes its corpus along."""
+
+    def __init__(self) -> None:
+        self.corpus = [[number] for number in range(12_000)]
+
+
+def test_a_slow_copy_is_named() -> None:
+    said = slow_copy(Heavy(), 0.7)
+    assert said is not None
+    assert "a fork takes 0.7 s" in said
+    assert "the copy of 'corpus', which holds 24," in said
+    assert slow_copy(Heavy(), 0.01) is slow_copy(Counter(), 0.7) is None
 
 
 async def test_the_checker_finds_what_forks_share() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _REMEDY: Final = "keep state in attributes that are copied, write fork(), or set forks = None"
+_SLOW_S: Final = 0.1
+_MANY: Final = 10_000
 _MUTABLE: Final = (list, dict, set, bytearray, deque)
 
 
@@ -46,7 +49,10 @@ async def _same(exam: CheckContext, expected: list[Any]) -> None:
     async with exam.episode(*exam.episodes[0]) as played:
         actions = actions_of(played)
         seen = await _play(exam, played, actions[: _middle(expected)])
+        began = time.perf_counter()
         async with _fork(exam, played) as other:
+            if (slow := slow_copy(played.env, time.perf_counter() - began)) is not None:
+                exam.find("fork", slow, "name it in `fork_shares` if no episode changes it", severity="warning")
             found = list(shared(played.env, other.env))
             for name in found:
                 exam.find("fork", f"a fork and its original share {name}, which can change", _REMEDY)
@@ -107,6 +113,23 @@ def shared(env: Env, other: Env, *, of_functions: bool = False) -> Iterator[str]
         found = () if name in kept else _inside(value, theirs, of_functions)
         if any(type(each) in _MUTABLE and id(each) in theirs for each in found):
             yield f"{type(env).__qualname__}.{name}"
+
+
+def slow_copy(env: Env, seconds: float) -> str | None:
+    """Return which attribute makes a fork slow that took so long, or None."""
+    while isinstance(env, Wrapper):
+        env = env.env
+    if seconds < _SLOW_S or type(env).fork is not Env.fork or env.forks != "copy":
+        return None
+    kept = SHARED | frozenset(env.fork_shares) | env.uncopied
+    sizes = {name: sum(1 for _ in _inside(value, (), False)) for name, value in attributes(env) if name not in kept}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    if sizes.get(largest, 0) < _MANY:
+        return None
+    return (
+        f"a fork takes {seconds:.2g} s, and rollout.tree makes one before each turn: most of it is the copy of "
+        f"{largest!r}, which holds {sizes[largest]:,} objects"
+    )
 
 
 def _inside(value: Any, closed: Collection[int], of_functions: bool) -> Iterator[Any]:
