@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,10 @@ class Turn:
     turn_id: str
     sampled: Segment
     path: tuple[int, ...]
+
+
+WHY_UNFORKED: Final = "tree/failed"
+"""Name of the note on an episode that says why it could not be forked, or why a branch of it failed."""
 
 
 def branch_paths(branches: Sequence[Branch]) -> list[tuple[str, ...]]:

@@ -454,7 +454,9 @@ class EvalResult:
 
 def result_table(result: EvalResult, title: str = "") -> Table:
     """Return the metrics as a table with a column per sampling mode."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    # A text: in a string, what stands between colons (env.py:Locked:) may be the name of an emoji.
+    shown = Text(title) if title else None
+    table = Table(title=shown, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in result.parts:
         table.add_column(name, justify="right")

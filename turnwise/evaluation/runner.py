@@ -368,6 +368,10 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
             "score(self, final) (turnwise check-env says more)",
             "yellow",
         )
+    searched = [row.search for summary in result.parts.values() for row in summary.rows if row.search is not None]
+    if reasons := [search.unforked for search in searched if search.unforked]:
+        alone = f"{len(reasons)} of {len(searched)} searched episodes have one way only, which was chosen"
+        say(f"{alone}: {reasons[-1]}", "yellow")
     if failed := sum(summary.failed for summary in result.parts.values()):
         why = f", the last error: {errors[-1]}" if errors else ""
         say(

@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.evaluation.estimates import Estimate, clustered_mean
 from turnwise.recorder.branches import chosen_way
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import StopReason
 
 _INCOMPLETE = (StopReason.PRUNED, StopReason.ERROR, StopReason.CANCELLED)
@@ -26,6 +26,7 @@ class SearchRow:
         score: Score of the chosen way; None where none was given.
         rewards: Rewards of the ways that came to their end.
         successes: Whether each of these reached the threshold.
+        unforked: Why there is no second way, where there should be.
     """
 
     ways: int
@@ -34,6 +35,7 @@ class SearchRow:
     score: float | None
     rewards: tuple[float, ...]
     successes: tuple[bool, ...]
+    unforked: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -114,6 +116,7 @@ def search_row(
         score=searched.search.scores[searched.search.chosen] if searched.search.scores else None,
         rewards=rewards,
         successes=tuple(succeeds(each) for each in rewards),
+        unforked=None if searched.branches else searched.turn_notes.get("", {}).get(WHY_UNFORKED),
     )
 
 

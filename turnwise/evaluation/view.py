@@ -16,7 +16,7 @@ from rich.text import Text
 from turnwise.errors import FormatError
 from turnwise.evaluation.tables import run_file
 from turnwise.images import image_label
-from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory import WHY_UNFORKED, Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile
 
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -114,6 +114,8 @@ def _head(trajectory: Trajectory) -> Text:
     head.append(f"\n{'  '.join(facts)}", style="dim")
     if forks := trajectory.forks():
         head.append("\nforks: " + ", ".join(f"{reason} ×{count}" for reason, count in forks.most_common()))
+    if (why := trajectory.turn_notes.get("", {}).get(WHY_UNFORKED)) is not None:
+        head.append(f"\n{'a branch failed' if trajectory.branches else 'not forked'}: {why}", style="yellow")
     if trajectory.error is not None:
         head.append(f"\n{trajectory.error}", style="red")
     return head

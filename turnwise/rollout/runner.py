@@ -49,7 +49,7 @@ from turnwise.sandboxes.manager import SandboxManager
 from turnwise.seeding import stable_hash
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import Branch, Message, Search, StopReason
 
 
@@ -285,7 +285,7 @@ class EpisodeRunner:
         records = [grown.episode.record for grown in tree if grown.episode.record is not None]
         refusals = sum(record.refusals for record in records)
         if refusals and len(tree) == 1:
-            run.episode.turn_notes.setdefault(("main", None), {}).setdefault("tree/failed", records[0].refused)
+            run.episode.turn_notes.setdefault(("main", None), {}).setdefault(WHY_UNFORKED, records[0].refused)
         counts = {"tree/branches": len(tree), "tree/refusals": refusals, "tree/over_budget": unfit}
         run.metrics |= {name: float(count) for name, count in counts.items()}
 
@@ -372,7 +372,7 @@ class EpisodeRunner:
             if error is None and branch.episode is not None:
                 return Grown(branch.episode, branch.stop_reason, index, None if fork is None else fork.point)
             run.metrics["tree/failures"] = run.metrics.get("tree/failures", 0.0) + 1
-            noted.turn_notes.setdefault(("main", None), {})["tree/failed"] = f"{type(error).__name__}: {error}"
+            noted.turn_notes.setdefault(("main", None), {})[WHY_UNFORKED] = f"{type(error).__name__}: {error}"
             if isinstance(error, InferenceError):
                 if self._recover is None:
                     raise error

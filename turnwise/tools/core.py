@@ -386,7 +386,8 @@ class BaseTool:
     async def fork(self, instance_id: str, agent_data: AgentData) -> str:  # noqa: ARG002
         """Create an instance in the state of another one, for a fork of its episode, and return its id.
 
-        A tool without state (that overrides neither ``create`` nor ``release``) needs none of its own.
+        A tool without state (that overrides neither ``create`` nor ``release``, and has no attribute with an entry for
+        the instance) needs none of its own.
 
         Args:
             instance_id: The instance.
@@ -396,10 +397,13 @@ class BaseTool:
             EnvError: It cannot.
         """
         cls = type(self)
-        if cls.create is BaseTool.create and cls.release is BaseTool.release:
+        held = [name for name, value in vars(self).items() if isinstance(value, Mapping) and instance_id in value]
+        plain = cls.create is BaseTool.create and cls.release is BaseTool.release
+        if plain and not held:
             return uuid.uuid4().hex
+        state = f"state of its instance in {held[0]!r}" if plain else "instances of its own (create or release)"
         raise EnvError(
-            f"tool {self.name!r} cannot fork: {cls.__qualname__} has instances of its own (create or release): write "
+            f"tool {self.name!r} cannot fork: {cls.__qualname__} has {state}: write "
             "fork(instance_id, agent_data) in it, which returns the id of a new instance in the same state"
         )
 

@@ -141,6 +141,9 @@ async def test_what_a_search_cost_and_found_is_shown(tmp_path: Path) -> None:
     assert shown["eval/sampled/search/ways"] == 3
     [names] = [[*map(str, column.cells)] for column in result_table(result).columns[:1]]
     assert {"ways of an episode", "tokens sampled, all ways", "success, best way", "score of the chosen"} <= {*names}
+    console = Console(width=200, file=io.StringIO())
+    console.print(result_table(result, "env.py:Locked: model[1]"))
+    assert "env.py:Locked: model[1]" in console.file.getvalue()  # type: ignore[attr-defined]
     result.write(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert [len(row["search"]["rewards"]) for row in rows if row["part"] == "sampled"] == [3] * 6

@@ -26,6 +26,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, InferenceError, ScorerError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.replay.replay import replay
+from turnwise.evaluation.searched import search_row
 from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.branches import unforked
@@ -407,6 +408,12 @@ async def test_where_nothing_can_be_forked_the_episode_is_its_only_way(kind: str
     assert (trajectory.branches, trajectory.search.scores) == ([], (trajectory.reward,))
     assert trajectory.metrics["tree/refusals"] > 0
     assert "its connection has no copy" in trajectory.turn_notes[""]["tree/failed"]
+    row = search_row([trajectory], lambda way: way[0].reward, bool)
+    assert row is not None
+    assert "its connection has no copy" in (row.unforked or "")
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(trajectory))
+    assert "not forked: " in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 async def test_a_way_whose_time_is_over_while_it_waits_has_ended() -> None:

@@ -160,6 +160,7 @@ AMISS = {
         "40% of tool calls were answered by an error (the worst is up: 90%)",
     ),
     "failed": ({"batch/failed": 3.0, "batch/trajectories": 5.0}, "38% of trajectories ended in an error"),
+    "unforked": ({"tree/branches": 1.0, "tree/refusals": 3.5}, "rollout.tree forked no episode"),
     "cut": ({"dropped/cut_tokens": 10.0, "batch/trained_tokens": 90.0}, "10% of the tokens to train were cut off"),
     "correction": ({"correction/rejected": 0.5, "correction/ess": 0.1}, "rejects 50% of tokens"),
     "not_finite": ({"train/non_finite_updates": 2.0}, "2 optimizer steps were skipped"),
@@ -187,6 +188,8 @@ def test_rules_know_their_setting() -> None:
     assert find_warnings(small, WarningContext()) == []
     [warned] = find_warnings(small, WarningContext(exact=True, worst_gap="the largest is at token 5"))
     assert "0.05 at most; the largest is at token 5. With equal weights" in warned.text
+    [warned] = find_warnings(AMISS["unforked"][0], WarningContext(unforked="Env cannot fork: it holds a lock"))
+    assert warned.text.endswith("(tree/branches is 1): Env cannot fork: it holds a lock")
     dead, _ = AMISS["dead_groups"]
     assert find_warnings(dead, WarningContext(compares=False)) == []
     assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, WarningContext()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _REMEDY: Final = "keep state in attributes that are copied, write fork(), or set forks = None"
+_SLOW_S: Final = 0.1
+_MANY: Final = 10_000
 _MUTABLE: Final = (list, dict, set, bytearray, deque)
 
 
@@ -46,9 +49,18 @@ async def _same(exam: CheckContext, expected: list[Any]) -> None:
     async with exam.episode(*exam.episodes[0]) as played:
         actions = actions_of(played)
         seen = await _play(exam, played, actions[: _middle(expected)])
+        began = time.perf_counter()
         async with _fork(exam, played) as other:
-            for name in shared(played.env, other.env):
+            if (slow := slow_copy(played.env, time.perf_counter() - began)) is not None:
+                exam.find("fork", slow, "name it in `fork_shares` if no episode changes it", severity="warning")
+            found = list(shared(played.env, other.env))
+            for name in found:
                 exam.find("fork", f"a fork and its original share {name}, which can change", _REMEDY)
+            for name in shared(played.env, other.env, of_functions=True):
+                # It may be a table that no episode changes.
+                if name not in found:
+                    said = f"functions in {name} have variables that a fork shares with its original, and can change"
+                    exam.find("fork", said, "name it in `fork_shares` if no episode changes them", severity="warning")
             seen += await _play(exam, other, actions[_middle(expected) :])
     compare(exam, "fork", expected, seen, "a fork answers the same messages otherwise than its original", _REMEDY)
 
@@ -86,23 +98,42 @@ async def _fork(exam: CheckContext, played: Played) -> AsyncIterator[Played]:
         await exam.call(env, "close")
 
 
-def shared(env: Env, other: Env) -> Iterator[str]:
+def shared(env: Env, other: Env, *, of_functions: bool = False) -> Iterator[str]:
     """Return the names of attributes in which an environment and its fork have something mutable in common.
 
-    Looked at are lists, dicts, sets and byte arrays, also inside of others, of objects, and of the variables of
-    functions. What an object that is not copied at all (a task, a logger) has inside is its own affair.
+    Looked at are lists, dicts, sets and byte arrays, also inside of others and of objects, and ``of_functions`` those
+    in the variables that a function has captured. What an object that is not copied at all (a task, a logger) has
+    inside is its own affair.
     """
     while isinstance(env, Wrapper) and isinstance(other, Wrapper):
         env, other = env.env, other.env
     kept = SHARED | frozenset(env.fork_shares) | env.uncopied | {"conversation"}
-    theirs = {id(each) for name, value in attributes(other) if name not in kept for each in _inside(value, set())}
+    theirs = {id(each) for name, value in attributes(other) if name not in kept for each in _inside(value, set(), True)}
     for name, value in attributes(env):
-        if name not in kept and any(type(each) in _MUTABLE and id(each) in theirs for each in _inside(value, theirs)):
+        found = () if name in kept else _inside(value, theirs, of_functions)
+        if any(type(each) in _MUTABLE and id(each) in theirs for each in found):
             yield f"{type(env).__qualname__}.{name}"
 
 
-def _inside(value: Any, closed: Collection[int]) -> Iterator[Any]:
-    """Yield a value and what it holds; of objects with these ids only themselves."""
+def slow_copy(env: Env, seconds: float) -> str | None:
+    """Return which attribute makes a fork slow that took so long, or None."""
+    while isinstance(env, Wrapper):
+        env = env.env
+    if seconds < _SLOW_S or type(env).fork is not Env.fork or env.forks != "copy":
+        return None
+    kept = SHARED | frozenset(env.fork_shares) | env.uncopied
+    sizes = {name: sum(1 for _ in _inside(value, (), False)) for name, value in attributes(env) if name not in kept}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    if sizes.get(largest, 0) < _MANY:
+        return None
+    return (
+        f"a fork takes {seconds:.2g} s, and rollout.tree makes one before each turn: most of it is the copy of "
+        f"{largest!r}, which holds {sizes[largest]:,} objects"
+    )
+
+
+def _inside(value: Any, closed: Collection[int], of_functions: bool) -> Iterator[Any]:
+    """Yield a value and what it holds; of objects with the ids ``closed`` only themselves."""
     known: set[int] = set()
     left = [value]
     while left:
@@ -118,6 +149,7 @@ def _inside(value: Any, closed: Collection[int]) -> Iterator[Any]:
         elif isinstance(each, FunctionTool):
             left.append(each.fn)
         elif isinstance(each, FunctionType):
-            left += [found for cell in each.__closure__ or () for found in gc.get_referents(cell)]
+            cells = each.__closure__ or () if of_functions else ()
+            left += [found for cell in cells for found in gc.get_referents(cell)]
         elif not isinstance(each, (type, ModuleType)) and id(each) not in closed:
             left += getattr(each, "__dict__", {}).values()

@@ -32,7 +32,7 @@ from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.tree import TreeConfig
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 _SAID = 60
@@ -233,7 +233,7 @@ def _result(members: Sequence[Trajectory], played: Sequence[Trajectory], success
     first = members[0]
     whole = [branch for each in played for branch in each.branches[:1]]
     if not whole:
-        note = played[0].turn_notes.get("", {}).get("tree/failed", "no turn could be forked")
+        note = played[0].turn_notes.get("", {}).get(WHY_UNFORKED, "no turn could be forked")
         raise ReplayError(f"episode {first.episode_id}: nothing was continued: {note}")
     rewards = [math.fsum(each) for each in zip(*(trajectory.returns() for trajectory in played), strict=True)]
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)

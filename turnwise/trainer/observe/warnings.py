@@ -13,7 +13,7 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import is_float32
 from turnwise.trainer.observe.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.observe.run_log import JSONLLogger
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import WHY_UNFORKED, TrajectoryGroup
 
 Metrics: TypeAlias = Mapping[str, float]
 
@@ -55,11 +55,13 @@ class WarningContext:
         exact: Whether trainer and server compute in float32, so that they differ by rounding only.
         compares: Whether advantages compare the members of a group.
         worst_gap: Description of the token with the largest gap; may be empty.
+        unforked: Why an episode of ``rollout.tree`` has no branches; may be empty.
     """
 
     exact: bool = False
     compares: bool = True
     worst_gap: str = ""
+    unforked: str = ""
 
 
 def dead_groups(metrics: Metrics, setting: WarningContext) -> str | None:
@@ -197,6 +199,15 @@ def failed(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: AR
     )
 
 
+def unforked(metrics: Metrics, setting: WarningContext) -> str | None:
+    """No episode of rollout.tree could be forked."""
+    tried = metrics.get("tree/refusals", 0.0) + metrics.get("tree/failures", 0.0)
+    if metrics.get("tree/branches", 2.0) > 1 or not tried:
+        return None
+    why = f": {setting.unforked}" if setting.unforked else ""
+    return f"rollout.tree forked no episode, so each is trained as a chain (tree/branches is 1){why}"
+
+
 def cut(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Rows are truncated."""
     lost, kept = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
@@ -244,6 +255,7 @@ RULES: Final[dict[str, Rule]] = {
     "truncated": truncated,
     "tool_errors": tool_errors,
     "failed": failed,
+    "unforked": unforked,
     "cut": cut,
     "correction": correction,
     "not_finite": not_finite,
@@ -353,7 +365,9 @@ class Diagnostics:
             record = gap_record(gaps, held, policy.renderer)
             self._log.log({"kind": "gap", "step": step, **about, **record})
             words = describe_gap(record)
-        setting = WarningContext(exact=policy.exact, compares=policy.compares, worst_gap=words)
+        notes = (each.turn_notes.get("", {}).get(WHY_UNFORKED) for group in groups for each in group.trajectories)
+        why = next((note for note in notes if note), "")
+        setting = WarningContext(exact=policy.exact, compares=policy.compares, worst_gap=words, unforked=why)
         return policy.warner.due(step, find_warnings(metrics, setting))
 
     def close(self) -> None:
