@@ -338,8 +338,24 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def dump_config(config: BaseModel) -> str:
     """Return a configuration as YAML with absolute paths that :func:`load_config` reads back equal."""
     # Not model_dump(mode="json"): it writes an infinity in a free section as null.
-    plain = to_jsonable_python(config.model_dump(), inf_nan_mode="constants")
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return write_yaml(to_jsonable_python(config.model_dump(), inf_nan_mode="constants"))
+
+
+def write_yaml(value: Any) -> str:
+    """Return plain values as YAML 1.2, in their order, that :func:`read_yaml` reads back equal."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of a YAML 1.2 text, such as that of a run's ``config.yaml``.
+
+    ``yaml.safe_load`` reads YAML 1.1, where ``yes`` is true, ``12:30`` is 750 and ``2026-01-31`` is a date.
+
+    Raises:
+        yaml.YAMLError: It is not YAML.
+        ConfigError: A key is given twice in one section, or is no text.
+    """
+    return yaml.load(text, Loader=_Loader)
 
 
 def _read_yaml(file: Path, root: str | None) -> tuple[dict[str, Any], dict[Keys, str]]:
@@ -396,7 +412,7 @@ def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None
     if not equals or not names:
         raise ConfigError(f"the override {text!r} is not of the form key=value, such as optim.lr=1e-4")
     try:
-        value = _Located.wrap(yaml.load(written, Loader=_Loader), Path.cwd())
+        value = _Located.wrap(read_yaml(written), Path.cwd())
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {text!r} is not YAML: {error}") from error
     place: Any = data

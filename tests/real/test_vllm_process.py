@@ -15,17 +15,24 @@ from support.engine.vllm_server import members, vllm_config
 from support.trainer.lookup_run import environment, gone, wait_until
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference.vllm import VLLMReplica
+from turnwise.plugins import load_file
 
+ENGINES = Path(__file__).parents[2] / "examples" / "extensions" / "inference_engine.py"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
 async def test_a_killed_server_is_noticed_with_all_that_it_started(checkpoint: Path, tmp_path: Path) -> None:
-    replica = VLLMReplica(checkpoint, vllm_config(), log_file=tmp_path / "server.log")
+    # Started through another command, by the example of a custom engine.
+    config = vllm_config(engine=f"{ENGINES}:PrefixedVLLM", custom={"prefix": "nice -n {number}"})
+    own = {"log_file": tmp_path / "server.log", "number": 2}
+    replica = load_file(ENGINES, "inference_engine").PrefixedVLLM(checkpoint, config, **own)
     await replica.launch()
     try:
         pid = replica.pid
         running = members(pid)
         assert len(running) > 1
+        nice = {os.getpriority(os.PRIO_PROCESS, each.pid) for each in running}
+        assert nice == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 2)}
         with pytest.raises(InferenceError, match=f"is already running as process {pid}"):
             await replica.launch()
         os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from turnwise.config import ConfigPath, ConfigReference, ConfigSource, dump_config, load_config, parse_overrides
+from turnwise.config import (
+    ConfigPath,
+    ConfigReference,
+    ConfigSource,
+    dump_config,
+    load_config,
+    parse_overrides,
+    read_yaml,
+    write_yaml,
+)
 from turnwise.errors import ConfigError
 
 
@@ -303,6 +312,16 @@ def test_a_config_dumps_and_loads_equal(tmp_path_factory: pytest.TempPathFactory
     file = tmp_path_factory.mktemp("dump") / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     assert load_config(Config, file) == config
+
+
+@given(st.dictionaries(_texts, _json, max_size=4))
+def test_what_is_written_is_read_back_equal(value: dict[str, Any]) -> None:
+    assert read_yaml(write_yaml(value)) == value
+
+
+def test_texts_that_yaml_1_1_takes_for_something_else_stay_texts() -> None:
+    texts = ["yes", "off", "12:30", "2026-01-31", "0o17", "1_000", "a\x85b", "\u2028", "~", "1e5", "=", "<<"]
+    assert read_yaml(write_yaml({"each": texts})) == {"each": texts}
 
 
 def test_a_dumped_config_means_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

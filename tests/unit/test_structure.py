@@ -245,7 +245,6 @@ def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree)
 FOREIGN_ATTRIBUTES = {
     "max_position_embeddings",  # a field that not every transformers config has
     "deepstack_features",  # a part of what some of transformers' vision towers return
-    "__closure__",  # what functions have, and other callables do not
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     "lm_head",  # which not every model of vLLM has

@@ -7,10 +7,14 @@ reset with the same task and seed and takes the recorded actions again; accepted
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 from turnwise.errors import EnvError, SandboxError, shown
@@ -75,6 +79,9 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
     made = object.__new__(type(env))
     sandboxes: list[tuple[SandboxManager, Sandbox]] = []
     memo: Memo = {id(env): made} | (known or {})
+    # Where copy.deepcopy keeps the originals of what it has copied.
+    originals = memo[id(memo)] = []
+    copied_of: dict[str, tuple[Any, list[Any]]] = {}
     try:
         for manager, sandbox in env._in_use:
             forked = await _forked(env, manager, sandbox)
@@ -83,10 +90,17 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
         made._in_use = tuple(sandboxes)
         _share_tools(env, memo)
         kept = SHARED | frozenset(kept)
-        for name, value in vars(env).items():
+        for name, value in attributes(env):
             if name in env.uncopied:
                 continue
-            vars(made)[name] = value if name in kept else _copy(env, name, value, memo)
+            if name in kept:
+                object.__setattr__(made, name, value)
+                continue
+            before = len(originals)
+            object.__setattr__(made, name, _copy(env, name, value, memo))
+            copied_of[name] = value, originals[before:]
+        for name, (value, inside) in copied_of.items():
+            _refuse_shared(env, name, [value, *gc.get_referents(*inside)], memo)
         made.conversation = list(env.conversation)
         await carry(made, memo)
     except BaseException:  # also a cancellation: what was forked is closed
@@ -115,20 +129,63 @@ def _share_tools(env: Any, memo: Memo) -> None:
             memo[id(tool)] = tool
 
 
+def attributes(env: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an environment by name, also those in ``__slots__`` of its classes."""
+    yield from vars(env).items()
+    for cls in type(env).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(env, name):
+                yield name, getattr(env, name)
+
+
+def _refuse_shared(env: Any, name: str, values: list[Any], memo: Memo) -> None:
+    """Refuse what a deep copy leaves as it is although it refers to the original, among an attribute's values."""
+    for held in values:
+        kind = type(held)
+        if kind is FunctionType:
+            _no_closure(env, f"its attribute {name!r}", held)
+        elif kind is weakref.ref and memo.get(id(held()), held()) is not held():
+            raise EnvError(
+                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(held)}, a weak reference, "
+                "which in a fork would still be one to the original's object: use a plain reference, or write fork()"
+            )
+        elif kind is TemporaryDirectory:
+            raise EnvError(
+                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(held)}, a folder that a "
+                "fork would share and that the first close() removes: keep files in a sandbox "
+                "(await self.open_sandbox()), which is forked, or write fork()"
+            )
+
+
 def _no_closure(env: Any, name: str, function: Any) -> None:
     """Refuse a function that refers to its environment: copies have the same one, which would act on the original."""
-    cells = getattr(function, "__closure__", None) or ()
-    if any(cell.cell_contents is env for cell in cells):
+    if type(function) is FunctionType and _refers(function, env):
         raise EnvError(
             f"{type(env).__qualname__} cannot fork: {name} holds {shown(function)}, a closure over the environment, "
             "which in a fork would act on the original: make it a method"
         )
 
 
+def _refers(held: Any, env: Any, depth: int = 4) -> bool:
+    """Whether a value is an environment, or a function or method that was made with it."""
+    if held is env:
+        return True
+    if type(held) is MethodType:
+        return held.__self__ is env
+    if type(held) is not FunctionType or not depth:
+        return False
+    # A cell is empty until its variable is set.
+    cells = [value for cell in held.__closure__ or () for value in gc.get_referents(cell)]
+    bound = (*cells, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values())
+    return any(_refers(each, env, depth - 1) for each in bound)
+
+
 def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
     if id(value) in memo:
         return memo[id(value)]
-    _no_closure(env, f"its attribute {name!r}", value)
     if isinstance(value, Task):
         # The tasks of a dataset serve many episodes, also at the same time.
         return value

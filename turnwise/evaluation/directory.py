@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import yaml
 
-from turnwise.config import dump_config
+from turnwise.config import dump_config, read_yaml
 from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
@@ -88,10 +88,10 @@ _FREE = (
 def _differing(file: Path, config: EvalConfig) -> list[str]:
     """Return the keys in which an evaluation's configuration differs from the one in its directory."""
     try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        before = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration of the evaluation in {file.parent}: {error}") from error
-    both = [before if isinstance(before, dict) else {}, yaml.safe_load(dump_config(config))]
+    both = [before if isinstance(before, dict) else {}, read_yaml(dump_config(config))]
     for *sections, key in _FREE:
         for each in both:
             for section in sections:
@@ -119,8 +119,8 @@ def success_rule(folder: Path) -> tuple[float, str | None]:
     """
     for name in ("config.yaml", RESCORED):
         try:
-            said = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            said = read_yaml((folder / name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
             continue
         plan = said if isinstance(said, dict) else {}
         role, section = plan.get("role"), plan.get("eval")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from turnwise.append_file import private_directory, write_private
+from turnwise.config import read_yaml
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
@@ -86,7 +87,7 @@ def load_scorer(scorer: str) -> Rubric:
     given: Any = scorer
     if scorer.endswith((".yaml", ".yml")):
         try:
-            given = yaml.safe_load(Path(scorer).read_text(encoding="utf-8"))
+            given = read_yaml(Path(scorer).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"--scorer is {scorer}, which cannot be read: {error}") from error
         if not isinstance(given, dict):
@@ -164,7 +165,7 @@ def _run_config(source: Path) -> dict[str, Any]:
     while (home / RESCORED).is_file():
         home = Path(orjson.loads((home / RESCORED).read_bytes())["source"]).parent
     file = home / "config.yaml"
-    said = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    said = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
     return said or {}
 
 

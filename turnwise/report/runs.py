@@ -14,6 +14,7 @@ import orjson
 import yaml
 
 from turnwise.chat.model_dir import read_model_dir
+from turnwise.config import read_yaml, write_yaml
 from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderError
 from turnwise.evaluation.directory import success_rule
 from turnwise.trainer.observe.metrics import figures, meaning
@@ -249,15 +250,15 @@ def _read_config(facts: RunFacts, file: Path) -> None:
     if not file.is_file():
         return
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        config = read_yaml(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         # Not even as text: what cannot be parsed cannot be searched for secrets.
         facts.notes.append(f"{file.name} is not YAML and is left out: {type(error).__name__}")
         return
     if not isinstance(config, dict):
         facts.notes.append(f"{file.name} holds no mapping and is left out")
         return
-    text = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True, width=120)
+    text = write_yaml(without_secrets(config))
     if len(text) <= MOST_CONFIG:
         facts.config = text
     else:

@@ -163,7 +163,9 @@ def _part(group: str, partition: str) -> str:
 def trajectory_row(offset: int, whole: Trajectory, facts: RunFacts) -> Row:
     """Return the row of a trajectory whose record is at an offset; of a searched one that of the chosen way."""
     [trajectory] = chosen_members([whole])
-    searched = search_row([whole], lambda way: way[0].reward, lambda reward: reward >= facts.success_reward)
+    searched = search_row(
+        [whole], lambda way: way[0].reward, lambda reward: reward >= facts.success_reward - _TOLERANCE
+    )
     kinds = {
         name.removeprefix("tool_errors/"): int(count)
         for name, count in trajectory.metrics.items()

@@ -40,12 +40,15 @@ class AuditReport:
 
     Attributes:
         counts: Number of checked items by kind.
+        figures: Largest differences.
         contradictions: Each contradiction in words; empty for a sound run.
+        unchecked: Number of sampled tokens that cannot be recomputed, by the reason.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     figures: dict[str, float] = field(default_factory=dict)
     contradictions: list[str] = field(default_factory=list)
+    unchecked: Counter[str] = field(default_factory=Counter)
 
     @property
     def sound(self) -> bool:

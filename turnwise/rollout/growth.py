@@ -127,9 +127,9 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
         count = (config.branches - asked + left - 1) // left
         turns, points = turns_of(tree)
         chosen = [*choose(turns, count, draw)]
-        fit = _within_budget(config, tree, [turns[index] for index in chosen])
-        wanted = [(turns[index], points[index]) for index in chosen[:fit]]
-        asked, unfit = asked + count, unfit + len(chosen) - fit
+        fit = _within_budget(config, tree, turns, chosen)
+        wanted = [(turns[index], points[index]) for index in fit]
+        asked, unfit = asked + count, unfit + len(chosen) - len(fit)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(play(tree[turn.branch], turn.branch, point, len(tree) + offset))
@@ -142,15 +142,19 @@ async def grow(first: Grown, config: TreeConfig, seed: int, play: GrowBranch) ->
     return tree, unfit
 
 
-def _within_budget(config: TreeConfig, tree: Sequence[Grown], chosen: Sequence[TreeTurn]) -> int:
-    """Return how many of the chosen branches fit what is left of the budget, in their order."""
+def _within_budget(
+    config: TreeConfig, tree: Sequence[Grown], turns: Sequence[TreeTurn], chosen: Sequence[int]
+) -> list[int]:
+    """Return those of the chosen turns at which a branch fits what is left of the budget, taken in their order."""
     tokens = sum(_tokens(grown) for grown in tree)
     calls = sum(int(grown.episode.metrics.get("tool_calls", 0)) for grown in tree)
-    for number, turn in enumerate(chosen):
-        if not config.fits(turn, tokens, calls):
-            return number
-        tokens, calls = tokens + turn.tokens, calls + turn.tool_calls
-    return len(chosen)
+    fit: list[int] = []
+    for index in chosen:
+        turn = turns[index]
+        if config.fits(turn, tokens, calls):
+            tokens, calls = tokens + turn.tokens, calls + turn.tool_calls
+            fit.append(index)
+    return fit
 
 
 def _tokens(grown: Grown) -> int:

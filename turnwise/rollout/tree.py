@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from turnwise.config import ConfigReference
@@ -180,6 +181,8 @@ class TreeConfig(BaseModel):
             inspect.signature(function).bind(None, None, None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key} {self.where!r} cannot be called as f(turns, count, random): {error}") from error
+        if inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{key} {self.where!r} is async: write a plain function")
         return _checked(f"{key} {self.where!r}", function)
 
     def fits(self, turn: TreeTurn, tokens: int, calls: int) -> bool:
@@ -195,12 +198,15 @@ def _checked(name: str, function: Callable[..., Any]) -> Chooser:
             found = list(function(turns, count, draw))
         except Exception as error:  # a user's function: what it raises is named as its own
             raise AgentError(f"{name} raised {type(error).__name__}: {error}") from error
-        wrong = [index for index in found if not isinstance(index, int) or not 0 <= index < len(turns)]
-        if wrong or len(found) > count:
+        # Also what numpy makes of an index; a truth value is none.
+        indices = [
+            int(index) for index in found if isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+        ]
+        if len(indices) != len(found) or len(found) > count or any(not 0 <= each < len(turns) for each in indices):
             raise AgentError(
                 f"{name} returned {shown(found)} for {len(turns)} turns and {count} branches: it "
                 "must return at most as many indices of these turns as there are branches"
             )
-        return found
+        return indices
 
     return choose

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import weakref
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -239,6 +241,38 @@ class Connected(Counter):
         self.rows = sqlite3.connect(":memory:")
 
 
+class Handled(Counter):
+    """Finds its methods in a table."""
+
+    def __init__(self) -> None:
+        def handle() -> int:
+            return self.total
+
+        self.table = {"total": [handle]}
+
+
+class Looking(Counter):
+    def __init__(self) -> None:
+        self.parts = [weakref.ref(self)]
+
+
+class Filed(Counter):
+    def __init__(self) -> None:
+        self.folder = TemporaryDirectory()
+
+
+class Slotted(Counter):
+    """Keeps part of its state in slots."""
+
+    __slots__ = ("__own", "seen")
+
+    def __init__(self) -> None:
+        self.__own, self.seen = [1], [2]
+
+    def state(self) -> tuple[list[int], list[int]]:
+        return self.__own, self.seen
+
+
 class Never(Counter):
     forks = None
 
@@ -248,6 +282,9 @@ class Never(Counter):
     [
         (Closed(), "Closed cannot fork: tools holds .* a closure over the environment.*make it a method"),
         (Connected(), "Connected cannot fork: its attribute 'rows' holds .*Connection.*`fork_shares`"),
+        (Handled(), "Handled cannot fork: its attribute 'table' holds .*handle.* a closure over the environment"),
+        (Looking(), "Looking cannot fork: its attribute 'parts' holds .*a weak reference"),
+        (Filed(), "Filed cannot fork: its attribute 'folder' holds .*a folder that a fork would share.*sandbox"),
         (Never(), "its class says that it cannot"),
     ],
 )
@@ -255,6 +292,15 @@ async def test_what_cannot_fork_is_named(env: Env, why: str) -> None:
     await started(env)
     with pytest.raises(EnvError, match=why):
         await invoke(env, "fork")
+
+
+async def test_slots_are_copied() -> None:
+    env = await started(Slotted())
+    fork = await invoke(env, "fork")
+    assert fork.state() == env.state() == ([1], [2])
+    for mine, other in zip(env.state(), fork.state(), strict=True):
+        mine.append(3)
+        assert 3 not in other
 
 
 async def test_what_has_not_begun_cannot_fork() -> None:
@@ -309,11 +355,31 @@ class Leaky(Counter):
         return made
 
 
+class Hidden(Counter):
+    """Shares what is inside of functions, of its own and of a tool."""
+
+    def __init__(self) -> None:
+        said: list[str] = []
+        kept: dict[str, int] = {}
+
+        def say(text: str) -> int:
+            """Say something."""
+            said.append(text)
+            return 0
+
+        self.count = [lambda: kept]
+        self.tools = [function_tool(say)]
+
+
 async def test_the_checker_finds_what_forks_share() -> None:
     report = await check_env(Leaky)
     messages = [each.message for each in report.errors]
     assert "a fork and its original share Leaky.notes, which can change" in messages
     assert any("whose fork went on otherwise" in each for each in messages)
+    messages = [each.message for each in (await check_env(Hidden)).errors]
+    assert [each for each in messages if "share" in each] == [
+        f"a fork and its original share Hidden.{name}, which can change" for name in ("count", "tools")
+    ]
     assert "fork" in (await check_env(Counter)).checks
     assert not (await check_env(Counter)).errors
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.rollout.audited import write_trajectories
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, FormatError, ReplayError
-from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model
+from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model, one_way
 from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
@@ -22,7 +24,7 @@ from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Search, Trajectory
 from turnwise.types import Message, ToolCall
 
 TASK = Task("t", "Open the doors.")
@@ -126,18 +128,56 @@ def test_the_last_turn_may_decide() -> None:
     assert (won.decisive, won.odds) == (0, [0.5, 1.0, 1.0])
 
 
+def test_a_difference_that_chance_makes_is_said_to_be_one() -> None:
+    def verdict(before: int, after: int, of: int) -> str:
+        rewards = [tuple(float(number < won) for number in range(of)) for won in (before, after)]
+        turns = [TurnOdds("main", f"t{number}", "a", each) for number, each in enumerate(rewards)]
+        return Bisection("e", "t", 0.0, 1.0, [*turns, TurnOdds("main", "t2", "b", (0.0,) * of)]).verdict()
+
+    assert verdict(1, 0, 8).endswith("after it 0%. So few may differ by chance: take more (--samples).")
+    assert verdict(6, 0, 8).endswith("before it 75% of the continuations succeed, after it 0%.")
+
+
+def test_a_reward_that_misses_success_by_rounding_is_one() -> None:
+    [turn] = turns = [TurnOdds("main", "t0", "a", (0.1 * 3, 0.7 + 0.1, 0.8))]
+    assert turn.success(0.8) == pytest.approx(2 / 3)
+    assert Bisection("e", "t", 0.7 + 0.1, 0.8, turns).odds[-1] == 1.0
+
+
+async def test_a_way_of_a_forked_episode_is_named_by_its_number(tmp_path: Path) -> None:
+    run, trajectory = await recorded(tree={"branches": 2})
+    searched = replace(
+        trajectory, id="s/0.0", episode_id="s/0.0", search=Search("tree", "environment", 1, (0.0, 1.0, 0.5))
+    )
+    write_trajectories(tmp_path, [trajectory, searched])
+    run = replace(run, path=tmp_path / "trajectories.twz")
+    [way] = one_way(run.episodes(episode="g~1/0.0"))
+    assert (way.episode_id, way.reward) == ("g~1/0.0", trajectory.returns()[1])
+    found = await bisected(run, way, samples=2)
+    assert [len(turn.rewards) for turn in found.turns] == [2] * len(list(way.turns()))
+    with pytest.raises(FormatError, match=r"forked into 3 ways: name one of g~0/0\.0 \(reward \S+\), g~1/0\.0"):
+        one_way(run.episodes(episode="g/0.0"))
+    with pytest.raises(FormatError, match=r"no episode 'g~7/0\.0'; it was forked into g~0/0\.0, g~1/0\.0, g~2/0\.0"):
+        run.episodes(episode="g~7/0.0")
+    assert [each.episode_id for each in one_way(run.episodes(episode="s/0.0"))] == ["s~1/0.0"]
+
+
 async def test_an_environment_that_does_not_repeat_itself_is_named() -> None:
     run, trajectory = await recorded("green", "green", "green", config={"moody": True})
     with pytest.raises(ReplayError, match="had the reward 1 and has 0 when it is played again"):
         await bisected(run, trajectory)
 
 
-async def test_what_cannot_be_bisected_is_named() -> None:
+async def test_what_cannot_be_bisected_is_named(tmp_path: Path) -> None:
     run, trajectory = await recorded("green")
     with pytest.raises(FormatError, match="its task 't' is not among those of the run"):
         await bisect(run, [trajectory], {}, ScriptedClient(ToyRenderer(), well))
-    with pytest.raises(ConfigError, match="is a training run: name the model that goes on with --model"):
-        chosen_model(BisectSettings(Path("runs/x"), "e"), run)
+    newest = tmp_path / "checkpoints/step_000020"
+    for step in (newest, tmp_path / "checkpoints/step_000010"):
+        step.mkdir(parents=True)
+        (step / "config.json").touch()
+    with pytest.raises(ConfigError, match=f"is a training run: name the model .* with --model, such as {newest}"):
+        chosen_model(BisectSettings(Path("runs/x"), "e"), replace(run, path=tmp_path / "trajectories.twz"))
     with pytest.raises(
         ConfigError, match=r"is gone, which holds no config\.json: name a model's directory with --model"
     ):

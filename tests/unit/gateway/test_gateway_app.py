@@ -396,8 +396,13 @@ async def test_no_id_is_given_twice() -> None:
 
 
 async def test_a_client_that_takes_nothing_is_let_go() -> None:
-    text = "word " * 40_000
-    async with serving([text], limits=GatewayLimits(write_seconds=0.3)) as served:
+    asked = asyncio.Event()
+
+    def say(_: object) -> str:
+        asked.set()
+        return "word " * 40_000
+
+    async with serving(say, limits=GatewayLimits(write_seconds=0.3)) as served:
         opened = await served.open()
         body = json.dumps({"stream": True, "messages": ASK["messages"]}).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]), limit=1024)
@@ -406,8 +411,7 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
         writer.write(head.encode() + body)
         running = served.app.sessions.of_id(opened["id"]).running
         async with asyncio.timeout(30):
-            while not running:  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(0.01)
+            await asked.wait()
             while running:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.05)
         writer.close()

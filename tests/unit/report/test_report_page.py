@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.report_pages import Page, played, write_metrics, write_run
 from turnwise.cli import main
+from turnwise.config import read_yaml, write_yaml
 from turnwise.errors import ConfigError, FormatError
 from turnwise.report import write_report
 from turnwise.report.page import ASSETS, SCRIPTS, joined_script, unique_names
@@ -57,7 +57,7 @@ def test_what_runs_say_is_data_and_never_markup(text: str, name: str) -> None:
         write_metrics(
             run, {"kind": "train", "step": 1, text: 2.0}, {"kind": "warning", "step": 1, "name": text, "text": text}
         )
-        (run / "config.yaml").write_text(yaml.safe_dump({"note": text, "name": name}))
+        (run / "config.yaml").write_text(write_yaml({"note": text, "name": name}), encoding="utf-8")
         write_report([run, run], Path(folder) / "out.html")
         page = Page(Path(folder) / "out.html")
     kinds = Counter(tag for tag, _ in page.tags)
@@ -72,7 +72,7 @@ def test_what_runs_say_is_data_and_never_markup(text: str, name: str) -> None:
     facts = page.part("facts", 1)
     assert text in facts["series"] or text in ("kind", "step")
     assert [(each["name"], each["text"]) for each in facts["warnings"]] == [(text, text)]
-    assert yaml.safe_load(facts["config"])["note"] == text
+    assert read_yaml(facts["config"])["note"] == text
     assert facts["errors"] == [[text, 1, trajectory.id]]
     record = page.record(trajectory.id, 1)
     said = record["segments"][1]["messages"][0]

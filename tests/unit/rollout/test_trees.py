@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -369,6 +370,11 @@ async def test_a_budget_bounds_the_tree() -> None:
     assert trajectory.metrics["tree/over_budget"] == 0
     few, _ = await play(seed=9, rounds=5, max_tokens=2 * chain)
     assert 1 < len(few.trajectories[0].branches) < 6
+    # The first choice, the whole episode again, does not fit; the second, its last turn, does.
+    last = len(next(iter(trajectory.turns())).sampled.token_ids)
+    short, _ = await play(seed=9, where=f"{__name__}:first_and_last", max_tokens=chain + last)
+    assert [branch.again for branch in short.trajectories[0].branches] == [None, trajectory.branches[0].turns[-1]]
+    assert short.trajectories[0].metrics["tree/over_budget"] == 1
 
 
 @pytest.mark.parametrize(
@@ -422,7 +428,17 @@ def picks_too_many(turns: Sequence[TreeTurn], count: int, draw: random.Random) -
     return [len(turns)]
 
 
+def first_and_last(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> Any:
+    return np.argsort([turn.number for turn in turns])[[0, -1]]
+
+
+async def later(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
+    return [0]
+
+
 async def test_a_custom_choice_is_checked() -> None:
+    with pytest.raises(ConfigError, match="later' is async: write a plain function"):
+        await play(where=f"{__name__}:later")
     outcome, _ = await play(where=f"{__name__}:picks_too_many")
     assert isinstance(outcome.error, AgentError)
     assert "must return at most as many indices" in str(outcome.error)

@@ -111,6 +111,7 @@ async def test_true_logprobs_pass_and_are_counted(tmp_path: Path) -> None:
     assert report.counts["sampled tokens that cannot be recomputed"] == 12 + 6
     assert report.figures["largest difference of a logprob"] < 1e-4
     assert "logprobs recomputed" in text
+    assert "not recomputed: 18 tokens sampled by weights that are not on disk (in training, checkpoint.every" in text
     assert "no contradictions" in text
 
 
@@ -142,9 +143,10 @@ async def test_at_most_bounds_the_work(tmp_path: Path) -> None:
 
 async def test_an_unknown_temperature_is_not_guessed(tmp_path: Path) -> None:
     await make_run(tmp_path, noted=False)
-    report, _ = audit(tmp_path)
+    report, text = audit(tmp_path)
     assert report.sound
     assert report.counts["sampled tokens that cannot be recomputed"] == 12 + 6 + 12
+    assert "not recomputed: 12 tokens sampled at a temperature that was not recorded" in text
 
 
 async def test_versions_that_a_kill_undid_are_not_held_against_those_of_the_same_number(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.advantages import estimate_advantages, grpo
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.credit import assign_credit
+from turnwise.trainer.algorithms.credit import ReturnCredit, StateCredit, TrajectoryCredit, assign_credit
 from turnwise.trainer.algorithms.rewards import step_rewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS, Tree, tree_grpo, tree_value
-from turnwise.trajectory import Segment, Trajectory
+from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
+from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import Branch
 
 # Turns 0 1 2; forked before turn 1 (turns 0 3 4); that one forked before turn 4 (turns 0 3 5).
@@ -130,6 +133,43 @@ def test_the_credit_of_trajectories_is_that_of_their_trees() -> None:
     assert found.dead == [False, False]
     [alone] = tree_value([Tree.of(forked())], norm_by_std=False)
     assert alone.tolist() == [0.0, 0.25, 0.0, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("credit", "expected"),
+    [
+        # Along t0 t1: 0.25 and 1; along t0 t3: 0.25 and 0.5. What both hold has the mean, what failed nothing.
+        ("turns", [1.0, 1.0, 0.0, 0.5]),
+        ({"name": "turns", "gamma": 0.5}, [(0.75 + 0.5) / 2, 1.0, 0.0, 0.5]),
+        # Two tokens a turn, the reward on the second.
+        ({"name": "tokens", "gamma": 0.5}, [0.21875, 0.4375, 0.5, 1.0, 0.0, 0.0, 0.25, 0.5]),
+        ({"name": "gigpo", "gamma": 0.5}, [(0.75 + 0.5) / 2, 1.0, 0.0, 0.5]),
+    ],
+)
+def test_returns_of_an_episode_that_its_agent_forked_are_those_of_its_ways(credit: Any, expected: list[float]) -> None:
+    config = AlgorithmConfig.model_validate({"credit": credit})
+    found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
+    assert isinstance(found, (ReturnCredit, StateCredit))
+    assert found.returns[0].tolist() == expected
+
+
+def test_the_last_turn_of_each_way_has_its_share() -> None:
+    for credit, expected in (("last", [0.0, 1.0, 0.0, 1.0]), ({"name": "discounted", "gamma": 0.5}, [0.5, 1, 0, 1])):
+        config = AlgorithmConfig.model_validate({"credit": credit})
+        found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
+        assert isinstance(found, TrajectoryCredit)
+        assert found.shares is not None
+        assert found.shares[0].tolist() == expected
+
+
+def test_a_critic_refuses_an_episode_that_its_agent_forked() -> None:
+    config = AlgorithmConfig.model_validate({"advantage": "gae"})
+    samples = [to_samples(forked()).rows]
+    values = [TrajectoryValues([np.zeros(row.trained_tokens, np.float32) for row in samples[0]])]
+    with pytest.raises(
+        TrainError, match=r"g/0 was forked by its agent .* into 2 ways.*set algorithm.advantage to grpo"
+    ):
+        value_rows(step_rewards([forked()], {}), samples, {}, values, config.chosen_advantage(), temperature=1.0)
 
 
 def test_a_reward_that_is_not_finite_is_named() -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from turnwise.envs.checker.context import CheckContext, Played
 from turnwise.envs.checker.repeats import actions_of, alone, compare, seen_of
 from turnwise.envs.core import Env
-from turnwise.envs.forking import SHARED
+from turnwise.envs.forking import SHARED, attributes
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import EnvError
+from turnwise.tools.core import FunctionTool
 from turnwise.types import Message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _REMEDY: Final = "keep state in attributes that are copied, write fork(), or set forks = None"
-_MUTABLE: Final = (list, dict, set, bytearray)
+_MUTABLE: Final = (list, dict, set, bytearray, deque)
 
 
 async def fork(exam: CheckContext) -> None:
@@ -83,10 +87,37 @@ async def _fork(exam: CheckContext, played: Played) -> AsyncIterator[Played]:
 
 
 def shared(env: Env, other: Env) -> Iterator[str]:
-    """Return the names of attributes whose mutable value an environment and its fork have in common."""
+    """Return the names of attributes in which an environment and its fork have something mutable in common.
+
+    Looked at are lists, dicts, sets and byte arrays, also inside of others, of objects, and of the variables of
+    functions. What an object that is not copied at all (a task, a logger) has inside is its own affair.
+    """
     while isinstance(env, Wrapper) and isinstance(other, Wrapper):
         env, other = env.env, other.env
-    kept = SHARED | frozenset(env.fork_shares)
-    for name, value in vars(env).items():
-        if name not in kept and isinstance(value, _MUTABLE) and vars(other).get(name) is value:
+    kept = SHARED | frozenset(env.fork_shares) | env.uncopied | {"conversation"}
+    theirs = {id(each) for name, value in attributes(other) if name not in kept for each in _inside(value, set())}
+    for name, value in attributes(env):
+        if name not in kept and any(type(each) in _MUTABLE and id(each) in theirs for each in _inside(value, theirs)):
             yield f"{type(env).__qualname__}.{name}"
+
+
+def _inside(value: Any, closed: Collection[int]) -> Iterator[Any]:
+    """Yield a value and what it holds; of objects with these ids only themselves."""
+    known: set[int] = set()
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        yield each
+        if isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            left += each
+        elif isinstance(each, FunctionTool):
+            left.append(each.fn)
+        elif isinstance(each, FunctionType):
+            left += [found for cell in each.__closure__ or () for found in gc.get_referents(cell)]
+        elif not isinstance(each, (type, ModuleType)) and id(each) not in closed:
+            left += getattr(each, "__dict__", {}).values()

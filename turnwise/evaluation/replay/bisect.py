@@ -36,6 +36,8 @@ from turnwise.trajectory import Trajectory
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 _SAID = 60
+# As in evaluations: a sum of parts may miss the reward of a success by its rounding.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class TurnOdds:
 
     def success(self, least: float) -> float:
         """Return the share of continuations whose reward is at least this; NaN without any."""
-        return sum(reward >= least for reward in self.rewards) / len(self.rewards) if self.rewards else math.nan
+        won = sum(reward >= least - _TOLERANCE for reward in self.rewards)
+        return won / len(self.rewards) if self.rewards else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,10 @@ class Bisection:
     @property
     def odds(self) -> list[float]:
         """Success before each turn, then that of the recorded episode."""
-        return [*(turn.success(self.success_reward) for turn in self.turns), float(self.reward >= self.success_reward)]
+        return [
+            *(turn.success(self.success_reward) for turn in self.turns),
+            float(self.reward >= self.success_reward - _TOLERANCE),
+        ]
 
     @property
     def decisive(self) -> int | None:
@@ -103,7 +109,18 @@ class Bisection:
         before, after = self.odds[decisive], self.odds[decisive + 1]
         last = decisive + 1 == len(self.turns)
         then = "with it the episode ended" if last else f"after it {after:.0%}"
-        return f"The episode {won} at turn {decisive}: before it {before:.0%} of the continuations succeed, {then}."
+        said = f"The episode {won} at turn {decisive}: before it {before:.0%} of the continuations succeed, {then}."
+        return (
+            said if last or self._certain(decisive) else f"{said} So few may differ by chance: take more (--samples)."
+        )
+
+    def _certain(self, index: int) -> bool:
+        """Whether success differs before and after a turn by more than two standard errors of the difference."""
+        counts = [len(turn.rewards) for turn in self.turns[index : index + 2]]
+        rates = self.odds[index : index + 2]
+        pooled = sum(rate * count for rate, count in zip(rates, counts, strict=True)) / sum(counts)
+        error = math.sqrt(pooled * (1 - pooled) * sum(1 / count for count in counts))
+        return abs(rates[1] - rates[0]) > 2 * error
 
     def table(self) -> Table:
         """Return the turns with the success of their continuations."""
@@ -272,13 +289,28 @@ class BisectSettings:
     seed: int = 0
 
 
+def one_way(members: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the sessions of an episode. Raises FormatError where they are those of several branches of one."""
+    ways: dict[str, list[Trajectory]] = {}
+    for each in members:
+        ways.setdefault(each.episode_id, []).append(each)
+    if len(ways) == 1:
+        return list(members)
+    rewards = {name: math.fsum(each.reward for each in way) for name, way in ways.items()}
+    raise FormatError(
+        f"the episode was forked into {len(ways)} ways: name one of "
+        f"{', '.join(f'{name} (reward {reward:g})' for name, reward in rewards.items())}"
+    )
+
+
 def chosen_model(settings: BisectSettings, run: RecordedRun) -> Path:
     """Return the model that goes on. Raises ConfigError where neither the settings nor the run name one that exists."""
     model = settings.model or run.said.get("model")
     if model is None:
+        found = sorted((run.path.parent / "checkpoints").glob("step_*/config.json"))
+        newest = found[-1].parent if found else run.path.parent / "checkpoints/step_NNNNNN"
         raise ConfigError(
-            f"{settings.source} is a training run: name the model that goes on with --model, such as "
-            f"{settings.source}/checkpoints/step_NNNNNN/policies/{run.policy}"
+            f"{settings.source} is a training run: name the model that goes on with --model, such as {newest}"
         )
     if not settings.urls and not (Path(model) / "config.json").is_file():
         raise ConfigError(
@@ -298,9 +330,11 @@ def run_bisect(settings: BisectSettings) -> Bisection:
         InferenceError: The model cannot be served.
     """
     run = RecordedRun.load(settings.source)
-    members = run.episodes(episode=settings.episode)
+    members = one_way(run.episodes(episode=settings.episode))
     model = chosen_model(settings, run)
     if settings.temperature is not None:
+        if not (math.isfinite(settings.temperature) and settings.temperature >= 0):
+            raise ConfigError(f"--temperature is {settings.temperature}: it must be 0 (greedy) or more")
         rollout = run.rollout.model_copy(update={"temperature": settings.temperature})
         run = replace(run, rollout=rollout)
     if run.others:

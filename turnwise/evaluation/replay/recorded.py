@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from turnwise.agents.roles import MAIN
+from turnwise.config import read_yaml
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.engines import model_settings
 from turnwise.model.core import Renderer
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import chosen_way, unforked
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.config import TasksConfig
@@ -65,7 +66,7 @@ class RecordedRun:
         file = path.with_name("config.yaml")
         if not file.is_file():
             raise ConfigError(f"{file} is missing: a replay needs the environment, agent and tasks of the run")
-        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        said = read_yaml(file.read_text(encoding="utf-8")) or {}
         if said.get("hosted"):
             raise ConfigError(
                 f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed"
@@ -95,16 +96,20 @@ class RecordedRun:
         Args:
             number: The newest so many; None for all.
             task: Only those of this task.
-            episode: Only the one with this id, or with a trajectory of this id.
+            episode: Only the one with this id, or with a trajectory of this id, of a searched one the chosen way alone;
+                of a forked one, ``~n`` before its member names the n-th branch.
 
         Raises:
             FormatError: There are none, or they are damaged.
         """
         with TrajectoryFile(self.path) as trajectories:
+            known = {each for entry in trajectories.entries for each in (entry.episode_id, entry.id)}
+            way = episode is not None and episode not in known
+            named = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if way else episode
             wanted = [
                 entry
                 for entry in trajectories.entries
-                if task in (None, entry.task_id) and episode in (None, entry.episode_id, entry.id)
+                if task in (None, entry.task_id) and named in (None, entry.episode_id, entry.id)
             ]
             found = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
             chosen = set(found if number is None else found[max(0, len(found) - number) :])
@@ -115,8 +120,20 @@ class RecordedRun:
                     if episode is None
                     else f"{self.path} holds no episode {episode!r}: turnwise view lists them"
                 )
-            read = [trajectories.read(each) for each in wanted if (each.episode_id, each.attempt) in chosen]
-        return [branch for each in read for branch in unforked(each)]
+            # All sessions of an episode, also where one of them was named.
+            read = [
+                trajectories.read(each) for each in trajectories.entries if (each.episode_id, each.attempt) in chosen
+            ]
+        if episode in known:
+            read = [chosen_way(each) for each in read]
+        ways = [branch for each in read for branch in unforked(each)]
+        asked = {each.episode_id for each in ways if episode in (each.episode_id, each.id)}
+        if way and not asked:
+            raise FormatError(
+                f"{self.path} holds no episode {episode!r}; it was forked into "
+                f"{', '.join(dict.fromkeys(each.episode_id for each in ways))}"
+            )
+        return [each for each in ways if each.episode_id in asked] if way else ways
 
     async def tasks(self) -> dict[str, Task]:
         """Return the tasks of training and evaluation by id. Raises ConfigError."""

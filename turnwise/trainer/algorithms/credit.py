@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.plugins import load_object
-from turnwise.trainer.algorithms.rewards import StepRewards
+from turnwise.trainer.algorithms.rewards import StepRewards, WayRewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS, Tree
 from turnwise.trajectory import Trajectory
 
@@ -175,24 +175,57 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         return TreeCredit(config.name, [Tree.of(each) for each in trajectories])
     gamma = config.discount
     if config.name == "tokens":
-        pairs = zip(rewards.turn_rewards, rewards.turn_lengths, strict=True)
-        starts = [np.cumsum([0, *lengths], dtype=np.int64)[:-1] for lengths in rewards.turn_lengths]
-        return ReturnCredit([token_returns(each, lengths, gamma) for each, lengths in pairs], starts)
-    if config.name == "turns":
-        return ReturnCredit([turn_returns(each, gamma) for each in rewards.turn_rewards])
-    if config.name == "gigpo":
-        return StateCredit(
-            [turn_returns(each, gamma) for each in rewards.turn_rewards],
-            [anchor_states(each, config.state) for each in trajectories],
-            1.0 if config.omega is None else config.omega,
-        )
+        pairs = list(zip(rewards.ways, rewards.turn_lengths, strict=True))
+        starts = [_token_starts(lengths)[:-1] for _, lengths in pairs]
+        return ReturnCredit([_token_returns_of(ways, lengths, gamma) for ways, lengths in pairs], starts)
+    if config.name in ("turns", "gigpo"):
+        returns = [
+            _mean_over_ways(ways, len(lengths), lambda way: turn_returns(way.rewards, gamma))
+            for ways, lengths in zip(rewards.ways, rewards.turn_lengths, strict=True)
+        ]
+        if config.name == "turns":
+            return ReturnCredit(returns)
+        states = [anchor_states(each, config.state) for each in trajectories]
+        return StateCredit(returns, states, 1.0 if config.omega is None else config.omega)
     if config.name == "same":
         return TrajectoryCredit(None)
-    # The last turn is the last one with ids: an empty one has no token that could take its share.
-    reached = [len(np.trim_zeros(np.array(lengths), "b")) for lengths in rewards.turn_lengths]
-    empty = [len(lengths) - turns for lengths, turns in zip(rewards.turn_lengths, reached, strict=True)]
-    shares = [turn_shares(config.name, turns, gamma) for turns in reached]
-    return TrajectoryCredit([np.pad(each, (0, more)) for each, more in zip(shares, empty, strict=True)])
+    pairs = list(zip(rewards.ways, rewards.turn_lengths, strict=True))
+    return TrajectoryCredit([_shares_of(ways, lengths, config.name, gamma) for ways, lengths in pairs])
+
+
+def _mean_over_ways(ways: Sequence[WayRewards], size: int, of: Callable[[WayRewards], Values]) -> Values:
+    """Return the mean over the ways that hold a turn of its number in each; 0 for a turn that no way holds."""
+    total, held = np.zeros(size), np.zeros(size)
+    for way in ways:
+        total[list(way.turns)] += of(way)
+        held[list(way.turns)] += 1
+    return np.divide(total, held, out=np.zeros(size), where=held > 0)
+
+
+def _token_starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _token_returns_of(ways: Sequence[WayRewards], lengths: Sequence[int], gamma: float) -> Values:
+    """Return the return of each sampled token of a trajectory, its mean over the ways that hold the token."""
+    starts = _token_starts(lengths)
+    total, held = np.zeros(starts[-1]), np.zeros(starts[-1])
+    for way in ways:
+        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[t], starts[t + 1]) for t in way.turns)])
+        total[places] += token_returns(way.rewards, [lengths[turn] for turn in way.turns], gamma)
+        held[places] += 1
+    return np.divide(total, held, out=np.zeros(len(total)), where=held > 0)
+
+
+def _shares_of(ways: Sequence[WayRewards], lengths: Sequence[int], name: str, gamma: float) -> Values:
+    """Return the share of each turn of a trajectory, its mean over the ways that hold the turn."""
+
+    def of_way(way: WayRewards) -> Values:
+        # The last turn is the last one with ids: an empty one has no token that could take its share.
+        reached = len(np.trim_zeros(np.array([lengths[turn] for turn in way.turns]), "b"))
+        return np.pad(turn_shares(name, reached, gamma), (0, len(way.turns) - reached))
+
+    return _mean_over_ways(ways, len(lengths), of_way)
 
 
 def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:

@@ -11,10 +11,24 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
+from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, branch_paths
+from turnwise.types import RewardEvent
 
 RowKey = tuple[str, int]
 """Key of a row within a step: trajectory id and leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayRewards:
+    """The rewards of one way through an episode.
+
+    Attributes:
+        turns: Its turns, as their numbers in the trajectory's commit order.
+        rewards: The reward of each of these turns.
+    """
+
+    turns: tuple[int, ...]
+    rewards: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +38,7 @@ class StepRewards:
     Attributes:
         totals: Sum of each trajectory's rewards, float64 of shape [n].
         groups: Group of each trajectory, numbered from 0.
-        turn_rewards: Per trajectory the reward of each turn, in commit order.
+        ways: Per trajectory the rewards of its turns, way by way; one that was not forked has one way.
         turn_lengths: Per trajectory the sampled tokens of each turn.
         components: float64 of shape [n] by reward name.
         baselines: Reward of the group's greedy rollout, float64 of shape [n]; NaN where there is none.
@@ -32,7 +46,7 @@ class StepRewards:
 
     totals: Tensor
     groups: list[int]
-    turn_rewards: list[list[float]]
+    ways: list[list[WayRewards]]
     turn_lengths: list[list[int]]
     components: dict[str, Tensor]
     baselines: Tensor
@@ -53,7 +67,7 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
     return StepRewards(
         totals=torch.tensor([each.reward for each in trajectories], dtype=torch.float64),
         groups=[numbers.setdefault(each.group_id, len(numbers)) for each in trajectories],
-        turn_rewards=[turn_rewards(each) for each in trajectories],
+        ways=[ways_of(each) for each in trajectories],
         turn_lengths=[
             [len(segment.token_ids) for segment in each.segments if segment.sampled] for each in trajectories
         ],
@@ -62,14 +76,27 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
     )
 
 
-def turn_rewards(trajectory: Trajectory) -> list[float]:
-    """Return the reward of each turn; rewards of the episode, and of missing turns, go to the last one."""
+def ways_of(trajectory: Trajectory) -> list[WayRewards]:
+    """Return the rewards of a trajectory's turns, for each way through its episode.
+
+    Rewards of a way as a whole, and of turns that it does not have, go to its last turn.
+    """
     numbers = {segment.turn_id: number for number, segment in enumerate(s for s in trajectory.segments if s.sampled)}
-    last = len(numbers) - 1
-    rewards = [0.0] * len(numbers)
-    for turn_id, _, value in trajectory.rewards:
-        rewards[last if turn_id is None else numbers.get(turn_id, last)] += value
-    return rewards
+    if not trajectory.branches:
+        return [_way(list(numbers.values()), trajectory.rewards, numbers)]
+    found: list[WayRewards] = []
+    for branch, path in zip(trajectory.branches, branch_paths(trajectory.branches), strict=True):
+        shared = [event for event in trajectory.rewards if event[0] is None or event[0] in path]
+        found.append(_way([numbers[turn] for turn in path], [*shared, *branch.rewards], numbers))
+    return found
+
+
+def _way(turns: list[int], events: Sequence[RewardEvent], numbers: Mapping[str | None, int]) -> WayRewards:
+    places = {turn: place for place, turn in enumerate(turns)}
+    rewards = [0.0] * len(turns)
+    for turn_id, _, value in events if turns else ():
+        rewards[places.get(numbers.get(turn_id, -1), -1)] += value
+    return WayRewards(tuple(turns), rewards)
 
 
 def with_penalties(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.agents.roles import MAIN
+from turnwise.config import read_yaml
 from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches
@@ -83,8 +85,8 @@ def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) ->
     config = _read_config(run)
     weights = _weights_on_disk(run, config)
     temperature = float(config.get("rollout", {}).get("temperature", 1.0))
-    turns, unchecked = _turns(run, weights, temperature, at_most)
-    report.counts["sampled tokens that cannot be recomputed"] += unchecked
+    turns, report.unchecked = _turns(run, weights, temperature, at_most)
+    report.counts["sampled tokens that cannot be recomputed"] += report.unchecked.total()
     for version in sorted(turns):
         _check_version(version, weights[version], turns[version], report)
 
@@ -92,7 +94,7 @@ def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) ->
 def _read_config(run: Path) -> dict[str, Any]:
     file = run / CONFIG
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise AuditError(
             f"{file} cannot be read, so it is not known which weights sampled (--no-recompute leaves that out): {error}"
@@ -101,6 +103,11 @@ def _read_config(run: Path) -> dict[str, Any]:
         raise AuditError(f"{file} holds no configuration")
     return config
 
+
+_OTHERS = "sampled by a frozen policy, whose weights the run does not keep"
+_GONE = "sampled by weights that are not on disk (in training, checkpoint.every and checkpoint.keep say which are)"
+_KILLED = "sampled by weights of a killed process after its last checkpoint"
+_UNKNOWN_TEMPERATURE = "sampled at a temperature that was not recorded"
 
 _Version = tuple[str, int]
 """A policy and its weight version."""
@@ -184,26 +191,27 @@ def is_float32(directory: Path, dtype: str) -> bool:
 
 def _turns(
     run: Path, weights: dict[_Version, _Weights], temperature: float, at_most: int
-) -> tuple[dict[_Version, list[_Turn]], int]:
-    """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
+) -> tuple[dict[_Version, list[_Turn]], Counter[str]]:
+    """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked, by the reason."""
     chosen: dict[_Version, list[_Turn]] = {}
     seen: dict[_Version, int] = {}
     known = {policy for policy, _ in weights}
-    unchecked = 0
+    unchecked: Counter[str] = Counter()
     draw = random.Random(0)
     starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
     for trajectory in read_trajectories(run / TRAJECTORIES):
         if trajectory.frozen and trajectory.policy not in known:
             # Its servers count their own versions, and the run does not keep their weights.
-            unchecked += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
+            unchecked[_OTHERS] += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue
         divisor = _temperature(trajectory, temperature)
         last = _last_version(trajectory, starts)
         for segment in trajectory.segments:
             for span in segment.weight_versions:
                 version = trajectory.policy, span[0]
-                if version not in weights or divisor is None or span[0] > last:
-                    unchecked += span[2] - span[1]
+                reason = _GONE if version not in weights else _KILLED if span[0] > last else _UNKNOWN_TEMPERATURE
+                if reason is not _UNKNOWN_TEMPERATURE or divisor is None:
+                    unchecked[reason] += span[2] - span[1]
                     continue
                 kept = chosen.setdefault(version, [])
                 seen[version] = seen.get(version, 0) + 1
@@ -308,6 +316,8 @@ def _show(run: Path, report: AuditReport, console: Console) -> None:
     for name, figure in report.figures.items():
         table.add_row(name, f"{figure:.2g}")
     console.print(table)
+    for reason, count in (+report.unchecked).items():
+        console.print(Text(f"not recomputed: {count:,} tokens {reason}", style="dim"), soft_wrap=True)
     for text in report.contradictions[:_MOST_SHOWN]:
         console.print(Text(f"✗ {text}", style="red"), soft_wrap=True)
     if len(report.contradictions) > _MOST_SHOWN:

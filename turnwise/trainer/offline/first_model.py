@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from turnwise.chat.model_dir import limit_new_tokens
-from turnwise.config import ConfigReference, ConfigSource
+from turnwise.config import ConfigReference, ConfigSource, write_yaml
 from turnwise.envs.demonstrations import solved_conversation
 from turnwise.envs.library.seeded import source
 from turnwise.envs.registration import EnvSpec, env_class, run_name
@@ -195,7 +194,7 @@ def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
         "checkpoint": {"every": 10},
     }
     comment = _TRAINING_COMMENT.format(name=plan.env.id.rpartition(":")[2])
-    return comment + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    return comment + write_yaml(config)
 
 
 def _longest_turn(rows: list[dict[str, Any]], model: Path) -> int:

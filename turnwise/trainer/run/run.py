@@ -8,7 +8,6 @@ A run directory holds ``config.yaml``, ``run.json`` (processes so far and their 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -360,11 +359,6 @@ async def open_run(
         if run.state.step or any(each.launched_elsewhere for each in run.policies.values()):
             # Servers were launched with the model that the configuration names, or with none that is known.
             await run.sync_weights()
-        # What was imported and loaded stays: collections between steps need not look at it again.
-        if not gc.get_freeze_count():  # else the program has frozen its objects, and they stay frozen after the run
-            gc.collect()
-            gc.freeze()
-            stack.callback(gc.unfreeze)
         yield run
         for together in serving_together(run.policies):
             whose = {"policy": ", ".join(each.name for each in together)} if len(run.policies) > 1 else {}
