@@ -304,28 +304,9 @@ def step(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
 def _rows(sizes: Sizes, vocabulary: int) -> list[Any]:
     import numpy as np
 
-    from turnwise.trainer.batch.packing import TrainRow
-    from turnwise.trajectory import TrainSample
+    from harness.random_rows import random_rows
 
-    random = np.random.default_rng(0)
-    rows = []
-    mask = np.arange(sizes.prompt + sizes.trained) >= sizes.prompt
-    for group in range(sizes.groups):
-        prompt = random.integers(0, vocabulary, sizes.prompt)
-        for member in range(8):
-            ids = np.concatenate([prompt, random.integers(0, vocabulary, sizes.trained)])
-            sample = TrainSample(
-                input_ids=ids.astype(np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.where(mask, -5.0, 0).astype(np.float32),
-                weight_versions=np.where(mask, 0, -1).astype(np.int32),
-                turn_ids=np.where(mask, 0, -1).astype(np.int32),
-                trajectory_id=f"{group}-{member}",
-                group_id=str(group),
-                leaf=0,
-            )
-            rows.append(TrainRow(sample, advantage=1.0 if member % 2 else -1.0))
-    return rows
+    return random_rows(sizes.groups, vocabulary, sizes.prompt, np.arange(sizes.prompt + sizes.trained) >= sizes.prompt)
 
 
 def _operations(sizes: Sizes, shape: Any) -> float:

@@ -175,31 +175,13 @@ def make_rows(workload: Workload) -> list[Any]:
     """Return the rows of a step; ids are random, so rows of a group share their prompt and nothing else."""
     import numpy as np
 
-    from turnwise.trainer.batch.packing import TrainRow
-    from turnwise.trajectory import TrainSample
+    from harness.random_rows import random_rows
 
-    random = np.random.default_rng(0)
-    rows = []
-    for group in range(workload.groups):
-        prompt = random.integers(0, workload.model["vocab_size"], workload.prompt)
-        for member in range(8):
-            mask = np.concatenate(
-                [np.zeros(workload.prompt, np.bool_)]
-                + [np.repeat([True, False], [sampled, answer]) for sampled, answer in workload.turns]
-            )
-            ids = np.concatenate([prompt, random.integers(0, workload.model["vocab_size"], len(mask) - len(prompt))])
-            sample = TrainSample(
-                input_ids=ids.astype(np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.where(mask, -5.0, 0).astype(np.float32),
-                weight_versions=np.where(mask, 0, -1).astype(np.int32),
-                turn_ids=np.where(mask, 0, -1).astype(np.int32),
-                trajectory_id=f"{group}-{member}",
-                group_id=str(group),
-                leaf=0,
-            )
-            rows.append(TrainRow(sample, advantage=1.0 if member % 2 else -1.0))
-    return rows
+    mask = np.concatenate(
+        [np.zeros(workload.prompt, np.bool_)]
+        + [np.repeat([True, False], [sampled, answer]) for sampled, answer in workload.turns]
+    )
+    return random_rows(workload.groups, workload.model["vocab_size"], workload.prompt, mask)
 
 
 def useful_flops(workload: Workload, rows: list[Any]) -> dict[str, int]:

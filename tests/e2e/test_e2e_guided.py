@@ -16,8 +16,9 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine.tiny_lm import save_random_model
 from support.gateway.server import serving
-from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
+from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check
 from turnwise.chat.renderer import load_renderer
 from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.inference.builtin import BuiltinReplica

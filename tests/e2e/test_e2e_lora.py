@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.audit import audit_run
@@ -21,13 +21,8 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
-
-
-def test_servers_are_sent_the_adapter_that_a_run_begins_with(model: Path, tmp_path: Path) -> None:
-    adapted = load_model(model, lora=LoRAConfig(rank=2, targets=["o_proj"]))
+def test_servers_are_sent_the_adapter_that_a_run_begins_with(lookup_model: Path, tmp_path: Path) -> None:
+    adapted = load_model(lookup_model, lora=LoRAConfig(rank=2, targets=["o_proj"]))
     assert adapted.lora is not None
     torch.manual_seed(0)
     for name, tensor in adapted.lora.tensors():
@@ -35,7 +30,7 @@ def test_servers_are_sent_the_adapter_that_a_run_begins_with(model: Path, tmp_pa
             tensor.normal_(std=0.05)
     adapted.save_trained(tmp_path / "adapter")
     policies: dict[str, Any] = {"main": {"model": {"lora": {"path": str(tmp_path / "adapter")}}}}
-    run_train(train_config(model, tmp_path, steps=1, policies=policies), console=silent())
+    run_train(train_config(lookup_model, tmp_path, steps=1, policies=policies), console=silent())
     [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
     # The model without it would be far off: what is exact is the adapter.
     assert 0 < step["gap/max"] < 1e-4
@@ -44,4 +39,4 @@ def test_servers_are_sent_the_adapter_that_a_run_begins_with(model: Path, tmp_pa
     assert report.counts["weight versions recomputed"] == 1
     frozen: dict[str, Any] = {"frozen": {"before": {"start": True}}}
     with pytest.raises(ValidationError, match=r"rollout\.frozen\.before\.start is true, but the run begins with the"):
-        train_config(model, tmp_path, policies=policies, rollout=frozen)
+        train_config(lookup_model, tmp_path, policies=policies, rollout=frozen)

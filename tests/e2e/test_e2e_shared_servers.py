@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, training, wait_until
+from support.trainer.lookup_run import lines, silent, training, wait_until
 from support.trainer.policies_run import MODES, ROLES, solver_and_critic
 from turnwise.errors import ConfigError
 from turnwise.rollout.records import read_batches
@@ -25,11 +25,6 @@ from turnwise.trajectory_file import read_trajectories
 @pytest.fixture(scope="module", autouse=True)
 def peft() -> Any:
     return pytest.importorskip("peft")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
 
 
 def two_adapters(model: Path, runs: Path, **changes: Any) -> TrainConfig:
@@ -72,8 +67,8 @@ def check_run(run: Path, steps: int) -> None:
     ]
 
 
-async def test_two_adapters_train_on_one_server_and_resume(model: Path, tmp_path: Path) -> None:
-    config, run_dir = two_adapters(model, tmp_path), tmp_path / "run"
+async def test_two_adapters_train_on_one_server_and_resume(lookup_model: Path, tmp_path: Path) -> None:
+    config, run_dir = two_adapters(lookup_model, tmp_path), tmp_path / "run"
     await train(config.model_copy(update={"steps": 1}), console=silent())
     async with open_run(config, run_dir, silent()) as run:
         solver, critic = run.policies.values()
@@ -81,7 +76,7 @@ async def test_two_adapters_train_on_one_server_and_resume(model: Path, tmp_path
         [replica] = solver.fleet.replicas
         assert (await replica.stats())["adapters"] == {"solver": 1, "critic_agent": 1}
     # Where a policy is served may change between two parts of a run: here to a server of each.
-    apart = two_adapters(model, tmp_path).model_dump(exclude_unset=True)
+    apart = two_adapters(lookup_model, tmp_path).model_dump(exclude_unset=True)
     del apart["policies"]["critic_agent"]["served_by"]
     async with open_run(TrainConfig.model_validate(apart), run_dir, silent()) as run:
         solver, critic = run.policies.values()
@@ -96,14 +91,14 @@ async def test_two_adapters_train_on_one_server_and_resume(model: Path, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
-def test_two_adapters_train_on_one_server_while_it_samples(mode: str, model: Path, tmp_path: Path) -> None:
-    run_train(two_adapters(model, tmp_path, steps=3, **MODES[mode]), console=silent())
+def test_two_adapters_train_on_one_server_while_it_samples(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+    run_train(two_adapters(lookup_model, tmp_path, steps=3, **MODES[mode]), console=silent())
     check_run(tmp_path / "run", 3)
 
 
 @pytest.mark.long
-def test_a_run_with_a_shared_server_survives_kills(model: Path, tmp_path: Path) -> None:
-    config, run = two_adapters(model, tmp_path, steps=6, mode="colocate_async"), tmp_path / "run"
+def test_a_run_with_a_shared_server_survives_kills(lookup_model: Path, tmp_path: Path) -> None:
+    config, run = two_adapters(lookup_model, tmp_path, steps=6, mode="colocate_async"), tmp_path / "run"
     for step in (2, 4):
         with training(config) as process:
             saved = run / "checkpoints" / f"step_{step:06d}"
@@ -151,9 +146,9 @@ def test_policies_that_cannot_share_are_named(policy: str, changes: dict[str, An
         TrainConfig.model_validate(changed(config, policy, **changes))
 
 
-async def test_an_engine_of_one_policy_is_named_before_a_server_starts(model: Path, tmp_path: Path) -> None:
+async def test_an_engine_of_one_policy_is_named_before_a_server_starts(lookup_model: Path, tmp_path: Path) -> None:
     config = TrainConfig.model_validate(
-        changed(two_adapters(model, tmp_path), "solver", inference={"engine": "sglang"})
+        changed(two_adapters(lookup_model, tmp_path), "solver", inference={"engine": "sglang"})
     )
     said = (
         r"policies\.critic_agent\.served_by is 'solver', whose servers' inference\.engine is sglang, which serves one"
@@ -163,5 +158,7 @@ async def test_an_engine_of_one_policy_is_named_before_a_server_starts(model: Pa
     assert not (tmp_path / "run" / "logs").exists()
     [found] = [each for each in (await dry_run(config)).checks if each.name == "inference"]
     assert (found.outcome, "serves one policy" in found.found) == ("failed", True)
-    [found] = [each for each in (await dry_run(two_adapters(model, tmp_path))).checks if each.name == "inference"]
+    [found] = [
+        each for each in (await dry_run(two_adapters(lookup_model, tmp_path))).checks if each.name == "inference"
+    ]
     assert found.found.startswith("solver, critic_agent: builtin, 1 server")

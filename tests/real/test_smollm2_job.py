@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.engine.vllm_server import vllm_python
 from support.processes.warm import run_command
+from support.trainer.job_bars import success
 from turnwise.trajectory_file import read_trajectories
 
 ROOT = Path(__file__).parents[2]
@@ -30,10 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     print(result.stdout)
     assert "reward, by step" in result.stdout
     return runs / "seed0"
-
-
-def success(part: dict[str, Any], kind: str) -> float:
-    return part[kind]["success"]["mean"]
 
 
 def test_it_learns_chains_that_it_was_not_shown(run: Path) -> None:

@@ -11,9 +11,10 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine.tiny_lm import save_random_model
 from support.engine.vllm_server import vllm_config
 from support.gateway.server import serving
-from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
+from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import StructuredOutputError
 from turnwise.gateway.dialects.openai_chat import abilities_of

@@ -118,6 +118,24 @@ def random_prompt(rng: np.random.Generator, tokens: int) -> np.ndarray:
 BROKEN = '\n{"name": "team_of", "arguments": {"person": nobody}}\n'
 
 
+def save_random_model(folder: Path, family: str = "qwen2_5") -> Path:
+    """Write the checkpoint of a model with random weights and the chat template of a family.
+
+    It says nothing sensible, and everything else is real.
+    """
+    home = build_model_dir(folder, family)
+    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json"))
+    settings = (home / "generation_config.json").read_bytes()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size() + 32, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False, max_position_embeddings=4096,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(home)
+    (home / "generation_config.json").write_bytes(settings)
+    return home
+
+
 def spelled(call: ToolCall) -> str:
     """Return a call as the format of Qwen writes it between its markers."""
     return "\n" + json.dumps({"name": call.name, "arguments": call.arguments}) + "\n"

@@ -10,35 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvicorn
 from aiohttp import web
 
-from support.gateway.server import ADMIN, ADMIN_HEADERS
+from support.gateway.server import ADMIN, ADMIN_HEADERS, Answering, listening
 from turnwise.gateway.config import GatewayLimits, HostedConfig, base_url
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSession, TextSettings
 from turnwise.gateway.sessions import Sessions
-from turnwise.inference.process import bind
 from turnwise.trajectory import Trajectory
 
 KEY = "sk-the-providers-own-key-0123456789"
 
 
 @dataclass
-class Hosted:
-    """A gateway that answers at ``url``."""
+class Hosted(Answering):
+    """A gateway in front of a hosted endpoint."""
 
-    url: str
     app: HostedApp
-    http: aiohttp.ClientSession
-
-    async def open(self, **about: Any) -> dict[str, Any]:
-        """Open a session; ``base`` is its URL."""
-        async with self.http.post("/sessions", json=about, headers=ADMIN_HEADERS) as answer:
-            body: dict[str, Any] = await answer.json()
-            assert answer.status == 200, body
-        return {**body, "base": self.url + body["path"]}
 
     def session(self, opened: dict[str, Any]) -> TextSession:
         """The recorder behind a session."""
@@ -52,23 +41,6 @@ class Hosted:
             assert answer.status == 200, await answer.text()
             body = await answer.read()
         return Trajectory.from_bytes(body[body.index(b'"trajectory":') + len(b'"trajectory":') : -1])
-
-
-@contextlib.asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application on a loopback port."""
-    with bind("127.0.0.1", 0) as listener:
-        listener.listen(2048)
-        config = uvicorn.Config(
-            app, log_config=None, lifespan="off", ws="none", access_log=False, timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
-        running = asyncio.ensure_future(server.serve(sockets=[listener]))
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await running
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +59,7 @@ async def hosting(
     app = HostedApp(sessions, admin_key=ADMIN, endpoint=endpoint)
     try:
         async with listening(app) as url, aiohttp.ClientSession(url) as http:
-            yield Hosted(url, app, http)
+            yield Hosted(url, http, app)
     finally:
         await sessions.close()
         await endpoint.close()

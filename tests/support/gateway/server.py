@@ -36,14 +36,11 @@ ADMIN_HEADERS = {"authorization": f"Bearer {ADMIN}"}
 
 
 @dataclass
-class Served:
+class Answering:
     """A gateway that answers at ``url``."""
 
     url: str
-    app: GatewayApp
-    client: LLMClient
     http: aiohttp.ClientSession
-    renderer: TemplateRenderer
 
     async def open(self, **about: Any) -> dict[str, Any]:
         """Open a session; ``base`` is its URL."""
@@ -51,6 +48,15 @@ class Served:
             body: dict[str, Any] = await answer.json()
             assert answer.status == 200, body
         return {**body, "base": self.url + body["path"]}
+
+
+@dataclass
+class Served(Answering):
+    """A gateway in front of a model."""
+
+    app: GatewayApp
+    client: LLMClient
+    renderer: TemplateRenderer
 
     def session(self, opened: dict[str, Any]) -> Session:
         """The recorder behind a session."""
@@ -104,8 +110,8 @@ async def serving(
     sessions = Sessions(open_session, limits or GatewayLimits(), finished, book)
     app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
     try:
-        async with _listening(app, sessions.limits) as url, aiohttp.ClientSession(url) as http:
-            yield Served(url, app, llm, http, renderer)
+        async with listening(app, http=_protocol(sessions.limits)) as url, aiohttp.ClientSession(url) as http:
+            yield Served(url, http, app, llm, renderer)
     finally:
         await sessions.close()
     await ledger.close()
@@ -118,10 +124,14 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: GatewayApp, limits: GatewayLimits) -> AsyncIterator[str]:
+async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application on a loopback port; ``options`` are uvicorn's."""
     with bind("127.0.0.1", 0) as listener:
         listener.listen(2048)
-        server = uvicorn.Server(_options(app, limits))
+        config = uvicorn.Config(
+            app, log_config=None, lifespan="off", ws="none", access_log=False, timeout_graceful_shutdown=1, **options
+        )
+        server = uvicorn.Server(config)
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -135,8 +145,5 @@ def _assert_recorded(folder: Path, recorders: Sequence[Session]) -> None:
     assert_sound(folder, *left)
 
 
-def _options(app: GatewayApp, limits: GatewayLimits) -> uvicorn.Config:
-    protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
-    return uvicorn.Config(
-        app, log_config=None, lifespan="off", http=protocol, ws="none", access_log=False, timeout_graceful_shutdown=1
-    )
+def _protocol(limits: GatewayLimits) -> Any:
+    return guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import jsonschema
-import torch
-from tokenizers import Tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from support.chat.model_dirs import build_model_dir
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -33,21 +27,6 @@ WEATHER = {
 TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
 DIALECTS = ("chat", "responses", "messages")
 TOKENS = 400
-
-
-def save_random_model(folder: Path, family: str = "qwen2_5") -> Path:
-    """Write the checkpoint of a model with random weights and the chat template of a family."""
-    home = build_model_dir(folder, family)
-    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json"))
-    settings = (home / "generation_config.json").read_bytes()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=tokenizer.get_vocab_size() + 32, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False, max_position_embeddings=4096,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(home)
-    (home / "generation_config.json").write_bytes(settings)
-    return home
 
 
 def body(dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mapping[str, Any] = SCHEMA) -> dict[str, Any]:

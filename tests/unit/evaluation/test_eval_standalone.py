@@ -12,10 +12,8 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from support.chat.model_dirs import build_model_dir
+from support.engine.tiny_lm import save_random_model
 from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.trajectory_file import read_trajectories
@@ -25,19 +23,7 @@ TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with random weights: it says nothing sensible, and everything else is real."""
-    folder = build_model_dir(tmp_path_factory.mktemp("model"), "qwen2_5")
-    vocabulary = max(orjson.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"].values()) + 32
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True, max_position_embeddings=2048,
-    )  # fmt: skip
-    saved = Qwen2ForCausalLM(config)
-    settings = (folder / "generation_config.json").read_bytes()
-    saved.save_pretrained(folder)
-    (folder / "generation_config.json").write_bytes(settings)
-    return folder
+    return save_random_model(tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments: str) -> int:

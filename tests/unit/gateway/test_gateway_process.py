@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 import psutil
 import pytest
-import torch
-import uvicorn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from support.chat.model_dirs import build_model_dir, model_dir
+from support.chat.model_dirs import model_dir
+from support.engine.tiny_lm import save_random_model
+from support.gateway.server import listening
 from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.config import load_config
@@ -33,7 +30,6 @@ from turnwise.engine.server import App, Outbox
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
-from turnwise.inference.process import bind, server_without_signal_handlers
 from turnwise.trajectory_file import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "Go."}]}
@@ -41,19 +37,7 @@ ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "use
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with random weights: it says nothing sensible, and everything else is real."""
-    folder = build_model_dir(tmp_path_factory.mktemp("model"), "qwen2_5")
-    vocabulary = max(orjson.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"].values()) + 32
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True, max_position_embeddings=2048,
-    )  # fmt: skip
-    saved = Qwen2ForCausalLM(config)
-    settings = (folder / "generation_config.json").read_bytes()
-    saved.save_pretrained(folder)
-    (folder / "generation_config.json").write_bytes(settings)
-    return folder
+    return save_random_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.asynccontextmanager
@@ -61,17 +45,8 @@ async def answering(model: Path) -> AsyncIterator[str]:
     """Serve a model in this process, without an engine that runs: it says what it is."""
     outbox = Outbox()
     app = App(Engine(CausalLM(model, dtype="float32", device="cpu"), outbox.deliver), outbox, "m", stop_strings=True)
-    listener = bind("127.0.0.1", 0)
-    listener.listen()
-    server = server_without_signal_handlers(
-        uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving
+    async with listening(app) as url:
+        yield url
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
