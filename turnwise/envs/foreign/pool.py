@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -309,18 +310,21 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
             await worker.close()
 
     asked: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    interrupted = threading.Event()
 
     async def run() -> dict[str, Any]:
         task = asyncio.ensure_future(ask())
         asked.append((asyncio.get_running_loop(), task))
+        if interrupted.is_set():
+            task.cancel()
         return await task
 
     # In a thread: the caller's may run an event loop.
     with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(asyncio.run, run())
         try:
-            return answer.result()
-        except BaseException:  # an interrupt: the thread would otherwise be waited for, until its request is late
+            return threads.submit(lambda: asyncio.run(run())).result()
+        except BaseException:  # an interrupt: leaving the block waits for the thread, hence for the request
+            interrupted.set()
             for loop, task in asked:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(task.cancel)
