@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import multiprocessing
 import os
 import random
 import sys
@@ -36,17 +39,23 @@ class Source:
 class Episode:
     def __init__(self, source):
         self.source = source
+        self.charm = random.randrange(1000)
 
     def reset(self, data, seed):
         if self.source.trouble == "reset":
             raise LookupError("no such level")
         self.left = (data or {}).get("start", self.source.start)
-        said = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}"
+        said = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}, charm {self.charm}"
         head = [{"role": "system", "content": self.source.system_prompt}] if self.source.system_prompt else []
         tools = [{"name": "take", "description": "Take some.", "parameters": {"type": "object", "properties": {}}}]
         return {"messages": [*head, {"role": "user", "content": said}], "tools": tools, "info": {"state": self.left}}
 
     def step(self, message):
+        if self.source.trouble == "echo":
+            said = {"role": "user", "content": json.dumps(message, sort_keys=True) + "\ud83d"}
+            return {"messages": [said], "reward": 0, "terminated": False, "truncated": False}
+        if self.source.trouble == "partial":
+            return {"messages": [], "reward": 0}
         getattr(self, "_" + (self.source.trouble or "none"), lambda: None)()
         amount = int(message["content"])
         self.left -= amount
@@ -68,6 +77,23 @@ class Episode:
         print("last words", file=sys.stderr, flush=True)
         os._exit(7)
 
+    def _loop(self):
+        asyncio.run(asyncio.sleep(0))
+
+    def _cancel(self):
+        raise asyncio.CancelledError
+
+    def _mute(self):
+        raise Mute
+
+    def _orphan(self):
+        # The child has all that its parent has open.
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+        self._die()
+
+    def _slow(self):
+        time.sleep(0.8)
+
     def _hang(self):
         time.sleep(600)
 
@@ -78,3 +104,8 @@ class Episode:
 
     def _memory(self):
         self.hog = bytearray(16 * 2**30)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from turnwise.envs.checker.forks import shared
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.foreign import core, register_framework, tasks
 from turnwise.envs.foreign.pool import pools as worker_pools
@@ -25,6 +26,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.tasks import Task, load_tasks
+from turnwise.types import ToolCall
 
 DRIVER = Path(__file__).parents[2] / "support" / "envs" / "tiny_driver.py"
 register_framework("tiny", DRIVER, "turnwise-tiny==1.0", system_prompt="Count down.")
@@ -91,6 +93,7 @@ async def test_a_fork_goes_its_own_way(python) -> None:
     await invoke(env, "reset", Task("t", "", {"start": 9}), seed=1)
     await invoke(env, "step", say("4"))
     fork = await invoke(env, "fork")
+    assert not list(shared(env, fork))
     ours, theirs = await invoke(env, "step", say("1")), await invoke(fork, "step", say("1"))
     assert ours == theirs
     await invoke(env, "close")
@@ -116,6 +119,8 @@ async def test_an_episode_that_a_limit_ends_has_the_framework_s_score(python) ->
         ("nan", "the reward 'nan': it must be a finite number"),
         ("words", "the reward 'much': it must be a finite number"),
         ("missing", "the reward None: it must be a finite number"),
+        ("mute", "Mute, whose text cannot be had (ValueError)"),
+        ("partial", "the driver's step() gave no terminated, truncated: it returns a dict with them"),
     ],
 )
 async def test_what_goes_wrong_in_a_step_is_an_error_of_that_episode_alone(python, trouble, told) -> None:
@@ -146,6 +151,8 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
         ("die", r"ended with exit status 7; its last output: last words"),
         ("hang", r"step did not end within 0\.5 s, so it was killed"),
         ("memory", r"MemoryError"),
+        ("orphan", r"ended with exit status 7; its last output: last words"),
+        ("cancel", r"CancelledError"),
     ],
 )
 async def test_a_worker_that_dies_hangs_or_grows_costs_its_episode_and_no_later_one(trouble, told) -> None:
@@ -161,6 +168,48 @@ async def test_a_worker_that_dies_hangs_or_grows_costs_its_episode_and_no_later_
     await invoke(again, "reset", None, seed=1)
     assert (await invoke(again, "step", say("5"))).terminated
     await invoke(again, "close")
+
+
+async def test_the_time_of_a_request_begins_when_earlier_ones_are_answered() -> None:
+    envs = [tiny(sys.executable, "slow", timeout=2.5) for _ in range(5)]
+    for env in envs:
+        await invoke(env, "reset", None, seed=1)
+    steps = await asyncio.gather(*(invoke(env, "step", say("5")) for env in envs))
+    assert all(each.terminated for each in steps)
+    for env in envs:
+        await invoke(env, "close")
+
+
+async def test_episodes_that_begin_together_wait_for_one_import() -> None:
+    # The driver loads each environment once: the other resets wait behind the load of the first.
+    spec = {"timeout": 0.05, "memory": 2**32}
+    envs = [tiny(sys.executable, **spec) for _ in range(4)]
+    await asyncio.gather(*(invoke(env, "reset", None, seed=1) for env in envs))
+    for env in envs:
+        await invoke(env, "close")
+
+
+@PLACES
+async def test_an_environment_may_run_an_event_loop_of_its_own(python) -> None:
+    env = tiny(python, "loop")
+    await invoke(env, "reset", None, seed=1)
+    assert (await invoke(env, "step", say("5"))).terminated
+    await invoke(env, "close")
+    assert asyncio.current_task() is not None
+
+
+async def test_what_a_model_writes_comes_alike_here_and_there() -> None:
+    call = ToolCall("c", "take", {"much": 10**30, "word": "a\ud800b"}, "{}")
+    action = {"role": "assistant", "content": "half \ud83d é", "tool_calls": [call]}
+    seen = []
+    for python in (None, sys.executable):
+        env = tiny(python, "echo")
+        await invoke(env, "reset", None, seed=1)
+        seen.append((await invoke(env, "step", action)).observation[0]["content"])
+        await invoke(env, "close")
+    assert seen[0] == seen[1]
+    assert '"much": 1000000000000000000000000000000, "word": "a?b"' in seen[0]
+    seen[0].encode()
 
 
 async def test_a_flood_of_output_is_kept_in_part_and_harms_nothing() -> None:
@@ -254,6 +303,8 @@ BAD: list[tuple[str, dict, type[Exception], str]] = [
 @PLACES
 @pytest.mark.parametrize(("name", "config", "kind", "told"), BAD)
 def test_what_cannot_be_made_is_an_error_before_any_episode(python, name, config, kind, told) -> None:
+    # Only the first environments of a process are tried with their arguments, and other tests made many.
+    core._opened.cache_clear()
     with pytest.raises(kind, match=told):
         make(name, **config, **({} if python is None else {"python": python}))
 
@@ -264,6 +315,10 @@ def test_what_cannot_be_made_is_an_error_before_any_episode(python, name, config
         ({"python": "/no/such/python"}, "python is '/no/such/python': there is no such program"),
         ({"python": str(Path(sys.executable).parents[1])}, "a folder: write .*bin/python"),
         ({"python": __file__}, "there is no such program"),
+        ({"python": 5}, "python is 5: it must be the path of an interpreter"),
+        ({"kwargs": 5}, "kwargs is 5: it must be a mapping"),
+        ({"kwargs": {"a": {1}}}, "kwargs is .*: it must be of JSON values"),
+        ({"system_prompt": 5}, "system_prompt is 5: it must be a text, or null"),
         ({"timeout": 0}, "timeout is 0: it must be a number of seconds above 0"),
         ({"memory": 5}, "memory is 5: it must be a number of bytes, at least"),
         ({"processes": 0}, "processes is 0: it must be a whole number of at least 1"),
@@ -278,8 +333,24 @@ def test_an_interpreter_that_is_none_is_an_error_with_its_output(tmp_path) -> No
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho I am a shell >&2\nexit 3\n")
     fake.chmod(0o755)
-    with pytest.raises(EnvError, match="ended with exit status 3; its last output: I am a shell"):
+    told = "tiny.*ended with exit status 3; its last output: I am a shell; is .* an interpreter.*python=PATH"
+    with pytest.raises(EnvError, match=told):
         make("tiny:countdown", python=str(fake))
+
+
+def test_an_interrupt_while_an_interpreter_starts_ends_it(tmp_path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 600\n")
+    fake.chmod(0o755)
+    program = f"""
+from turnwise.envs import make
+from turnwise.envs.foreign import register_framework
+register_framework("tiny", {str(DRIVER)!r})
+make("tiny:countdown", python={str(fake)!r})
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode != 0
+    assert "KeyboardInterrupt" in ran.stderr
 
 
 ABSENT = """
@@ -347,6 +418,19 @@ def test_seeded_tasks_of_splits_share_no_seed() -> None:
     default = load_tasks(env_class("tiny:countdown").default_tasks)
     assert len(default) == 1000
     assert default[20] == next(tasks("tiny:countdown", start=20))
+
+
+@PLACES
+async def test_a_task_s_seed_is_that_of_its_episode(python) -> None:
+    task = next(tasks("tiny:countdown", split="test", seed=7, start=2))
+    told = []
+    for seed in (1, 2):
+        env = tiny(python)
+        messages, _ = await invoke(env, "reset", task, seed=seed)
+        told.append(messages[-1]["content"])
+        await invoke(env, "close")
+    assert told[0] == told[1]
+    assert f"seed {core.SPLITS['test'] + 9}," in told[0]
 
 
 def test_levels_of_a_framework_s_curriculum_are_taken_in_turn() -> None:

@@ -22,7 +22,7 @@ from turnwise.envs.foreign.pool import Worker, WorkerSpec, ask_once, pools
 from turnwise.envs.forking import Memo
 from turnwise.envs.registration import register_prefix
 from turnwise.envs.results import ScoreParts
-from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError, TurnwiseError, shown
+from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError, ToolSchemaError, TurnwiseError, shown
 from turnwise.plugins import load_file
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool, nearest
@@ -158,6 +158,7 @@ class ForeignEnv(Env):
         """
         name = f"{self.framework.prefix}:{self.env_name}"
         _check_numbers(name, timeout, memory, processes)
+        _check_arguments(name, kwargs, system_prompt)
         self._timeout = timeout
         self._request: dict[str, Any] = {
             "name": self.env_name,
@@ -190,9 +191,8 @@ class ForeignEnv(Env):
             pool = await pools().get()
             self._worker = await self._named(pool.take(self._spec, self._episode))
         data = None if task is None else task.data or None
-        bounded = None if seed is None else seed % _SEEDS
-        answer = await self._ask("reset", **self._request, data=data, seed=bounded)
-        self.tools = [_tool(schema) for schema in answer.get("tools") or ()]
+        answer = await self._ask("reset", **self._request, data=data, seed=self._seed(data, seed))
+        self.tools = [self._tool(schema) for schema in answer.get("tools") or ()]
         info = dict(answer.get("info") or {})
         info.update({key: answer[key] for key in ("agents", "turn") if key in answer})
         return [_message(each) for each in answer["messages"]], info
@@ -218,7 +218,7 @@ class ForeignEnv(Env):
     async def carry(self, made: Any, memo: Memo) -> None:
         """Let the framework copy the episode."""
         await super().carry(made, memo)
-        made.tools, made._station, made._worker = self.tools, self._station, self._worker
+        made.tools, made._station, made._worker = list(self.tools), self._station, self._worker
         to = next(_EPISODES)
         await self._ask("fork", to=to)
         made._episode = to
@@ -228,6 +228,21 @@ class ForeignEnv(Env):
     async def close(self) -> None:
         """End the episode."""
         await self._leave()
+
+    def _seed(self, data: Mapping[str, Any] | None, seed: int | None) -> int | None:
+        """Return the seed of an episode: that of the task, where it is one (:func:`tasks`), else the one given."""
+        if data is not None and not self.framework.has_rows:
+            first, index = data.get("seed"), data.get("index")
+            if type(first) is int and type(index) is int:
+                seed = first + index
+        return None if seed is None else seed % _SEEDS
+
+    def _tool(self, schema: Any) -> FunctionTool:
+        try:
+            return FunctionTool(_answered_by_step, schema=copy.deepcopy(dict(schema)))
+        except (ToolSchemaError, TypeError, ValueError, KeyError) as error:
+            name = f"{self.framework.prefix}:{self.env_name}"
+            raise EnvError(f"{name}: one of its tools cannot be said as a schema: {error}: {shown(schema)}") from error
 
     async def _leave(self) -> None:
         if self._episode is None:
@@ -389,6 +404,8 @@ def _asked(framework: Framework, spec: WorkerSpec | None, request: Mapping[str, 
         answer: dict[str, Any] = _station(framework).at_once(request)
     except Failure as failure:
         raise _error(framework, str(request["name"]), failure, spec) from failure
+    except EnvError as error:
+        raise EnvError(f"{framework.prefix}:{request['name']}: {error}") from error
     return answer
 
 
@@ -400,7 +417,7 @@ def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> No
         # Rows may have arguments of their own; what is wrong with later ones their episodes say.
         # What has rows lists no names either: one start of an interpreter is enough.
         whole = (wanted["kwargs"] or framework.has_rows) and _opened.cache_info().currsize < _CHECKED
-        listed = None if spec is None or whole else _listed(spec)
+        listed = None if spec is None or whole else _listed(framework, spec)
         if listed is None or not listed["names"]:
             listed = _asked(framework, spec, {"op": "open", **wanted})
         elif wanted["name"] not in listed["names"]:
@@ -411,9 +428,12 @@ def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> No
 
 
 @functools.cache
-def _listed(spec: WorkerSpec) -> dict[str, Any]:
+def _listed(framework: Framework, spec: WorkerSpec) -> dict[str, Any]:
     """Return the environments of a framework in an interpreter, which is started once for all of them."""
-    return ask_once(spec, {"op": "names"})
+    try:
+        return ask_once(spec, {"op": "names"})
+    except EnvError as error:
+        raise EnvError(f"{framework.prefix}: {error}") from error
 
 
 @functools.cache
@@ -458,7 +478,9 @@ def _error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec |
     return EnvError(f"{label}: {failure}" + (f"\n{stack}" if stack and spec is not None else ""))
 
 
-def _interpreter(label: str, python: str) -> str:
+def _interpreter(label: str, python: Any) -> str:
+    if not isinstance(python, (str, os.PathLike)):
+        raise ConfigError(f"{label}: python is {shown(python)}: it must be the path of an interpreter")
     path = Path(os.path.abspath(Path(python).expanduser()))
     inner = path / "bin" / "python"
     if path.is_dir():
@@ -467,6 +489,17 @@ def _interpreter(label: str, python: str) -> str:
     if not path.is_file() or not os.access(path, os.X_OK):
         raise ConfigError(f"{label}: python is {python!r}: there is no such program: name an interpreter")
     return str(path)
+
+
+def _check_arguments(label: str, kwargs: Any, system_prompt: Any) -> None:
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ConfigError(f"{label}: kwargs is {shown(kwargs)}: it must be a mapping of the framework's own arguments")
+    try:
+        orjson.dumps(kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{label}: kwargs is {shown(kwargs)}: it must be of JSON values: {error}") from error
+    if system_prompt is not None and not isinstance(system_prompt, str):
+        raise ConfigError(f"{label}: system_prompt is {shown(system_prompt)}: it must be a text, or null for none")
 
 
 def _check_numbers(label: str, timeout: Any, memory: Any, processes: Any) -> None:
@@ -500,10 +533,6 @@ def _message(given: Mapping[str, Any]) -> Message:
         ]
     made: Message = message
     return made
-
-
-def _tool(schema: Mapping[str, Any]) -> FunctionTool:
-    return FunctionTool(_answered_by_step, schema=copy.deepcopy(dict(schema)))
 
 
 async def _answered_by_step(**arguments: Any) -> None:

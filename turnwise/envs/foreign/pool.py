@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,8 +51,30 @@ class WorkerSpec:
     only: str = ""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A request without an answer.
+
+    Attributes:
+        answer: What waits for the answer.
+        what: Its operation.
+        seconds: Its time limit.
+        since: When its time began.
+        timer: Ends the worker, or None.
+    """
+
+    answer: asyncio.Future[dict[str, Any]]
+    what: str
+    seconds: float
+    since: float
+    timer: asyncio.TimerHandle | None = None
+
+
 class Worker:
     """A process and the requests that wait for it. One that dies or does not answer in time fails all of them.
+
+    A worker takes requests in their order, and most occupy it until they are answered: the time of a request begins
+    anew with each answer to an earlier one.
 
     Attributes:
         episodes: Ids of the episodes in it.
@@ -62,9 +86,9 @@ class Worker:
         self.ended: str | None = None
         self._spec = spec
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._output = b""
-        self._used = False
+        self._imported = False
 
     @property
     def pid(self) -> int:
@@ -75,12 +99,14 @@ class Worker:
         """Start the process. Raises EnvError."""
         ours, theirs = socket.socketpair()
         memory = [] if self._spec.memory is None else ["--memory", str(self._spec.memory)]
+        # A pipe of our own: with one of asyncio's the end of a process is not seen while a child of it holds the pipe.
+        said, says = os.pipe()
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._spec.python, str(_SCRIPT), self._spec.driver, "--fd", str(theirs.fileno()), *memory),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
+                    stdout=says,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     # Some environments draw by the order of sets: members of a group may be in several workers.
@@ -89,13 +115,21 @@ class Worker:
                 )
             except OSError as error:
                 ours.close()
+                os.close(said)
                 raise EnvError(f"the interpreter {self._spec.python} cannot be started: {error}") from error
+            finally:
+                os.close(says)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=2 * MOST_BYTES)
-        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[0] = ready
-        self._tasks = [asyncio.ensure_future(self._keep_output()), asyncio.ensure_future(self._read(reader))]
+        # Before the tasks that answer it.
+        ready = self._expect(0, "start", _START_SECONDS)
+        output, read = asyncio.ensure_future(self._keep_output(said)), asyncio.ensure_future(self._read(reader))
+        self._tasks = [output, read, asyncio.ensure_future(self._watch(output, read))]
         try:
-            await self._answer(ready, "start", _START_SECONDS)
+            await asyncio.shield(ready)
+        except EnvError as error:
+            await self.close()
+            hint = f"is {self._spec.python} an interpreter, of Python 3.10 or newer? Name one by python=PATH"
+            raise EnvError(f"{error}; {hint}") from error
         except BaseException:  # also a cancellation: no process is left
             await self.close()
             raise
@@ -110,61 +144,102 @@ class Worker:
         if self.ended is not None:
             raise EnvError(self.ended)
         number = next(self._numbers)
-        line = orjson.dumps({**request, "id": number}) + b"\n"
+        line = _line({**request, "id": number})
         if len(line) > MOST_BYTES:
             raise EnvError(f"{self._name}: {request['op']} has {len(line)} bytes; at most {MOST_BYTES} are taken")
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        answer = self._expect(number, str(request["op"]), timeout)
         self._writer.write(line)
-        seconds, self._used = (timeout if self._used else max(timeout, _START_SECONDS)), True
-        answer = await self._answer(future, str(request["op"]), seconds)
-        if "error" in answer:
-            said = dict(answer["error"])
+        # Shielded: a cancelled waiter leaves the timer running.
+        found = await asyncio.shield(answer)
+        if "error" in found:
+            said = dict(found["error"])
             raise Failure(said.pop("kind"), said.pop("message"), **said)
-        result: dict[str, Any] = answer["result"]
+        result: dict[str, Any] = found["result"]
         return result
 
     async def close(self) -> None:
         """Kill the process and all that it started."""
         self._end("the worker was closed")
         await self._process.wait()
-        # A process that left the group may hold the pipe open.
+        # A process that left the group may hold the pipe or the socket open.
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _answer(self, future: asyncio.Future[dict[str, Any]], what: str, seconds: float) -> dict[str, Any]:
+    def _expect(self, number: int, what: str, seconds: float) -> asyncio.Future[dict[str, Any]]:
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(loop.create_future(), what, seconds, loop.time())
+        self._waiting[number] = waiting
+        self._arm(waiting)
+        return waiting.answer
+
+    def _arm(self, waiting: _Waiting) -> None:
         # A timer, not asyncio.timeout: it also ends a worker whose waiter was cancelled.
-        late = f"{self._name}: {what} did not end within {seconds:g} s, so it was killed"
-        timer = asyncio.get_running_loop().call_later(seconds, self._end, late)
-        future.add_done_callback(lambda _: timer.cancel())
-        # Shielded: a cancelled waiter leaves the timer running.
-        return await asyncio.shield(future)
+        seconds = waiting.seconds if self._imported else max(waiting.seconds, _START_SECONDS)
+        loop = asyncio.get_running_loop()
+        waiting.timer = loop.call_at(waiting.since + seconds, self._late, waiting, seconds)
+
+    def _late(self, waiting: _Waiting, seconds: float) -> None:
+        if waiting.since + seconds > asyncio.get_running_loop().time():
+            self._arm(waiting)
+        else:
+            self._end(f"{self._name}: {waiting.what} did not end within {seconds:g} s, so it was killed")
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        number = answer.get("id", 0)
+        taken = self._waiting.pop(number, None)
+        if taken is None:
+            return
+        if taken.timer is not None:
+            taken.timer.cancel()
+        now = asyncio.get_running_loop().time()
+        for later, waiting in self._waiting.items():
+            if later > number:
+                waiting.since = now
+        if number and not self._imported:
+            self._imported = True
+            for waiting in self._waiting.values():
+                if waiting.timer is not None:
+                    waiting.timer.cancel()
+                self._arm(waiting)
+        if not taken.answer.done():
+            taken.answer.set_result(answer)
 
     @property
     def _name(self) -> str:
         return f"the worker {self._process.pid} ({self._spec.python})"
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        # Until the end, or a line that is too long or no JSON.
         with contextlib.suppress(ConnectionError, ValueError):
             while (line := await reader.readline()).endswith(b"\n"):
-                answer = orjson.loads(line)
-                future = self._waiting.pop(answer.get("id", 0), None)
-                if future is not None and not future.done():
-                    future.set_result(answer)
-        # The end, or a line that is too long or no JSON. The error quotes the last output, which is read before it.
-        if self.ended is None:
-            self._kill()
-            code = await self._process.wait()
-            await asyncio.wait([self._tasks[0]], timeout=1.0)
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-            said = self._output[-_SHOWN_OUTPUT:].decode("utf-8", "replace").strip()
-            self._end(f"{self._name} {how}" + (f"; its last output: {said}" if said else ""))
+                self._take(orjson.loads(line))
 
-    async def _keep_output(self) -> None:
-        stream = self._process.stdout
-        while stream is not None and (chunk := await stream.read(_CHUNK)):
-            self._output = (self._output + chunk)[-_KEPT_OUTPUT:]
+    async def _watch(self, output: asyncio.Task[None], read: asyncio.Task[None]) -> None:
+        """End the worker with its process or its socket; a process that it forked may hold either open."""
+        ended = asyncio.ensure_future(self._process.wait())
+        await asyncio.wait([ended, read], return_when=asyncio.FIRST_COMPLETED)
+        # What it answered before its death is taken, unless something holds the socket open.
+        await asyncio.wait([read], timeout=1.0)
+        if self.ended is not None:
+            return
+        self._kill()
+        code = await ended
+        # The error quotes the last output, which is read before it.
+        await asyncio.wait([output], timeout=1.0)
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+        said = self._output[-_SHOWN_OUTPUT:].decode("utf-8", "replace").strip()
+        self._end(f"{self._name} {how}" + (f"; its last output: {said}" if said else ""))
+
+    async def _keep_output(self, descriptor: int) -> None:
+        stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        pipe = open(descriptor, "rb", buffering=0)  # noqa: ASYNC230, SIM115 - the transport closes it
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+        try:
+            while chunk := await stream.read(_CHUNK):
+                self._output = (self._output + chunk)[-_KEPT_OUTPUT:]
+        finally:
+            transport.close()
 
     def _end(self, why: str) -> None:
         if self.ended is None:
@@ -172,11 +247,13 @@ class Worker:
         self._kill()
         self._writer.close()
         waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(EnvError(self.ended))
+        for each in waiting.values():
+            if each.timer is not None:
+                each.timer.cancel()
+            if not each.answer.done():
+                each.answer.set_exception(EnvError(self.ended))
                 # Retrieved here: a waiter that was cancelled does not.
-                future.exception()
+                each.answer.exception()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -232,9 +309,34 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
         finally:
             await worker.close()
 
+    asked: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    interrupted = threading.Event()
+
+    async def run() -> dict[str, Any]:
+        task = asyncio.ensure_future(ask())
+        asked.append((asyncio.get_running_loop(), task))
+        if interrupted.is_set():
+            task.cancel()
+        return await task
+
     # In a thread: the caller's may run an event loop.
     with ThreadPoolExecutor(1) as threads:
-        return threads.submit(asyncio.run, ask()).result()
+        try:
+            return threads.submit(lambda: asyncio.run(run())).result()
+        except BaseException:  # an interrupt: leaving the block waits for the thread, hence for the request
+            interrupted.set()
+            for loop, task in asked:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+def _line(request: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(request) + b"\n"
+    except TypeError:
+        # What a model writes may have whole numbers of more than 64 bits.
+        return json.dumps(request).encode() + b"\n"
 
 
 def _signal_name(number: int) -> str:

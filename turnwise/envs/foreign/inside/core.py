@@ -12,6 +12,7 @@ A driver is a module with ``PACKAGE`` (the distribution's name), ``names()`` (th
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
 import importlib.util
@@ -19,7 +20,8 @@ import inspect
 import json
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -29,6 +31,10 @@ _STACK = 1500
 _MOST_SOURCES = 64
 _MOST_LETTERS = 2**22
 """Most characters of the rows of one answer."""
+_MOST_ITEMS = 4096
+"""Most items of an array that is written out."""
+_RESET = ("messages",)
+_STEP = ("messages", "reward", "terminated", "truncated")
 
 
 class Failure(Exception):
@@ -92,25 +98,61 @@ def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON values: numpy's scalars as numbers, numbers that are not finite and all else as text."""
+    """Return a value as JSON values: arrays as lists, numbers that are not finite and all else as text.
+
+    Half a surrogate pair is no text in any encoding: it becomes ``?``, here as in another process.
+    """
     kind = type(value)
     # Most values are of exactly these types, and comparing types is faster than isinstance.
-    if kind is str or kind is bool or kind is int or value is None:
+    if kind is str:
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if kind is bool or kind is int or value is None:
         return value
     if kind is dict:
         return {key if type(key) is str else str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (int, str)):
+    if isinstance(value, int):
         return value
+    if isinstance(value, str):
+        return plain(str(value))
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(each) for each in value]
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", 1) == 1:
-        return plain(item())
+    listed = getattr(value, "tolist", None)
+    size = getattr(value, "size", 1)
+    # A tensor's size is a method: only of an array it says how long the list is.
+    if callable(listed) and (not isinstance(size, int) or size <= _MOST_ITEMS):
+        return plain(listed())
     return repr(value)[:200]
+
+
+def raised(error: BaseException) -> Failure:
+    """Return the failure that an exception of a framework's code is, also of one that has no text."""
+    try:
+        said = f"{type(error).__name__}: {error}"
+        stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_STACK:]
+    except Exception as other:  # noqa: BLE001 - its __str__ is the framework's code, too
+        said, stack = f"{type(error).__name__}, whose text cannot be had ({type(other).__name__})", ""
+    return Failure("raised", said, stack=stack)
+
+
+@contextmanager
+def _no_loop() -> Iterator[None]:
+    """Let plain functions run event loops of their own (``asyncio.run``), as they may in a program of their own."""
+    loop = asyncio._get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if loop is None or task is None:
+        yield
+        return
+    asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        asyncio.tasks._enter_task(loop, task)
 
 
 class _Playing:
@@ -153,8 +195,7 @@ class Station:
         except Failure:
             raise
         except (Exception, SystemExit) as error:  # a framework's code may raise anything: it becomes data
-            stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_STACK:]
-            raise Failure("raised", f"{type(error).__name__}: {error}", stack=stack) from error
+            raise raised(error) from error
         return answer
 
     def at_once(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,15 +255,17 @@ class Station:
 
     async def _reset(self, request: Mapping[str, Any]) -> Any:
         await self._close(request)
-        playing = _Playing(self._source(request).episode())
-        seed = request.get("seed")
+        source, seed = self._source(request), request.get("seed")
+        playing = _Playing(None)
+        # Seeded for both: what is drawn in making an environment is not left over for its reset.
+        playing.episode = await _run(playing, source.episode, seed=seed)
         answer = await _run(playing, playing.episode.reset, request.get("data"), seed, seed=seed)
         self._playing[request["episode"]] = playing
-        return answer
+        return _whole(answer, "reset", _RESET)
 
     async def _step(self, request: Mapping[str, Any]) -> Any:
         playing = self._at(request)
-        return await _run(playing, playing.episode.step, request["message"])
+        return _whole(await _run(playing, playing.episode.step, request["message"]), "step", _STEP)
 
     async def _score(self, request: Mapping[str, Any]) -> Any:
         playing = self._at(request)
@@ -254,8 +297,19 @@ async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def _whole(answer: Any, method: str, fields: tuple[str, ...]) -> Any:
+    """Check that a driver's answer has what it must have. Raises Failure."""
+    messages = answer.get("messages") if isinstance(answer, dict) else None
+    missing = fields if not isinstance(answer, dict) else [each for each in fields if each not in answer]
+    if missing:
+        raise Failure("raised", f"the driver's {method}() gave no {', '.join(missing)}: it returns a dict with them")
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(each, Mapping) for each in messages):
+        raise Failure("raised", f"the driver's {method}() gave messages that are no list of dicts")
+    return answer
+
+
 async def _run(playing: _Playing, function: Any, *args: Any, seed: int | None = None) -> Any:
     # Coroutines are not held to a random state: others run between their steps.
-    with playing.random.used(seed):
+    with playing.random.used(seed), _no_loop():
         found = function(*args)
     return await _result(found)

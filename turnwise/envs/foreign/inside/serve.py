@@ -80,10 +80,13 @@ async def _serve(driver: str, fd: int) -> None:
 
 
 async def _reply(station: Any, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    core = sys.modules[f"{_PACKAGE}.core"]
     try:
         answer = {"result": await station.handle(request)}
-    except sys.modules[f"{_PACKAGE}.core"].Failure as error:
+    except core.Failure as error:
         answer = {"error": error.to_json()}
+    except BaseException as error:  # noqa: BLE001 - also CancelledError: without an answer the request would hang
+        answer = {"error": core.raised(error).to_json()}
     writer.write(_line({"id": request["id"], **answer}))
     await writer.drain()
 
