@@ -89,6 +89,8 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
             memo[id(sandbox)] = forked
         made._in_use = tuple(sandboxes)
         _share_tools(env, memo)
+        # Messages do not change.
+        made.conversation = memo[id(env.conversation)] = list(env.conversation)
         kept = SHARED | frozenset(kept)
         for name, value in attributes(env):
             if name in env.uncopied:
@@ -101,7 +103,6 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
             copied_of[name] = value, originals[before:]
         for name, (value, inside) in copied_of.items():
             _refuse_shared(env, name, [value, *gc.get_referents(*inside)], memo)
-        made.conversation = list(env.conversation)
         await carry(made, memo)
     except BaseException:  # also a cancellation: what was forked is closed
         for manager, sandbox in sandboxes:

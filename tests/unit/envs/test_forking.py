@@ -200,6 +200,23 @@ class Padded(Counter):
         self.tools = (tool,)
 
 
+class Listening(Pad):
+    """Answers how many times the model spoke."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], agent_data: AgentData, **kwargs: Any) -> Any:
+        return str(agent_data.assistant_turns), None, {}
+
+
+async def test_tools_of_a_fork_see_its_conversation() -> None:
+    env = await started(Padded(Listening()))
+    await invoke(env, "step", called("pad", text="a"))
+    fork = await invoke(env, "fork")
+    heard = [
+        (await invoke(one, "step", called("pad", text="b"))).observation[0]["content"] for one in (fork, fork, env)
+    ]
+    assert heard == ["2", "3", "2"]
+
+
 async def test_instances_of_tools_fork_and_are_released_once() -> None:
     pad = Pad()
     env = await started(Padded(pad))
