@@ -253,7 +253,7 @@ FOREIGN_ATTRIBUTES = {
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),
     "__module__",
-    *("item", "size"),  # what scalars of numpy have, which foreign environments answer with
+    *("tolist", "size"),  # what scalars of numpy have, which foreign environments answer with
     *(
         "score",
         "fork",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from turnwise.envs.checker import CheckReport
     from turnwise.envs.checker.context import PromptIds, TokenCounter
+    from turnwise.envs.registration import EnvSpec
     from turnwise.sandboxes.checker.context import Outcome, SandboxReport
     from turnwise.tasks.core import Task
 
@@ -65,11 +66,12 @@ def check_env(
 
     from turnwise.envs.checker import check_env
 
-    tasks, rows = load_rows(env, tasks, limit)
+    spec = env_spec(env, config, functions, tool_config, mcp)
+    tasks, rows = load_rows(spec, tasks, limit)
     count, prompt = _load_tokenizer(model, chat_template)
     report = asyncio.run(
         check_env(
-            env_spec(env, config, functions, tool_config, mcp),
+            spec,
             tasks=rows,
             looked_at=tasks if limit is None else rows,
             seeds=tuple(range(seeds)),
@@ -87,15 +89,15 @@ def check_env(
         raise typer.Exit(1)
 
 
-def load_rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+def load_rows(spec: EnvSpec, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
     """Return the task source that is looked at, and the tasks that are played. Raises TaskError without any."""
     from turnwise.envs.checker.core import DEFAULT_TASKS
-    from turnwise.envs.registration import env_class
+    from turnwise.envs.registration import own_tasks
     from turnwise.errors import TaskError
     from turnwise.tasks.reader import load_tasks
 
     if tasks is None and limit is not None:
-        tasks = env_class(env).default_tasks
+        tasks = own_tasks(spec.id, spec.config)
     rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
     if rows == []:
         raise TaskError(f"--tasks {tasks}: it contains no tasks")

@@ -39,6 +39,7 @@ def envs(
     from rich.text import Text
 
     from turnwise.envs.catalogue import catalogue
+    from turnwise.envs.registration import env_prefixes
 
     found = catalogue()
     if as_json:
@@ -53,6 +54,8 @@ def envs(
         table.add_row(Text(each.name, style="bold"), summary, Text(_few(each.tools)), Text(tasks))
     console = Console()
     console.print(table)
+    prefixes = ", ".join(f"{each}:NAME" for each in env_prefixes())
+    console.print(f"of other frameworks: {prefixes}", style="dim", highlight=False, soft_wrap=True)
     console.print("any other: pkg.module:Class or path/to/file.py:Class", style="dim", highlight=False)
 
 
@@ -77,14 +80,15 @@ def show(
     from rich.console import Console
 
     from turnwise.envs.catalogue import describe, first_observation
+    from turnwise.envs.registration import own_tasks
     from turnwise.errors import RegistryError
 
     info = describe(env)
     if info.problem:
         raise RegistryError(info.problem)
     console = Console()
-    _print_info(info, tasks, console)
     spec = env_spec(env, config, functions, tool_config, mcp)
+    _print_info(info, tasks or own_tasks(env, spec.config), console)
     _print_observation(asyncio.run(first_observation(spec, tasks)), console)
     if not check:
         return
@@ -94,14 +98,14 @@ def show(
 
     console.print()
     # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
-    _, rows = load_rows(env, tasks, DEFAULT_TASKS)
+    _, rows = load_rows(spec, tasks, DEFAULT_TASKS)
     report = asyncio.run(check_env(spec, tasks=rows, looked_at=rows))
     show_report(report, console)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _print_info(info: EnvInfo, tasks: str | None, console: Console) -> None:
+def _print_info(info: EnvInfo, source: str | None, console: Console) -> None:
     from rich.text import Text
 
     from turnwise.envs.catalogue import MOST_TASKS, count_tasks
@@ -109,7 +113,6 @@ def _print_info(info: EnvInfo, tasks: str | None, console: Console) -> None:
     console.print(Text.assemble((info.name, "bold"), "  ", (info.reference, "dim")), soft_wrap=True)
     console.print(Text(info.summary))
     console.print(Text(f"configuration: {info.config or 'none'}", style="dim"), soft_wrap=True)
-    source = tasks or info.tasks
     if source is None:
         console.print(Text("tasks: none of its own; give --tasks, or it needs none", style="dim"))
         return

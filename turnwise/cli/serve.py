@@ -177,15 +177,15 @@ def mcp(
     from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 
     from turnwise.envs.mcp_server import EnvServer
-    from turnwise.envs.registration import env_class
+    from turnwise.envs.registration import own_tasks
 
     def stdout_to_stderr() -> AbstractContextManager[object]:
         # Over stdio, what the environment's code prints must not come between the messages.
         return nullcontext() if http else redirect_stdout(sys.stderr)
 
     with stdout_to_stderr():
-        queue = _queue(env_class(env).default_tasks if tasks is None else tasks, task)
-    spec = env_spec(env, config, functions, tool_config, mcp)
+        spec = env_spec(env, config, functions, tool_config, mcp)
+        queue = _queue(own_tasks(env, spec.config) if tasks is None else tasks, task)
 
     async def serve() -> None:
         async with spec.toolbox() as toolbox:

@@ -55,11 +55,13 @@ class FirstObservation:
         task: The task, or None where the environment takes none.
         messages: Head of the conversation.
         tools: Schemas of the tools on offer.
+        agents: Number of agents that take turns.
     """
 
     task: Task | None
     messages: Sequence[Message] = field(default=())
     tools: Sequence[ToolSchema] = field(default=())
+    agents: int = 1
 
 
 def describe(name: str) -> EnvInfo:
@@ -104,8 +106,8 @@ async def first_observation(spec: EnvSpec, source: str | None = None) -> FirstOb
         try:
             source = source or env.default_tasks
             task = None if source is None else next(iter(iter_tasks(source)), None)
-            messages, _ = await invoke(env, "reset", task, seed=0)
-            return FirstObservation(task, messages, schemas(env))
+            messages, info = await invoke(env, "reset", task, seed=0)
+            return FirstObservation(task, messages, schemas(env), max(1, len(info.get("agents", ()))))
         finally:
             await invoke(env, "close")
 

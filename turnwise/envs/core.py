@@ -163,6 +163,7 @@ class Env(Sandboxed):
         score_range: The least and the largest possible score, where known; for ``check_env``.
         floor: Most that a trivial policy may score, where above the least score.
         default_tasks: Default source of tasks for ``load_tasks``, such as ``pkg.module:function``.
+        tasks_of: Returns the default source of a configuration, where it depends on one.
         secrets: Redacted from errors: names of environment variables, or values as ``pydantic.SecretStr``.
         executor: Source of threads, set by the runner.
         count_tokens: Counts the model's tokens of a text, set by the runner; None without a model.
@@ -181,6 +182,7 @@ class Env(Sandboxed):
     score_range: ClassVar[tuple[float, float] | None] = None
     floor: ClassVar[float | None] = None
     default_tasks: ClassVar[str | None] = None
+    tasks_of: ClassVar[Callable[[Mapping[str, Any]], str] | None] = None
     secrets: Sequence[Secret] = ()
     executor: Executor | None = None
     count_tokens: CountTokens | None = None

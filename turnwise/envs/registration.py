@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import json
@@ -199,6 +200,17 @@ def env_names() -> list[str]:
     return sorted(_ENVS)
 
 
+def env_prefixes() -> list[str]:
+    """Return the registered prefixes, sorted."""
+    return sorted(_PREFIXES)
+
+
+def own_tasks(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return the source of an environment's own tasks in a configuration, or None. Raises RegistryError."""
+    cls = env_class(name)
+    return cls.default_tasks if cls.tasks_of is None else cls.tasks_of(config)
+
+
 def make(name: str, /, **config: Any) -> Env:
     """Make an environment.
 
@@ -251,7 +263,7 @@ def _entry(name: str) -> _Entry:
         raise RegistryError(
             f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "
             f"other is made by pkg.module:Class or path/to/file.py:Class, those of other frameworks by "
-            f"{', '.join(f'{each}:NAME' for each in sorted(_PREFIXES))}"
+            f"{', '.join(f'{each}:NAME' for each in env_prefixes())}"
         )
     return _Entry(name, {})
 
@@ -274,7 +286,10 @@ def _load(name: str, entry: _Entry) -> type[Env]:
     try:
         cls = load_object(entry.entry_point, "environment")
     except ConfigError as error:
-        raise RegistryError(str(error)) from error
+        prefix, _, rest = entry.entry_point.partition(":")
+        close = difflib.get_close_matches(prefix, _PREFIXES, n=1)
+        hint = f"; of another framework it is {close[0]}:{rest}" if close and prefix not in sys.modules else ""
+        raise RegistryError(f"{error}{hint}") from error
     if not (isinstance(cls, type) and issubclass(cls, Env)):
         raise RegistryError(f"environment {name!r} is {cls!r}: it must be a subclass of turnwise.Env")
     return cls

@@ -48,7 +48,9 @@ class Episode:
         said = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}, charm {self.charm}"
         head = [{"role": "system", "content": self.source.system_prompt}] if self.source.system_prompt else []
         tools = [{"name": "take", "description": "Take some.", "parameters": {"type": "object", "properties": {}}}]
-        return {"messages": [*head, {"role": "user", "content": said}], "tools": tools, "info": {"state": self.left}}
+        several = {"agents": ["one", "two"], "turn": "one"} if self.source.trouble == "two" else {}
+        first = {"messages": [*head, {"role": "user", "content": said}], "tools": tools, "info": {"state": self.left}}
+        return first | several
 
     def step(self, message):
         if self.source.trouble == "echo":

@@ -17,9 +17,10 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.checker.forks import shared
 from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.export.core import export_env
 from turnwise.envs.foreign import core, register_framework, tasks
 from turnwise.envs.foreign.pool import pools as worker_pools
-from turnwise.envs.registration import EnvSpec, env_class, make, register_prefix
+from turnwise.envs.registration import EnvSpec, env_class, make, own_tasks, register_prefix
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -394,6 +395,8 @@ def test_registered_prefixes_come_before_references(tmp_path, monkeypatch) -> No
         register_prefix("tiny", "pkg:function")
     with pytest.raises(RegistryError, match="is no prefix"):
         register_prefix("a.b", "pkg:function")
+    with pytest.raises(RegistryError, match="of another framework it is reasoning-gym:chain_sum"):
+        env_class("reasoninggym:chain_sum")
     with pytest.raises(RegistryError, match=r"those of other frameworks by .*reasoning-gym:NAME"):
         env_class("countdown")
 
@@ -404,6 +407,16 @@ async def test_a_spec_travels_as_json() -> None:
     messages, _ = await invoke(env, "reset", None, seed=1)
     assert messages[-1]["content"].startswith("2 left")
     await invoke(env, "close")
+
+
+async def test_an_export_names_the_interpreter_from_anywhere_and_refuses_several_agents(tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    spec = EnvSpec("tiny:countdown", {"python": os.path.relpath(sys.executable)})
+    await export_env(spec, "mcp", tmp_path / "out", limit=2)
+    written = json.loads((tmp_path / "out" / "env.json").read_text())
+    assert written["config"] == {"python": os.path.abspath(os.path.relpath(sys.executable))}
+    with pytest.raises(ConfigError, match="has several agents, and mcp one"):
+        await export_env(EnvSpec("tiny:countdown", {"kwargs": {"trouble": "two"}}), "mcp", tmp_path / "two")
 
 
 def test_seeded_tasks_of_splits_share_no_seed() -> None:
@@ -460,6 +473,7 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
     core.foreign_class.cache_clear()
     env = make("tiny:countdown", python=python, kwargs={"padding": 1})
+    assert own_tasks("tiny:countdown", {"python": python, "kwargs": {"padding": 1}}) == env.default_tasks
     core.foreign_class.cache_clear()
     assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from turnwise.envs.export.packages import Subject, gymnasium_files, mcp_files
 from turnwise.envs.export.verifiers import verifiers_files
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.multi_agent import MultiAgentEnv
-from turnwise.envs.registration import EnvSpec, env_class
+from turnwise.envs.registration import EnvSpec, env_class, own_tasks
 from turnwise.errors import ConfigError, TaskError, shown
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks, load_tasks
@@ -98,6 +99,8 @@ async def export_env(
     if issubclass(env_class(spec.id), MultiAgentEnv):
         raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
     first = await first_observation(spec, tasks)
+    if first.agents > 1:
+        raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
     # Of a file or module, the class alone: where it was, the folder does not say.
     title = spec.id.rpartition(":")[2]
     subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
@@ -108,11 +111,11 @@ async def export_env(
         "version": _VERSION,
         "name": subject.name,
         "env": _carried(spec.id, carried),
-        "config": _carried(spec.config, carried),
+        "config": _carried(spec.config, carried, "python"),
     }
     rows = [task.to_record() for task in itertools.islice(_read(spec, tasks), limit)]
     _check_rows(rows)
-    home.mkdir(parents=True)
+    home.mkdir(parents=True, exist_ok=True)
     files = {home / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
     if rows:
         files[home / TASKS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -140,7 +143,7 @@ def load_exported(folder: str | Path) -> ExportedEnv:
 
 
 def _read(spec: EnvSpec, source: str | None) -> Any:
-    source = source or env_class(spec.id).default_tasks
+    source = source or own_tasks(spec.id, spec.config)
     return () if source is None else iter_tasks(source)
 
 
@@ -160,10 +163,10 @@ def _slug(name: str) -> str:
     return f"env_{slug}" if slug[0].isdigit() else slug
 
 
-def _carried(value: Any, files: dict[str, Path]) -> Any:
-    """Return a value in which files that exist are named by their copies in the folder."""
+def _carried(value: Any, files: dict[str, Path], program: str = "") -> Any:
+    """Return a value in which files that exist are named by their copies in the folder; a program stays where it is."""
     if isinstance(value, Mapping):
-        return {key: _carried(each, files) for key, each in value.items()}
+        return {key: _at(each) if key == program else _carried(each, files) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_carried(each, files) for each in value]
     if not isinstance(value, str) or "\n" in value:
@@ -174,6 +177,11 @@ def _carried(value: Any, files: dict[str, Path]) -> Any:
         if file is not None and file.suffix and file.is_file():
             return f"{_HERE}{_copy_of(file.absolute(), files)}{after}"
     return value
+
+
+def _at(program: Any) -> Any:
+    """Return the absolute path of an interpreter: the folder is used from elsewhere."""
+    return os.path.abspath(os.path.expanduser(program)) if isinstance(program, str) else program
 
 
 def _copy_of(file: Path, files: dict[str, Path]) -> str:

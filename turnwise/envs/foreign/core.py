@@ -177,11 +177,9 @@ class ForeignEnv(Env):
         if self._spec is None:
             self._station = _station(self.framework)
         _opened(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
-        if self.framework.has_rows:
-            # Rows are read where the framework is, which the class does not know.
-            given = {"env": name, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
-            query = urlencode({key: value for key, value in given.items() if value is not None})
-            vars(self)["default_tasks"] = f"turnwise.envs.foreign.core:tasks?{query}"
+        rows = type(self).tasks_of
+        if rows is not None:
+            vars(self)["default_tasks"] = rows({"python": python, "kwargs": kwargs})
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Begin an episode: of the row that the task names, or of the seed."""
@@ -297,8 +295,17 @@ def foreign_class(prefix: str, name: str) -> type[ForeignEnv]:
             "env_name": name,
             "forks": "copy" if framework.forks else None,
             "default_tasks": f"turnwise.envs.foreign.core:tasks?env={quote(f'{prefix}:{name}')}",
+            "tasks_of": staticmethod(functools.partial(_rows_of, f"{prefix}:{name}")) if framework.has_rows else None,
         },
     )
+
+
+def _rows_of(env: str, config: Mapping[str, Any]) -> str:
+    """Return the source of the rows of an environment, which are read where the framework is."""
+    python, kwargs = config.get("python"), config.get("kwargs")
+    given = {"env": env, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
+    query = urlencode({key: value for key, value in given.items() if value is not None})
+    return f"turnwise.envs.foreign.core:tasks?{query}"
 
 
 def framework_of(env: str) -> tuple[Framework, str]:

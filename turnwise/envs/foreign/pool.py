@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -322,7 +322,11 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
     # In a thread: the caller's may run an event loop.
     with ThreadPoolExecutor(1) as threads:
         try:
-            return threads.submit(lambda: asyncio.run(run())).result()
+            answer = threads.submit(lambda: asyncio.run(run()))
+            # In pieces: a signal just before a wait begins does not interrupt it.
+            while not answer.done():
+                wait([answer], timeout=1.0)
+            return answer.result()
         except BaseException:  # an interrupt: leaving the block waits for the thread, hence for the request
             interrupted.set()
             for loop, task in asked:
