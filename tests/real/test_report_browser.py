@@ -116,13 +116,15 @@ async def check(browser: Browser, root: str) -> None:
     assert [each for each in seen["requests"] if not each.startswith((root, "data:"))] == []
 
 
-OPEN = """
-await page.goto(given[0] + given[1]);
-await page.waitForFunction(() => {
-  const main = document.querySelector("main");
-  return main.childElementCount && !main.querySelector(":scope > .note:only-child");
-});
+DRAWN = """
+await page.waitForFunction(() => document.querySelector("main")?.dataset.shown === location.hash);
 """
+OPEN = f"await page.goto(given[0] + given[1]);{DRAWN}"
+
+
+async def do(browser: Browser, script: str) -> None:
+    """Run a script, and wait until the page shows what its address names."""
+    await browser.run(f"{script};{DRAWN}")
 
 
 async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Browser) -> None:
@@ -135,7 +137,8 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     assert "before" in overview
     assert "sk-very-secret" not in await browser.run("return page.content()")
     # Filters and order.
-    await browser.run("await page.keyboard.press('4'); await page.selectOption('select[aria-label=Run]', '0')")
+    await do(browser, "await page.keyboard.press('4'); await page.waitForURL(/trajectories/)")
+    await browser.run("await page.selectOption('select[aria-label=Run]', '0')")
     assert "29 trajectories" in await browser.run("return page.innerText('.pages')")
     await browser.run("await page.selectOption('select[aria-label=Outcome]', 'error')")
     assert await browser.run("return page.locator('tbody tr').allInnerTexts()") != []
@@ -157,13 +160,12 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     assert await browser.run("return page.innerText('tbody a')") == "e17"
     # Walked by keyboard.
     await browser.run(OPEN, [root, "#/trajectories?run=0"])
-    await browser.run("await page.click('tbody a'); await page.waitForSelector('article')")
+    await do(browser, "await page.click('tbody a'); await page.waitForSelector('article')")
     assert await browser.run("return page.innerText('h2')") == "before · forked"
-    await browser.run("await page.keyboard.press('j'); await page.waitForURL(/e0/); await page.keyboard.press('j')")
-    await browser.run("await page.waitForURL(/e1$/); await page.keyboard.press('k'); await page.waitForURL(/e0$/)")
-    await browser.run("await page.keyboard.press('k'); await page.waitForURL(/forked/)")
+    for key, then in (("j", "e0"), ("j", "e1"), ("k", "e0"), ("k", "forked")):
+        await do(browser, f"await page.keyboard.press('{key}'); await page.waitForURL(/{then}$/)")
     # Tokens, and what is known of one.
-    await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.tokens .token')")
+    await do(browser, "await page.keyboard.press('t'); await page.waitForSelector('.tokens .token')")
     kinds = "return page.locator('article.turn .token').evaluateAll((all) => all.map((each) => each.className))"
     expected = [f"token {kind}" for kind in ("h0", "h3", "h6", "h8")]
     assert await browser.run(kinds) == expected * 2
@@ -173,7 +175,7 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     tabs = await browser.run("return page.locator('.branches .tab').allInnerTexts()")
     assert [tab.split("\n")[0] for tab in tabs] == ["branch 1", "branch 2"]
     assert "edited, 1 turn after 1 shared turn" in tabs[1]
-    await browser.run("await page.click('.branches .tab >> nth=1'); await page.waitForURL(/branch=2/)")
+    await do(browser, "await page.click('.branches .tab >> nth=1'); await page.waitForURL(/branch=2/)")
     assert "Zoe: Oslo" in await browser.run("return page.innerText('main')")
     # What each way of an episode that was forked was worth; a turn that is clicked is shown in its branch.
     await browser.run(OPEN, [root, "#/trajectory/0/grown"])
@@ -181,12 +183,12 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     titles = await browser.run("return page.locator('.drawing circle title').allTextContents()")
     assert titles[0] == "turn t0, 2 tokens; the 2 ways through it earned 0.625 on average"
     assert titles[4] == "turn t4, 2 tokens; its way earned 0"
-    await browser.run("await page.click('.drawing circle >> nth=2'); await page.waitForURL(/branch=2/)")
+    await do(browser, "await page.click('.drawing circle >> nth=2'); await page.waitForURL(/branch=2/)")
     assert "answer t2" in await browser.run("return page.innerText('main')")
-    await browser.run("await page.keyboard.press(']'); await page.waitForURL(/branch=3/)")
+    await do(browser, "await page.keyboard.press(']'); await page.waitForURL(/branch=3/)")
     assert "answer t4" in await browser.run("return page.innerText('main')")
     assert "2 turns, max_turns" in await browser.run("return page.innerText('.branches .tab.now')")
-    await browser.run("await page.keyboard.press('Escape'); await page.waitForURL(/trajectories/)")
+    await do(browser, "await page.keyboard.press('Escape'); await page.waitForURL(/trajectories/)")
     # Two runs compared, down to two trajectories side by side.
     await browser.run(OPEN, [root, "#/compare?only=all"])
     assert "in common" in await browser.run("return page.innerText('.tiles')")

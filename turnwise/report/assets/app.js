@@ -86,7 +86,10 @@ function changeTheme() {
   render();
 }
 
+let drawings = 0;
+
 async function render() {
+  const mine = ++drawings;
   const route = readRoute();
   watchers.length = 0;
   tableStates.clear();
@@ -96,6 +99,8 @@ async function render() {
   } catch (error) {
     fill(main, el("p.error", null, `This view cannot be shown: ${error.message || error}`));
   }
+  // For scripts that read the page: the address whose view is there.
+  if (mine === drawings) main.dataset.shown = location.hash;
 }
 
 function nextTurn(by) {
