@@ -217,6 +217,25 @@ async def test_tools_of_a_fork_see_its_conversation() -> None:
     assert heard == ["2", "3", "2"]
 
 
+class Remembering(Counter):
+    """Keeps the conversation in an attribute of its own."""
+
+    @function_tool
+    def add(self, n: int) -> str:
+        """Add."""
+        self.heard = self.conversation
+        return str(n)
+
+
+async def test_messages_of_the_conversation_are_no_state_that_a_fork_shares() -> None:
+    env = await started(Remembering())
+    await invoke(env, "step", called("add", n=1))
+    fork = await invoke(env, "fork")
+    assert fork.heard is fork.conversation
+    assert fork.heard is not env.heard  # type: ignore[attr-defined]
+    assert list(shared(env, fork)) == []
+
+
 async def test_instances_of_tools_fork_and_are_released_once() -> None:
     pad = Pad()
     env = await started(Padded(pad))

@@ -107,8 +107,10 @@ def shared(env: Env, other: Env, *, of_functions: bool = False) -> Iterator[str]
     """
     while isinstance(env, Wrapper) and isinstance(other, Wrapper):
         env, other = env.env, other.env
-    kept = SHARED | frozenset(env.fork_shares) | env.uncopied | {"conversation"}
+    kept = SHARED | frozenset(env.fork_shares) | env.uncopied
     theirs = {id(each) for name, value in attributes(other) if name not in kept for each in _inside(value, set(), True)}
+    # Forks have the messages of the conversation in common: those do not change.
+    theirs -= {id(each) for message in env.conversation for each in _inside(message, (), False)}
     for name, value in attributes(env):
         found = () if name in kept else _inside(value, theirs, of_functions)
         if any(type(each) in _MUTABLE and id(each) in theirs for each in found):
