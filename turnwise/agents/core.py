@@ -359,7 +359,7 @@ class Episode:
         self._check_invalid(self._env)
         if response.text:
             # Its sibling calls are answered one by one: each gets an equal share.
-            calls = session.issued.calls_beside(call.id)
+            calls = session.issued.count_sibling_calls(call.id)
             told: Message = {"role": "tool", "content": response.text}
             [answer] = fit_results(self, [told], turn, calls, agent, share=True)
             response.text = str(answer["content"])

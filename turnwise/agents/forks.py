@@ -187,9 +187,9 @@ class EpisodeRecord:
     def asks(self, session: str, env: Env, rewards: int) -> None:
         """Keep the state before a model call: a fork of the environment, and the number of rewards."""
         turns = {
-            name: (*self.before.get(name, ()), *each.own_turns)
+            name: (*self.before.get(name, ()), *each.sampled_turns)
             for name, each in self.sessions.items()
-            if name in self.before or each.own_turns
+            if name in self.before or each.sampled_turns
         }
         inherited = 0 if self.point is None else self.point.rewards
         self.points.append(BranchPoint(env, len(self.answers), self.before | turns, inherited + rewards, session))
@@ -197,7 +197,7 @@ class EpisodeRecord:
     def settle(self) -> None:
         """Name the turn of each point, once the episode is over; the last of several for one turn is kept."""
         for point in self.points:
-            path = (*self.before.get(point.session, ()), *self.sessions[point.session].own_turns)
+            path = (*self.before.get(point.session, ()), *self.sessions[point.session].sampled_turns)
             at = len(point.turns.get(point.session, ()))
             point.turn = path[at] if at < len(path) else None
 

@@ -19,7 +19,7 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
-from turnwise.recorder.branches import chosen_way, unforked
+from turnwise.recorder.branches import branch_trajectories, selected_branch
 from turnwise.trajectory import Trajectory, Turn, messages_of
 from turnwise.trajectory_file import read_trajectories
 
@@ -138,9 +138,9 @@ def branches(file: Path, *, chosen: bool = False) -> Iterator[Trajectory]:
     """
     for trajectory in read_trajectories(file):
         if chosen and trajectory.search is not None:
-            yield chosen_way(trajectory)
+            yield selected_branch(trajectory)
         else:
-            yield from unforked(trajectory)
+            yield from branch_trajectories(trajectory)
 
 
 def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.evaluation.estimates import Estimate, clustered_mean
-from turnwise.recorder.branches import chosen_way
+from turnwise.recorder.branches import selected_branch
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import StopReason
 
@@ -81,7 +81,7 @@ def chosen_members(members: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _chosen(member: Trajectory) -> Trajectory:
-    way = chosen_way(member)
+    way = selected_branch(member)
     if way is member:
         return member
     metrics: defaultdict[str, float] = defaultdict(float)

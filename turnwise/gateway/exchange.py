@@ -71,7 +71,7 @@ async def follow(
 async def ask(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
     """Record one turn and return it; errors are the session's."""
     done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
-    return _answer(reader, request, params, done.opened, [done.completion], done.message)
+    return _answer(reader, request, params, done.placement, [done.completion], done.message)
 
 
 def _answer(

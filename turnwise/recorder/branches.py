@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.trajectory import Segment, Trajectory, branch_paths
 
 
-def unforked(trajectory: Trajectory) -> list[Trajectory]:
+def branch_trajectories(trajectory: Trajectory) -> list[Trajectory]:
     """Return the branches of a forked episode as trajectories without forks; any other trajectory as it is.
 
     The id of the n-th is that of the episode with ``~n`` before its member. A way of a search has its own score.
@@ -20,8 +20,8 @@ def unforked(trajectory: Trajectory) -> list[Trajectory]:
     return [_branch(trajectory, number, path) for number, path in enumerate(branch_paths(trajectory.branches))]
 
 
-def chosen_way(trajectory: Trajectory) -> Trajectory:
-    """Return the chosen branch of a searched episode as :func:`unforked` does; any other trajectory as it is."""
+def selected_branch(trajectory: Trajectory) -> Trajectory:
+    """Return the chosen branch of a searched episode as :func:`branch_trajectories` does; any other trajectory as it is."""
     if trajectory.search is None or not trajectory.branches:
         return trajectory
     number = trajectory.search.chosen
@@ -29,7 +29,7 @@ def chosen_way(trajectory: Trajectory) -> Trajectory:
 
 
 def is_renumbered(way: Trajectory) -> bool:
-    """Whether turns of a branch of :func:`unforked` have other numbers than when they were sampled.
+    """Whether turns of a branch of :func:`branch_trajectories` have other numbers than when they were sampled.
 
     Those of all branches but the first have; those of the first, too, where the others grew at the same time.
     """

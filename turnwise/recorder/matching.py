@@ -72,7 +72,7 @@ class MessageMatcher(Container[str]):
         """Return the id of the turn that issued a call id, or None."""
         return self._issued.get(call_id)
 
-    def calls_beside(self, call_id: str) -> int:
+    def count_sibling_calls(self, call_id: str) -> int:
         """Return the number of calls of the turn that issued a call id; 0 for unknown ids."""
         turn = self._turns.get(self._issued.get(call_id, ""))
         return 0 if turn is None else len(turn.calls)

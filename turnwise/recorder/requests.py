@@ -24,7 +24,7 @@ class PendingRequest:
     renderer: Renderer
     began: float = field(default_factory=time.time)
 
-    def opened(self) -> PromptPlacement:
+    def placement(self) -> PromptPlacement:
         """Return the placement."""
         new = 0 if self.match.context is not None else len(self.match.token_ids)
         return PromptPlacement(len(self.prompt.token_ids), len(self.prompt.token_ids) - new, self.match.token_ids)
@@ -34,13 +34,13 @@ class PendingRequest:
 class RecordedTurn:
     """A recorded turn: placement of its request, completion, and message for the agent."""
 
-    opened: PromptPlacement
+    placement: PromptPlacement
     completion: Completion
     message: Message
 
     def pieces(self) -> Iterator[PromptPlacement | TokenDelta | Message]:
         """Yield what a stream of the turn yields, the completion in one delta."""
-        yield self.opened
+        yield self.placement
         done = self.completion
         version = done.weight_versions[-1][0] if done.weight_versions else None
         yield TokenDelta(done.token_ids, done.logprobs, version, done.finish_reason, done.weight_versions)

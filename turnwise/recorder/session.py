@@ -77,7 +77,7 @@ class Session:
         journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
             the request raises, and the turn stays committed.
         gate: What each request passes before it samples.
-        own_turns: Ids of the turns sampled by this object, in commit order: not by its forks, nor before its own fork.
+        sampled_turns: Ids of the turns sampled by this object, in commit order: not by its forks, nor before its own fork.
     """
 
     recorded_as: ClassVar[str] = "tokens"
@@ -99,7 +99,7 @@ class Session:
         self.id = id
         self.journal: Callable[[TurnRecord], None] | None = None
         self.gate: RequestGate | None = None
-        self.own_turns: list[str] = []
+        self.sampled_turns: list[str] = []
         self.limits = limits
         self.params = params or SamplingParams()
         self.reasoning = reasoning
@@ -233,7 +233,7 @@ class Session:
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
-            return RecordedTurn(request.opened(), completion, self._commit(request, completion))
+            return RecordedTurn(request.placement(), completion, self._commit(request, completion))
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise
@@ -258,7 +258,7 @@ class Session:
                 yield known
             return
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
-        yield request.opened()
+        yield request.placement()
         pieces: list[TokenDelta] = []
         message: Message | None = None
         try:
@@ -343,8 +343,8 @@ class Session:
         made = copy.copy(self)
         made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns or ()], nodes.get(again))
         made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
-        made.own_turns, made._forks, made._seed, made._failure, made.gate = [], [], seed, None, None
-        made._before = (*(self._before or ()), *self.own_turns) if turns is None else tuple(turns)
+        made.sampled_turns, made._forks, made._seed, made._failure, made.gate = [], [], seed, None, None
+        made._before = (*(self._before or ()), *self.sampled_turns) if turns is None else tuple(turns)
         self._before = self._before or ()
         if turns is not None:
             path = {node for turn in turns for node in nodes[turn].path()}
@@ -446,7 +446,7 @@ class Session:
         renderer: Renderer,
     ) -> Match:
         commits = len(self._tree.nodes)
-        turns, context = visible(self._tree.deepest(messages, key), self._before, self.own_turns)
+        turns, context = visible(self._tree.deepest(messages, key), self._before, self.sampled_turns)
         if context is not None:
             return Match(context.parent, context, (), context.token_ids, None, commits, key, tools, context.media)
         why = None
@@ -538,7 +538,7 @@ class Session:
         match = request.match
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
-            branched = "branch" if self._prefix is not None and not self.own_turns else None
+            branched = "branch" if self._prefix is not None and not self.sampled_turns else None
             reason = request.fork or branched or fork_reason(self._tree.roots, match, request.messages)
         given, meant = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
         context = self._tree.context_of(match) or self._add(match.parent, match, match.token_ids, match.new, reason)
@@ -546,7 +546,7 @@ class Session:
         self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = self._said[given["turn_id"]] = snapshot(given)
-        self.own_turns.append(given["turn_id"])
+        self.sampled_turns.append(given["turn_id"])
         self.turn_times[given["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
         self._history.register_reply(snapshot(given), meant)
         self._failure = None

@@ -92,7 +92,7 @@ class TokenSession(Session):
         request = self._place(prompt, params)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
-            return RecordedTurn(request.opened(), completion, self._commit_ids(request, completion, tools))
+            return RecordedTurn(request.placement(), completion, self._commit_ids(request, completion, tools))
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise

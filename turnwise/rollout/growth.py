@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from turnwise.agents.core import Episode, Reward
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.session import Session
 from turnwise.rollout.tree import TreeConfig, TreeTurn
 from turnwise.trajectory import Segment, Trajectory, branch_paths
@@ -70,12 +70,12 @@ class OwnFork:
         parent = next((each for each in others if each.episode is origin), None)
         before = {} if parent is None else parent.turns
         sessions = origin.sessions
-        turns = {name: (*before.get(name, ()), *sessions[name].own_turns) for name in {**before, **sessions}}
+        turns = {name: (*before.get(name, ()), *sessions[name].sampled_turns) for name in {**before, **sessions}}
         return cls(episode, turns, len(origin.rewards) + (0 if parent is None else parent.rewards))
 
     def used(self, others: Sequence[OwnFork]) -> bool:
         """Whether anything was sampled in it, or in one of its own forks."""
-        own = any(session.own_turns for session in self.episode.sessions.values())
+        own = any(session.sampled_turns for session in self.episode.sessions.values())
         return own or any(each.episode.origin is self.episode and each.used(others) for each in others)
 
 
@@ -94,8 +94,8 @@ def with_own_forks(first: Grown, forks: Sequence[OwnFork]) -> list[Grown]:
 def _sampled_again(parent: Grown, fork: OwnFork) -> tuple[str, str | None]:
     """Return the session in which a fork begins where a turn of its parent does, and that turn."""
     for name, session in fork.episode.sessions.items():
-        sampled, own = _sampled(session), session.own_turns
-        beside = parent.episode.sessions[name].own_turns if name in parent.episode.sessions else []
+        sampled, own = _sampled(session), session.sampled_turns
+        beside = parent.episode.sessions[name].sampled_turns if name in parent.episode.sessions else []
         for turn in beside:
             if own and turn not in fork.turns.get(name, ()) and sampled[turn].parent == sampled[own[0]].parent:
                 return name, turn
@@ -158,7 +158,7 @@ def _within_budget(
 
 
 def _tokens(grown: Grown) -> int:
-    own = {name: set(session.own_turns) for name, session in grown.episode.sessions.items()}
+    own = {name: set(session.sampled_turns) for name, session in grown.episode.sessions.items()}
     return sum(
         len(segment.token_ids)
         for name, session in grown.episode.sessions.items()
@@ -220,7 +220,7 @@ def _after(sessions: dict[str, Session], point: BranchPoint) -> list[tuple[str, 
     return [
         (name, turn)
         for name, session in sessions.items()
-        for turn in session.own_turns
+        for turn in session.sampled_turns
         if turn not in point.turns.get(name, ())
     ]
 
@@ -284,7 +284,7 @@ def _shared_rewards(
 def _fold_notes(whole: Episode, episode: Episode) -> None:
     for metric, value in episode.metrics.items():
         whole.metrics[metric] = whole.metrics.get(metric, 0.0) + value
-    own = {name: set(session.own_turns) for name, session in episode.sessions.items()}
+    own = {name: set(session.sampled_turns) for name, session in episode.sessions.items()}
     for (name, turn), measured in episode.turn_metrics.items():
         if turn in own.get(name, ()):
             whole.turn_metrics[name, turn] = measured
@@ -294,7 +294,7 @@ def _fold_notes(whole: Episode, episode: Episode) -> None:
     for (name, noted), notes in episode.turn_notes.items():
         session = episode.sessions.get(name)
         # What is said of a branch as a whole stands at its end.
-        last = session.own_turns[-1] if session is not None and session.own_turns else None
+        last = session.sampled_turns[-1] if session is not None and session.sampled_turns else None
         whole.turn_notes.setdefault((name, noted or last), {}).update(notes)
 
 
@@ -306,7 +306,7 @@ def _branch(grown: Grown, name: str) -> Branch:
         parent=grown.parent,
         after=before[-1] if before else None,
         again=None if point is None or point.session != name else point.turn,
-        turns=() if session is None else tuple(session.own_turns),
+        turns=() if session is None else tuple(session.sampled_turns),
         stop_reason=grown.stop_reason,
     )
 
@@ -340,7 +340,7 @@ def ways_of(tree: Sequence[Grown], frozen: Collection[str] = ()) -> list[list[Tr
             frozen=name in frozen, segments=session.segments(), branches=ways, turn_metrics=measured,
             recorded=session.recorded_as, partition=episode.partition, seed=episode.seed,
         )  # fmt: skip
-        for way, trajectory in zip(found, unforked(whole), strict=True):
+        for way, trajectory in zip(found, branch_trajectories(whole), strict=True):
             way.append(trajectory)
     return found
 

@@ -18,7 +18,7 @@ from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdd
 from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import branch_trajectories
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
@@ -188,7 +188,7 @@ async def test_what_cannot_be_bisected_is_named(tmp_path: Path) -> None:
 async def test_forked_episodes_are_replayed_branch_by_branch() -> None:
     run, trajectory = await recorded(tree={"branches": 4, "rounds": 2})
     assert len(trajectory.branches) == 5
-    branches = unforked(trajectory)
+    branches = branch_trajectories(trajectory)
     assert [each.reward for each in branches] == trajectory.returns()
     assert len({each.id for each in branches}) == 5
     report = await replay(branches, {"t": TASK}, run.rollout, run.renderer)

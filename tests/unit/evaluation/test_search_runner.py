@@ -29,7 +29,7 @@ from turnwise.evaluation.replay.replay import replay
 from turnwise.evaluation.searched import search_row
 from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig
@@ -447,7 +447,7 @@ async def test_what_cannot_be_forked_is_refused_before_the_first_episode(kind: s
 async def test_the_ways_of_a_search_are_replayed(kind: str) -> None:
     outcome, _ = await search(kind=kind, **KINDS[kind])
     [trajectory] = outcome.trajectories
-    ways = unforked(replace(trajectory, group_id="0-val-t-e0"))
+    ways = branch_trajectories(replace(trajectory, group_id="0-val-t-e0"))
     pruned = sum(way.stop_reason is StopReason.PRUNED for way in ways)
     config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}})
     report = await replay(ways, {"t": TASK}, config, ToyRenderer())

@@ -291,7 +291,7 @@ async def test_a_session_forks_by_itself() -> None:
     with pytest.raises(BudgetExceeded):
         await below.chat([*on, one.last, {"role": "user", "content": "too much"}])
     segments = session.segments()
-    assert [len(each.own_turns) for each in (session, one, two, below)] == [2, 1, 1, 1]
+    assert [len(each.sampled_turns) for each in (session, one, two, below)] == [2, 1, 1, 1]
     assert sum(each.sampled for each in segments) == 5
     with pytest.raises(SessionError, match="cannot fork after 't99'"):
         session.fork(["t99"])

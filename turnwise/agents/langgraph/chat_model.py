@@ -377,7 +377,7 @@ class ChatTurnwise(BaseChatModel):
             done = await session.record(
                 asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
-            answer, opened = done.message, done.opened
+            answer, opened = done.message, done.placement
             sizes = [opened.prompt_tokens, len(done.completion.token_ids), opened.known_tokens]
         return self._to_message(run, session, answer, request, node, _usage(*sizes))
 

@@ -18,7 +18,7 @@ from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.engines import model_settings
 from turnwise.model.core import Renderer
-from turnwise.recorder.branches import chosen_way, unforked
+from turnwise.recorder.branches import branch_trajectories, selected_branch
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.config import TasksConfig
@@ -125,8 +125,8 @@ class RecordedRun:
                 trajectories.read(each) for each in trajectories.entries if (each.episode_id, each.attempt) in chosen
             ]
         if episode in known:
-            read = [chosen_way(each) for each in read]
-        ways = [branch for each in read for branch in unforked(each)]
+            read = [selected_branch(each) for each in read]
+        ways = [branch for each in read for branch in branch_trajectories(each)]
         asked = {each.episode_id for each in ways if episode in (each.episode_id, each.id)}
         if way and not asked:
             raise FormatError(

@@ -20,7 +20,7 @@ from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
-from turnwise.recorder.branches import unforked
+from turnwise.recorder.branches import branch_trajectories
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
@@ -234,7 +234,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
         )
     for trajectory in found:
         _check_tokenizer(trajectory, renderer, file)
-    return [branch for each in found for branch in unforked(each)]
+    return [branch for each in found for branch in branch_trajectories(each)]
 
 
 def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:
