@@ -77,7 +77,8 @@ class Session:
         journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
             the request raises, and the turn stays committed.
         gate: What each request passes before it samples.
-        sampled_turns: Ids of the turns sampled by this object, in commit order: not by its forks, nor before its own fork.
+        sampled_turns: Ids of the turns that this object sampled, in commit order; not those of its forks, nor those
+            before it was forked.
     """
 
     recorded_as: ClassVar[str] = "tokens"
