@@ -43,7 +43,7 @@ def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajec
     indices = sorted({ancestor.index for segment in sampled for ancestor in trajectory.path(segment.index)})
     order = {index: position for position, index in enumerate(indices)}
     names, calls = _names(sampled)
-    events = [*(event for event in trajectory.rewards if event[0] is None or event[0] in own), *branch.rewards]
+    events = [*(event for event in trajectory.rewards if event[0] is None or event[0] in turn_ids), *branch.rewards]
     episode = re.sub(r"/(?=[^/]*$)", f"~{number}/", trajectory.episode_id)
     return replace(
         trajectory,
