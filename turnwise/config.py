@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, runtime_checkable
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
@@ -18,6 +18,17 @@ from turnwise.plugins import load_extensions
 
 Keys: TypeAlias = "tuple[str | int, ...]"
 """The path of one value in a configuration: keys of sections and indices of lists."""
+
+
+@runtime_checkable
+class _WithRemovedKeys(Protocol):
+    """A section that says of keys which it no longer has why they are gone and what to use.
+
+    It declares ``removed_keys: ClassVar[Mapping[str, str]]``: a sentence by each key, in lower case and without a full
+    stop, as it ends the message about the key.
+    """
+
+    removed_keys: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -68,7 +79,8 @@ def _line(model: type[BaseModel], keys: Keys, problem: _Problem, origins: Mappin
     if problem.missing:
         return f"{head}: missing; it is required{_meaning(model, keys)}"
     if problem.unknown:
-        return f"{head}: unknown key, value {shown(problem.value)}; {_nearest(model, keys)}"
+        remedy = _why_removed(model, keys) or _nearest(model, keys)
+        return f"{head}: unknown key, value {shown(problem.value)}; {remedy}"
     if not keys:
         # Keys that do not go together: the message names them, and the whole configuration says no more.
         return f"{head} does not fit together; allowed: {' or '.join(problem.allowed)}"
@@ -120,6 +132,12 @@ def _meaning(model: type[BaseModel], keys: Keys) -> str:
         if field is not None and field.description:
             return f" ({field.description})"
     return ""
+
+
+def _why_removed(model: type[BaseModel], keys: Keys) -> str | None:
+    sections: list[object] = list(_models_at(model, keys[:-1]))
+    reasons = [section.removed_keys for section in sections if isinstance(section, _WithRemovedKeys)]
+    return next((reason[key] for reason in reasons if (key := str(keys[-1])) in reason), None)
 
 
 def _nearest(model: type[BaseModel], keys: Keys) -> str:
