@@ -32,7 +32,6 @@ class StopReason(StrEnum):
     INTERRUPTED = "interrupted"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
-    PRUNED = "pruned"
     ERROR = "error"
 
 
@@ -264,16 +263,16 @@ class Search:
     """A choice among the ways through an episode (``eval.search``).
 
     Attributes:
-        kind: ``best_of_n``, ``tree`` or ``beam``.
+        kind: ``best_of_n`` or ``tree``.
         scorer: What scored the ways.
         chosen: Index of the chosen branch; 0 where the episode has no branches.
-        scores: Score of each branch, at its end or as far as it went; None where none was given.
+        scores: Score of each branch.
     """
 
     kind: str
     scorer: str
     chosen: int = 0
-    scores: tuple[float | None, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:

@@ -1,4 +1,4 @@
-"""Searches with a small model: what plain episodes, best_of_n, trees and beams reach for their tokens."""
+"""Searches with a small model: what plain episodes, best_of_n and trees reach for their tokens."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message
 
 PORT = re.compile(r"serving \S+ on 127\.0\.0\.1:(\d+)")
-SEARCHES: dict[str, dict[str, Any]] = {
-    "best_of_n": {"samples": 4},
-    "tree": {"branches": 5},
-    "beam": {"width": 1, "branches": 4},
-}
+SEARCHES: dict[str, dict[str, Any]] = {"best_of_n": {"samples": 4}, "tree": {"branches": 5}}
 TASKS = 40
 
 
-def grounded(messages: list[Message], text: str, ended: bool) -> float:
+def grounded(messages: list[Message], text: str) -> float:
     """Score a way by what its look-ups gave, and its answer by whether it is what the last one gave."""
     told = [str(each["content"]) for each in messages if each["role"] == "tool"]
     known = [each for each in told if " " not in each]
-    return min(len(set(known)), 2) + float(ended and bool(known) and text.strip() == known[-1])
+    return min(len(set(known)), 2) + float(bool(known) and text.strip() == known[-1])
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +76,7 @@ def test_searches_find_more_than_plain_episodes(url: str, warm_lookup: Path, tmp
             if scorer != "likelihood":
                 assert found.success.mean > plain.success.mean
             assert found.success.mean <= found.search.success_best.mean
-    report = audit_run(tmp_path / "beam-grounded", at_most=8, console=silent())
+    report = audit_run(tmp_path / "tree-grounded", at_most=8, console=silent())
     assert report.contradictions == []
 
 

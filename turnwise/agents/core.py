@@ -253,8 +253,7 @@ class Episode:
             # All until here was noted in the original.
             self._note_nothing()
             self.states = {}
-        # The first call of a fork is what it was made for: a search does not decide on it, nor forks it again.
-        if not record.idle or (first and record.hold is not None):
+        if not record.idle:
             return
         try:
             fork = await invoke(self._env, "fork", executor=self._executor)
@@ -262,8 +261,6 @@ class Episode:
             record.refused, record.refusals = str(error), record.refusals + 1
             return
         record.asks(name, fork, len(self.rewards))
-        if record.hold is not None:
-            await record.hold(record.points[-1])
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL of the session's model endpoint, valid until the agent returns.

@@ -74,7 +74,6 @@ class EpisodeRecord:
         sessions: The episode's sessions.
         refused: Why the environment could not be forked, the last time.
         refusals: How often it could not.
-        hold: Awaited before each model call, once the state before it is kept: a search decides which ways go on.
     """
 
     observation: list[Message] = field(default_factory=list)
@@ -86,7 +85,6 @@ class EpisodeRecord:
     sessions: Mapping[str, Session] = field(default_factory=dict)
     refused: str = ""
     refusals: int = 0
-    hold: Callable[[BranchPoint], Awaitable[None]] | None = None
     _busy: int = 0
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
 

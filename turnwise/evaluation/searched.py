@@ -12,7 +12,7 @@ from turnwise.recorder.branches import selected_branch
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import StopReason
 
-_INCOMPLETE = (StopReason.PRUNED, StopReason.ERROR, StopReason.CANCELLED)
+_INCOMPLETE = (StopReason.ERROR, StopReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)

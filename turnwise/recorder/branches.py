@@ -31,10 +31,9 @@ def selected_branch(trajectory: Trajectory) -> Trajectory:
 def is_renumbered(branch: Trajectory) -> bool:
     """Whether turns of a branch of :func:`branch_trajectories` have other numbers than when they were sampled.
 
-    True for all branches but the first; for the first, too, where all were sampled at the same time (beam search).
+    True for all branches but the first.
     """
-    beam = branch.search is not None and branch.search.kind == "beam"
-    return beam or re.search(r"~[1-9]\d*/[^/]*$", branch.episode_id) is not None
+    return re.search(r"~[1-9]\d*/[^/]*$", branch.episode_id) is not None
 
 
 def _branch(trajectory: Trajectory, number: int, turns: Sequence[str]) -> Trajectory:

@@ -429,16 +429,9 @@ def _search(trajectory: Trajectory) -> Iterator[str]:
     if not 0 <= search.chosen < len(branches) or len(search.scores) != len(branches):
         yield f"its search chose way {search.chosen} of {len(search.scores)}, but it has {len(branches)}"
         return
-    if branches[search.chosen].stop_reason is StopReason.PRUNED:
-        yield f"its search chose way {search.chosen}, which was pruned"
-    ended = [
-        score
-        for branch, score in zip(branches, search.scores, strict=True)
-        if score is not None and branch.stop_reason not in (StopReason.PRUNED, StopReason.ERROR)
-    ]
-    chosen = search.scores[search.chosen]
-    if ended and (chosen is None or chosen < max(ended)):
-        yield f"its search chose way {search.chosen}, whose score is {chosen}, although another has {max(ended)}"
+    chosen, best = search.scores[search.chosen], max(search.scores)
+    if chosen < best:
+        yield f"its search chose way {search.chosen}, whose score is {chosen}, although another has {best}"
 
 
 def _unexplained(

@@ -41,7 +41,6 @@ from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.growth import ForkAt, Grown, OwnFork, fold, grow, with_own_forks
-from turnwise.rollout.search.beam import Way, beam, settled
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.rollout.search.core import Searcher, check_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
@@ -291,9 +290,6 @@ class EpisodeRunner:
 
     async def _find(self, run: _Run, search: Searcher) -> None:
         """Play the ways of a search, and choose one."""
-        if search.config.width is not None:
-            await self._beam(run, search, search.config.width)
-            return
         await self._play(run)
         if run.error is None:
             await self._grow(run, search)
@@ -309,50 +305,9 @@ class EpisodeRunner:
             raise
 
     async def _choose(self, run: _Run, search: Searcher, tree: Sequence[Grown]) -> None:
-        scores = await self._rate(run, search, tree, dict.fromkeys(range(len(tree)), True))
-        run.search = search.choose(scores, range(len(tree)))
-        run.stop_reason = tree[run.search.chosen].stop_reason
-
-    async def _rate(self, run: _Run, search: Searcher, tree: Sequence[Grown], ways: Mapping[int, bool]) -> list[float]:
         frozen = {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
-        return await search.rate(run.spec.task, tree, ways, frozen)
-
-    async def _beam(self, run: _Run, search: Searcher, width: int) -> None:
-        """Play the ways of a beam search, and choose one of those that ended."""
-        assert search.config.branches is not None
-
-        async def play(way: Way) -> None:
-            fork = None if way.origin is None else ForkAt(*way.origin, way.number)
-            branch = run if fork is None else _branch_of(run, fork)
-            assert branch.record is not None
-
-            async def hold(point: BranchPoint) -> None:
-                way.episode = branch.episode
-                await way.wait(point)
-
-            branch.record.hold = hold
-            try:
-                await self._play(branch)
-            except asyncio.CancelledError:
-                if way.stop_reason is not StopReason.PRUNED:
-                    raise
-            finally:
-                way.episode = branch.episode
-                if fork is not None:
-                    run.forks += [point.env for point in branch.record.points]
-                    await self._close(branch)
-            if way.stop_reason is not StopReason.PRUNED:
-                way.error, way.stop_reason = branch.error, branch.stop_reason
-
-        ways = await beam(width, search.config.branches, play, partial(self._rate, run, search))
-        tree, scores, complete = settled(ways)
-        failures = [way.error for way in ways if way.error is not None]
-        run.metrics |= {"tree/failures": float(len(failures))} if failures else {}
-        run.error, run.stop_reason = None if complete else failures[0], StopReason.ERROR
-        if complete:
-            run.search = search.choose(scores, complete)
-            run.stop_reason = tree[run.search.chosen].stop_reason
-            self._fold(run, tree)
+        run.search = await search.choose(run.spec.task, tree, frozen)
+        run.stop_reason = tree[run.search.chosen].stop_reason
 
     async def _way(self, run: _Run, make: Callable[[], _Run], index: int, fork: ForkAt | None = None) -> Grown | None:
         """Play a way, again from its beginning after an infrastructure failure; None where it failed for good."""

@@ -215,7 +215,7 @@ def test_what_a_hosted_endpoint_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no greedy together with hosted"):
         EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout)
     for search, said in (
-        ({"kind": "beam", "width": 2, "branches": 2, "scorer": "environment"}, "search.kind best_of_n instead of beam"),
+        ({"kind": "tree", "branches": 2, "scorer": "environment"}, "search.kind best_of_n instead of tree"),
         ({"kind": "best_of_n", "samples": 2, "scorer": "likelihood"}, "another search.scorer than likelihood"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -37,11 +37,7 @@ from turnwise.trajectory import branch_paths
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import Message, ToolCall
 
-SEARCHES: dict[str, dict[str, Any]] = {
-    "best_of_n": {"samples": 3},
-    "tree": {"branches": 3, "rounds": 2},
-    "beam": {"width": 2, "branches": 2},
-}
+SEARCHES: dict[str, dict[str, Any]] = {"best_of_n": {"samples": 3}, "tree": {"branches": 3, "rounds": 2}}
 SEEN: list[int] = []
 
 
@@ -196,9 +192,8 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
         ({"kind": "best_of_n", "scorer": "environment"}, "samples for kind best_of_n"),
         ({"kind": "best_of_n", "samples": 1, "scorer": "environment"}, "samples of at least 2"),
         ({"kind": "best_of_n", "samples": 4}, "scorer"),
-        ({"kind": "best_of_n", "samples": 4, "width": 2, "scorer": "likelihood"}, "no width for kind best_of_n"),
-        ({"kind": "beam", "width": 0, "branches": 2, "scorer": "likelihood"}, "width"),
-        ({"kind": "beam", "width": 2, "branches": 1, "scorer": "likelihood"}, "branches of at least 2"),
+        ({"kind": "best_of_n", "samples": 4, "branches": 2, "scorer": "likelihood"}, "no branches for kind best_of_n"),
+        ({"kind": "beam", "branches": 2, "scorer": "likelihood"}, "beam search is gone: .* choose kind tree"),
         ({"kind": "tree", "branches": 0, "scorer": "likelihood"}, "branches"),
         ({"kind": "tree", "branches": 2, "where": "nowhere", "scorer": "likelihood"}, "where is 'nowhere'"),
         ({"kind": "tree", "branches": 2, "scorer": {"function": "likelihood", "arguments": {"a": 1}}}, "no arguments"),

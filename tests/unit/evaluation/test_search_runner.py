@@ -110,9 +110,9 @@ def last_total(text: str) -> float:
     return float(text.rpartition(" ")[2] or 0)
 
 
-def length_of(trajectory: Trajectory, ended: bool) -> float:
+def length_of(trajectory: Trajectory) -> float:
     """Score a way by its turns."""
-    return float(sum(segment.sampled for segment in trajectory.segments)) + ended / 2
+    return float(sum(segment.sampled for segment in trajectory.segments))
 
 
 def seen(messages: list[Message]) -> float:
@@ -212,46 +212,16 @@ async def test_a_tree_is_searched_at_its_turns(tmp_path: Path) -> None:
     assert row_of(trajectory).search.sampled_tokens == trajectory.sampled_tokens
 
 
-@pytest.mark.parametrize("agent", ["react", "graph", "test-plain-loop", "test-search-minds"])
-async def test_a_beam_keeps_the_ways_that_score_best(agent: str, tmp_path: Path) -> None:
-    outcome, client = await search(
-        kind="beam", width=2, branches=3, agent=agent, scorer=f"{HERE}seen", seed=2, ledger=tmp_path
-    )
-    trajectory = outcome.trajectories[0]
+@pytest.mark.parametrize("agent", ["graph", "test-plain-loop", "test-search-minds"])
+async def test_a_searched_tree_holds_every_request_of_any_agent(agent: str, tmp_path: Path) -> None:
+    outcome, client = await search(kind="tree", branches=4, agent=agent, scorer=f"{HERE}seen", seed=2, ledger=tmp_path)
     assert outcome.error is None
-    assert trajectory.search is not None
-    ended = [branch.stop_reason is not StopReason.PRUNED for branch in trajectory.branches]
-    assert 0 < sum(ended) < len(ended)
-    assert trajectory.stop_reason is not StopReason.PRUNED
-    # Of those that ended the chosen one has the highest score.
-    scores = [score for score, done in zip(trajectory.search.scores, ended, strict=True) if done]
-    assert trajectory.search.scores[trajectory.search.chosen] == max(filter(None, scores), default=0.0)
-    sampled = sum(len(branch.turns) for each in outcome.trajectories for branch in each.branches)
-    assert len(client.requests) == sampled
+    first = outcome.trajectories[0].search
+    assert first is not None
+    assert first.scores[first.chosen] == max(first.scores)
+    assert len(client.requests) == sum(len(branch.turns) for each in outcome.trajectories for branch in each.branches)
     audit(tmp_path, *outcome.trajectories)
-    row = row_of(*outcome.trajectories)
-    assert len(row.search.rewards) == sum(ended)
-    assert row.search.ways == len(ended)
-
-
-async def test_a_beam_of_known_scores_finds_the_way() -> None:
-    """Each turn offers 1 to 3 in the order of requests; a beam of one takes the 3 each time, until the goal."""
-    asked: dict[int, int] = {}
-
-    def offers(request: ScriptedRequest) -> Message | str:
-        turn = request.text.count("total")
-        number = asked[turn] = asked.get(turn, -1) + 1
-        if turn == 3:
-            return "done"
-        return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": number % 3 + 1})]}
-
-    outcome, client = await search(kind="beam", width=1, branches=3, scorer=f"{HERE}seen", script=offers)
-    [trajectory] = outcome.trajectories
-    assert trajectory.reward == 9.0
-    assert len(client.requests) == 3 * 4
-    # Every third continuation of the first three turns goes on; the last three have ended.
-    pruned = [branch for branch in trajectory.branches if branch.stop_reason is StopReason.PRUNED]
-    assert (len(pruned), len(trajectory.branches)) == (6, 9)
+    assert row_of(*outcome.trajectories).search.ways == len(outcome.trajectories[0].branches) == 5
 
 
 @register_agent("test-search-minds")
@@ -270,11 +240,7 @@ class TwoMinds(Agent):
                 return
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "best_of_n": {"samples": 3},
-    "tree": {"branches": 3},
-    "beam": {"width": 2, "branches": 2},
-}
+KINDS: dict[str, dict[str, Any]] = {"best_of_n": {"samples": 3}, "tree": {"branches": 3}}
 
 
 @given(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 10_000))
@@ -282,12 +248,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_the_environment_as_scorer_chooses_the_most_rewarded_way(kind: str, seed: int) -> None:
     outcome, _ = asyncio.run(search(kind=kind, seed=seed, **KINDS[kind]))
     [trajectory] = outcome.trajectories
-    complete = [
-        reward
-        for branch, reward in zip(trajectory.branches, trajectory.returns(), strict=True)
-        if branch.stop_reason is not StopReason.PRUNED
-    ]
-    assert trajectory.reward == max(complete)
+    assert trajectory.reward == max(trajectory.returns())
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -330,7 +291,7 @@ async def test_likelihood_is_the_mean_log_probability_of_a_way() -> None:
 
 async def test_functions_score_ways() -> None:
     for scorer, keys in (
-        (f"{HERE}length_of", KINDS["beam"] | {"kind": "beam"}),
+        (f"{HERE}length_of", KINDS["tree"] | {"kind": "tree"}),
         ({"function": f"{HERE}last_total"}, {"samples": 3}),
         ({"function": "regex", "arguments": {"pattern": "done [0-2]"}}, {"samples": 3}),
     ):
@@ -399,9 +360,8 @@ def adds(n: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": n})]}
 
 
-@pytest.mark.parametrize("kind", ["tree", "beam"])
-async def test_where_nothing_can_be_forked_the_episode_is_its_only_way(kind: str) -> None:
-    outcome, _ = await search(kind=kind, env="test-search-stuck", **KINDS[kind])
+async def test_where_nothing_can_be_forked_the_episode_is_its_only_way() -> None:
+    outcome, _ = await search(kind="tree", env="test-search-stuck", **KINDS["tree"])
     [trajectory] = outcome.trajectories
     assert outcome.error is None
     assert trajectory.search is not None
@@ -416,29 +376,13 @@ async def test_where_nothing_can_be_forked_the_episode_is_its_only_way(kind: str
     assert "not forked: " in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-async def test_a_way_whose_time_is_over_while_it_waits_has_ended() -> None:
-    async def slow(request: ScriptedRequest) -> Message | str:
-        # One continuation of the first turn lasts longer than an episode may.
-        if not request.text.count("total") and request.number == 1:
-            await asyncio.sleep(60)
-        return adds(1) if request.text.count("total") < 2 else "done"
-
-    outcome, _ = await search(kind="beam", width=2, branches=2, script=slow, rollout={"episode_timeout": 1.0})
-    [trajectory] = outcome.trajectories
-    assert outcome.error is None, outcome.error
-    assert trajectory.search is not None
-    assert StopReason.TIMEOUT in {branch.stop_reason for branch in trajectory.branches}
-    assert None not in trajectory.search.scores
-
-
-@pytest.mark.parametrize("kind", ["tree", "beam"])
-async def test_what_cannot_be_forked_is_refused_before_the_first_episode(kind: str) -> None:
+async def test_what_cannot_be_forked_is_refused_before_the_first_episode() -> None:
     for wrong, said in (
         ({"env": "test-search-fixed"}, "cannot be forked (FixedCounter.forks is None)"),
         ({"agent": "test-search-program"}, "is a program of its own"),
     ):
-        with pytest.raises(ConfigError, match=f"search.kind {kind}") as raised:
-            await search(kind=kind, **KINDS[kind], **wrong)
+        with pytest.raises(ConfigError, match=r"search\.kind tree") as raised:
+            await search(kind="tree", **KINDS["tree"], **wrong)
         assert said in str(raised.value)
         assert "best_of_n" in str(raised.value)
 
@@ -448,11 +392,10 @@ async def test_the_ways_of_a_search_are_replayed(kind: str) -> None:
     outcome, _ = await search(kind=kind, **KINDS[kind])
     [trajectory] = outcome.trajectories
     ways = branch_trajectories(replace(trajectory, group_id="0-val-t-e0"))
-    pruned = sum(way.stop_reason is StopReason.PRUNED for way in ways)
     config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}})
     report = await replay(ways, {"t": TASK}, config, ToyRenderer())
     assert [str(each) for each in report.divergences] == []
-    assert report.episodes == len(ways) - pruned
+    assert report.episodes == len(ways)
     # What is said of a way's turns has their names there.
     for way in ways:
         assert {turn.turn_id for turn in way.turns()} == way.turn_times.keys()

@@ -264,8 +264,6 @@ def _unplayable(members: Sequence[Trajectory], tasks: Mapping[str, Task]) -> str
     first = members[0]
     if first.error is not None or first.stop_reason in (StopReason.ERROR, StopReason.CANCELLED, StopReason.TIMEOUT):
         return "failed, cancelled or timed out"
-    if first.stop_reason is StopReason.PRUNED:
-        return "pruned by a search"
     if any(each.recorded == "text" for each in members):
         return "recorded as text"
     if any(not segment.messages and len(segment.token_ids) for each in members for segment in each.segments):

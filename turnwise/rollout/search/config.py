@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from turnwise.config import ConfigReference
 from turnwise.rollout.tree import TreeConfig
@@ -12,12 +13,12 @@ from turnwise.rollout.tree import TreeConfig
 ENVIRONMENT: Final = "environment"
 LIKELIHOOD: Final = "likelihood"
 
-_KEYS: Final = {
-    "best_of_n": ("samples",),
-    "tree": ("branches", "where", "rounds", "max_tokens", "max_tool_calls"),
-    "beam": ("width", "branches"),
-}
-_NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",), "beam": ("width", "branches")}
+_KEYS: Final = {"best_of_n": ("samples",), "tree": ("branches", "where", "rounds", "max_tokens", "max_tool_calls")}
+_NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",)}
+_NO_BEAM: Final = (
+    "beam search is gone: a tree found more for the tokens that it sampled; choose kind tree, or best_of_n where "
+    "nothing can be forked"
+)
 
 
 class ScorerConfig(BaseModel):
@@ -53,12 +54,10 @@ class SearchConfig(BaseModel):
     """A search: each sampled episode becomes several ways through it, and a scorer chooses one.
 
     Attributes:
-        kind: ``best_of_n``: whole episodes. ``tree``: one episode, and forks of it at some of its turns. ``beam``:
-            after each turn the ways that score best go on.
+        kind: ``best_of_n``: whole episodes. ``tree``: one episode, and forks of it at some of its turns.
         scorer: What scores the ways.
         samples: Of ``best_of_n``: number of episodes.
-        branches: Of ``tree``: forks of the episode. Of ``beam``: continuations of each way, at each turn.
-        width: Of ``beam``: ways that go on.
+        branches: Of ``tree``: forks of the episode.
         where: Of ``tree``: the turns that are sampled again, as in ``rollout.tree``.
         rounds: Of ``tree``: rounds in which the branches are grown.
         max_tokens: Of ``tree``: sampled tokens of the episode with its branches.
@@ -67,17 +66,25 @@ class SearchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["best_of_n", "tree", "beam"]
+    removed_keys: ClassVar[Mapping[str, str]] = {"width": _NO_BEAM}
+
+    kind: Literal["best_of_n", "tree"]
     scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
         description="what scores the ways: environment, likelihood, a shipped reward function, or pkg.module:function"
     )
     samples: PositiveInt | None = None
     branches: PositiveInt | None = None
-    width: PositiveInt | None = None
     where: ConfigReference = "random"
     rounds: PositiveInt = 1
     max_tokens: PositiveInt | None = None
     max_tool_calls: PositiveInt | None = None
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _is_no_beam(cls, kind: Any) -> Any:
+        if kind == "beam":
+            raise ValueError(_NO_BEAM)
+        return kind
 
     @model_validator(mode="after")
     def _keys_are_of_its_kind(self) -> Self:
@@ -89,8 +96,6 @@ class SearchConfig(BaseModel):
             raise ValueError(f"{' and '.join(missing)} for kind {self.kind}")
         if self.kind == "best_of_n" and self.samples == 1:
             raise ValueError("samples of at least 2 for best_of_n: one way leaves nothing to choose")
-        if self.kind == "beam" and self.branches == 1:
-            raise ValueError("branches of at least 2 for beam: with one continuation of each way nothing is chosen")
         if self.kind == "tree":
             self.tree()
         return self

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
 
-from turnwise.agents.core import Agent, Episode
-from turnwise.envs.core import Env, StepResult
+from turnwise.agents.core import Agent
+from turnwise.envs.core import Env
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.growth import Grown, ways_of
 from turnwise.rollout.search.config import SearchConfig
 from turnwise.rollout.search.scorers import Scorer
 from turnwise.tasks.core import Task
-from turnwise.types import Message, Search
+from turnwise.types import Search
 
 
 class Searcher:
@@ -34,46 +34,26 @@ class Searcher:
         if config.kind == "tree":
             config.tree().chooser("search.where")
 
-    async def rate(
-        self, task: Task, tree: Sequence[Grown], wanted: Mapping[int, bool], frozen: Collection[str] = ()
-    ) -> list[float]:
-        """Return the scores of some ways.
+    async def choose(self, task: Task, tree: Sequence[Grown], frozen: Collection[str] = ()) -> Search:
+        """Return the choice of the way with the highest score, the first of several.
 
         Args:
             task: The task.
-            tree: All ways.
-            wanted: Their indices, with whether each has ended.
+            tree: The ways.
             frozen: Sessions whose policy is never trained.
 
         Raises:
             ScorerError: A way got no score.
         """
-        ways = ways_of(tree, frozen)
         scores = await asyncio.gather(
-            *(
-                self._scorer.score(
-                    task, ways[index], ended=ended, observed=() if ended else _observed(tree[index].episode)
-                )
-                for index, ended in wanted.items()
-            ),
-            return_exceptions=True,
+            *(self._scorer.score(task, way) for way in ways_of(tree, frozen)), return_exceptions=True
         )
-        found = []
         for score in scores:
             if isinstance(score, BaseException):
                 raise score
-            found.append(score)
-        return found
-
-    def choose(self, scores: Sequence[float | None], complete: Collection[int]) -> Search:
-        """Return the choice of the complete way with the highest score, the first of several.
-
-        Args:
-            scores: Of all ways.
-            complete: Indices of those that went to their end, at least one.
-        """
-        best = max(sorted(complete), key=lambda index: _known(scores[index]))
-        return Search(self.config.kind, self.config.scorer.function, best, tuple(scores))
+        scores_by_branch = tuple(score for score in scores if not isinstance(score, BaseException))
+        best = max(range(len(scores_by_branch)), key=scores_by_branch.__getitem__)
+        return Search(self.config.kind, self.config.scorer.function, best, scores_by_branch)
 
 
 def check_forks(config: RolloutConfig, search: SearchConfig | None, env: Env, agent: Agent) -> None:
@@ -100,24 +80,3 @@ def check_forks(config: RolloutConfig, search: SearchConfig | None, env: Env, ag
             f"{key}: the agent {config.agent.name!r} is a program of its own, which cannot be forked: choose an agent "
             f"that runs in this process, or {remedy}"
         )
-
-
-def _known(score: float | None) -> float:
-    assert score is not None
-    return score
-
-
-def _observed(episode: Episode) -> list[Message]:
-    """Return what an environment answered since the last turn of an episode that waits before its next one."""
-    record = episode.record
-    assert record is not None
-    inherited = 0 if record.point is None else record.point.answers
-    before = record.points[-2].answers if len(record.points) > 1 else inherited
-    found: list[Message] = []
-    for answer in record.answers[before:]:
-        if isinstance(answer.result, StepResult):
-            seen = answer.result.observation
-            found += [{"role": "user", "content": seen}] if isinstance(seen, str) else seen
-        else:
-            found.append({"role": "tool", "content": answer.result.text})
-    return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any, Final
+from typing import Final
 
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import GIVEN, Attempt, Part, ReadyPart, grade, ready_part
@@ -14,10 +14,10 @@ from turnwise.errors import ConfigError, EnvError, ScorerError
 from turnwise.rollout.search.config import ENVIRONMENT, LIKELIHOOD, ScorerConfig
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
-from turnwise.types import Message, text_of
+from turnwise.types import text_of
 
 _WHERE: Final = "search.scorer"
-MORE: Final = ("trajectory", "ended")
+MORE: Final = ("trajectory",)
 """What a scorer may name as a parameter besides :data:`~turnwise.envs.rewards.core.GIVEN`."""
 
 
@@ -39,16 +39,12 @@ class Scorer:
         self._lender = Env()
         self._lender.executor = executor
 
-    async def score(
-        self, task: Task, way: Sequence[Trajectory], *, ended: bool = True, observed: Sequence[Message] = ()
-    ) -> float:
+    async def score(self, task: Task, way: Sequence[Trajectory]) -> float:
         """Return the score of a way.
 
         Args:
             task: The task.
-            way: Its trajectories, one for each session, without forks; as far as it went.
-            ended: Whether it went to its end, and was rewarded.
-            observed: What the environment answered since the last turn.
+            way: Its trajectories, one for each session, without forks.
 
         Raises:
             ScorerError: The scorer raised, or returned no finite number.
@@ -61,20 +57,19 @@ class Scorer:
         assert self._part is not None
         main = next((each for each in trained if each.agent == "main"), trained[0] if trained else way[0])
         try:
-            return await grade(self._part, self._attempt(task, main, ended, observed))
+            return await grade(self._part, self._attempt(task, main))
         except EnvError as error:
             raise ScorerError(f"{_WHERE} {self.name!r} gave no score: {error}") from error
 
-    def _attempt(self, task: Task, way: Trajectory, ended: bool, observed: Sequence[Message]) -> Attempt:
+    def _attempt(self, task: Task, way: Trajectory) -> Attempt:
         messages = conversation_of(way)
         said = [message for message in messages if message["role"] == "assistant"]
         final = said[-1] if said else None
-        # A message that calls tools is no answer, but the last that there is while the way goes on.
-        if ended and final is not None and (final.get("tool_calls") or messages[-1] is not final):
+        # A message that calls tools, or was answered, is no final answer.
+        if final is not None and (final.get("tool_calls") or messages[-1] is not final):
             final = None
-        more: Mapping[str, Any] = {"trajectory": way, "ended": ended}
         text = "" if final is None else text_of(final)
-        return Attempt(task, final, text, [*messages, *observed], task.data, self._lender, more)
+        return Attempt(task, final, text, messages, task.data, self._lender, {"trajectory": way})
 
 
 def likelihood(way: Sequence[Trajectory]) -> float:
