@@ -214,11 +214,11 @@ class ForkGate:
     session: str
     keep: Callable[..., Awaitable[None]]
 
-    def repeated(self) -> None:
+    def note_repeat(self) -> None:
         """Note that a turn before the fork was given again."""
         self.record.repeated()
 
-    async def passes(self, *, first: bool) -> None:
+    async def admit(self, *, first: bool) -> None:
         """Wait until a request may sample, and keep the state before it. Raises ForkDiverged."""
         await self.keep(self.record, self.session, first=await self.record.passes(self.session, first=first))
 

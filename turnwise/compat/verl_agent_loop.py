@@ -442,7 +442,10 @@ class LoopAgent(Agent):
                     f"{len(output.response_ids)} response_ids: give one for each, or None"
                 )
         try:
-            session.keep([TrainedBranch(each.prompt_ids, each.response_ids, each.response_mask) for each in outputs])
+            branches = [
+                TrainedBranch(output.prompt_ids, output.response_ids, output.response_mask) for output in outputs
+            ]
+            session.train_only(branches)
         except SessionError as error:
             raise AgentError(f"{name}.run returned what the model did not sample: {error}") from error
         last = outputs[-1]

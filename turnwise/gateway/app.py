@@ -42,7 +42,7 @@ from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, 
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
 from turnwise.model.core import Renderer
-from turnwise.recorder.prompts import Prompts, heavy, in_thread, release_memory
+from turnwise.recorder.prompts import Prompts, in_thread, is_heavy, release_memory
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
@@ -277,11 +277,11 @@ class GatewayApp(SessionApp):
     async def _count(self, exchange: Exchange, entry: GatewaySession, request: ChatRequest) -> None:
         renderer = reader_of(entry.reader, request)
         assert isinstance(renderer, Renderer)
-        if heavy(request.messages):
+        if is_heavy(request.messages):
             messages = await in_thread(canonical_messages, request.messages)
         else:
             messages = canonical_messages(request.messages)
-        found = await Prompts(threaded=True).whole(renderer, messages, request.tools)
+        found = await Prompts(threaded=True).render(renderer, messages, request.tools)
         assert found.token_ids is not None
         await exchange.answer(200, {"input_tokens": len(found.token_ids)})
 

@@ -26,7 +26,7 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
         )
     if len(token_ids) and finish == "stop" and not params.stop and int(token_ids[-1]) not in params.stop_token_ids:
         raise SessionError(
-            f"session {session_id}: the client says 'stop', but the last id {int(token_ids[-1])} is no stop id "
+            f"session {session_id}: the client reports 'stop', but the last id {int(token_ids[-1])} is no stop id "
             f"{params.stop_token_ids} and no stop string was given, which breaks the contract of LLMClient"
         )
     covered = 0
@@ -49,7 +49,7 @@ def read_completion(
     message = renderer.parse(token_ids, prompt, tools)
     cut = not len(token_ids) or int(token_ids[-1]) not in renderer.stop_ids
     if cut and params.stop:
-        # The agent is given the text before the stop string; the ids up to it stay recorded.
+        # The agent receives the text before the stop string; the ids up to it stay recorded.
         text = text_of(message)
         ends = [position for position in (text.find(stop) for stop in params.stop) if position >= 0]
         if ends:
@@ -71,40 +71,40 @@ def parse_completion(message: Message, turn: int, issued: Container[str], *, cut
     calls: list[ToolCall] = []
     for position, call in enumerate(message.get("tool_calls") or ()):
         if call.error is not None:
-            # Compared and rendered by its raw text, so nothing else would look at its arguments.
-            call = _usable(call)
-        calls.append(replace(call, id=_new_id(call.id, turn, position, issued, calls)))
-    given: Message = {
+            # Such a call is compared and rendered by its raw text: nothing else would check its arguments.
+            call = _mark_unusable(call)
+        calls.append(replace(call, id=_unique_id(call.id, turn, position, issued, calls)))
+    returned: Message = {
         "role": "assistant",
         "content": text_of(message),
         "turn_id": f"t{turn}",
         "finish_reason": "length" if cut else "stop",
     }
     if calls:
-        given["tool_calls"] = calls
+        returned["tool_calls"] = calls
     reasoning = message.get("reasoning_content")
     if reasoning:
-        given["reasoning_content"] = reasoning
+        returned["reasoning_content"] = reasoning
     try:
-        meant = canonical_messages([given])[0]
+        canonical = canonical_messages([returned])[0]
     except SessionError:
-        given["tool_calls"] = [_usable(call) for call in calls]
-        meant = canonical_messages([given])[0]
-    # Ids prove which turn a message is; where there are none, only what it says can tell.
-    return given, replace(meant, turn=given["turn_id"]) if meant.calls else meant
+        returned["tool_calls"] = [_mark_unusable(call) for call in calls]
+        canonical = canonical_messages([returned])[0]
+    # Call ids prove which turn a message is; without calls only its content can.
+    return returned, replace(canonical, turn=returned["turn_id"]) if canonical.calls else canonical
 
 
-def _new_id(own: str, turn: int, position: int, issued: Container[str], before: Sequence[ToolCall]) -> str:
-    """Return the model's own call id, or a new one where it is empty or taken."""
-    while not own or own in issued or any(call.id == own for call in before):
+def _unique_id(call_id: str, turn: int, position: int, issued: Container[str], earlier: Sequence[ToolCall]) -> str:
+    """Return the call id that the model wrote, or a new one if it is empty or taken."""
+    while not call_id or call_id in issued or any(call.id == call_id for call in earlier):
         # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
         # such an id itself.
-        own = f"c{turn:05d}{position:03d}"
+        call_id = f"c{turn:05d}{position:03d}"
         position += 1
-    return own
+    return call_id
 
 
-def _usable(call: ToolCall) -> ToolCall:
+def _mark_unusable(call: ToolCall) -> ToolCall:
     try:
         canonical_arguments(call.arguments)
     except SessionError as error:
@@ -137,7 +137,7 @@ def token_budget(
     prompt: int,
     committed: int,
     requests: int,
-    wanted: int | None,
+    requested: int | None,
     images: Sequence[int] = (),
 ) -> int:
     """Return the number of tokens that a request may sample.
@@ -148,7 +148,7 @@ def token_budget(
         prompt: Prompt tokens.
         committed: Tokens of the session so far, over all branches.
         requests: Number of earlier requests.
-        wanted: The request's own limit.
+        requested: The request's own limit.
         images: Prompt tokens of each image.
 
     Raises:
@@ -165,36 +165,36 @@ def token_budget(
     if room <= 0:
         raise BudgetExceeded(
             StopReason.CONTEXT_OVERFLOW,
-            f"session {session_id}: the prompt has {prompt} tokens{_of_images(images)}, the context "
+            f"session {session_id}: the prompt has {prompt} tokens{_images_hint(images)}, the context "
             f"{limits.context_length}",
             used=prompt,
             limit=limits.context_length,
         )
     allowed = [room]
     if limits.max_total_tokens is not None:
-        left = limits.max_total_tokens - committed
-        if left <= 0:
+        remaining = limits.max_total_tokens - committed
+        if remaining <= 0:
             raise BudgetExceeded(
                 StopReason.MAX_TOKENS,
                 f"session {session_id}: all {limits.max_total_tokens} tokens are used",
                 used=committed,
                 limit=limits.max_total_tokens,
             )
-        allowed.append(left)
-    return min(allowed + [n for n in (limits.max_tokens_per_turn, wanted) if n is not None])
+        allowed.append(remaining)
+    return min(allowed + [n for n in (limits.max_tokens_per_turn, requested) if n is not None])
 
 
 def context_overflow(limits: SessionLimits, session_id: str, tokens: int) -> BudgetExceeded:
     """Return the error of a prompt that has at least so many tokens, more than the context."""
-    most = limits.context_length
+    limit = limits.context_length
     return BudgetExceeded(
         StopReason.CONTEXT_OVERFLOW,
-        f"session {session_id}: the prompt has at least {tokens} tokens, the context {most}",
+        f"session {session_id}: the prompt has at least {tokens} tokens, the context {limit}",
         used=tokens,
-        limit=most,
+        limit=limit,
         exact=False,
     )
 
 
-def _of_images(images: Sequence[int]) -> str:
+def _images_hint(images: Sequence[int]) -> str:
     return f" ({sum(images)} of them of {len(images)} images: send fewer or smaller ones)" if images else ""

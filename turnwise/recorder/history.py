@@ -1,4 +1,4 @@
-"""Incremental canonicalization: messages known from earlier requests are not reduced again."""
+"""Incremental canonicalization: messages of earlier requests are not reduced again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import Message, ToolCall, ToolSchema
 # Number of conversations cached per session: an agent and the sub-agents that it alternates with.
 _CONVERSATIONS = 4
 # Keys of an assistant message that agents over HTTP do not send back.
-_OWN = ("turn_id", "finish_reason")
+_LOCAL_KEYS = ("turn_id", "finish_reason")
 
 
 @dataclass(slots=True)
@@ -30,10 +30,10 @@ class CachedRequest:
 class History:
     """Cache of the canonical forms of growing conversations.
 
-    What it holds is replaced, never edited: two threads may use it.
+    Its entries are replaced, never edited: two threads may use it.
     """
 
-    __slots__ = ("_conversations", "_files", "_recognise", "_said")
+    __slots__ = ("_conversations", "_files", "_last_returned", "_recognise")
 
     def __init__(self, recognise: Recognise | None = None) -> None:
         self._recognise = recognise
@@ -42,26 +42,26 @@ class History:
         # Most recently used last.
         self._conversations: list[CachedRequest] = []
         # The last returned message, with and without the keys that only this package adds, and its canonical form.
-        self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
+        self._last_returned: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
-    def register_reply(self, message: Message, form: Canonical) -> None:
+    def register_returned(self, message: Message, form: Canonical) -> None:
         """Register the last returned message, which most agents send back; all calls of ``form`` have ids."""
-        self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
+        self._last_returned = (message, {key: value for key, value in message.items() if key not in _LOCAL_KEYS}), form
 
-    def keep(self, digest: str, data: bytes) -> bytes:
+    def intern_bytes(self, digest: str, data: bytes) -> bytes:
         """Return the one copy of a file's bytes."""
         return self._files.setdefault(digest, data)
 
     def closest(self, messages: Sequence[Message]) -> tuple[CachedRequest, int]:
         """Return the remembered request with the longest common prefix, and its length."""
-        best, most = CachedRequest([], [], []), 0
-        for each in reversed(self._conversations):
-            known = _known(each, messages)
-            if known > most:
-                best, most = each, known
-            if most == len(each.messages):
+        best, longest = CachedRequest([], [], []), 0
+        for conversation in reversed(self._conversations):
+            shared = _shared_prefix(conversation, messages)
+            if shared > longest:
+                best, longest = conversation, shared
+            if longest == len(conversation.messages):
                 break
-        return best, most
+        return best, longest
 
     def reduce(self, messages: Sequence[Message], closest: tuple[CachedRequest, int] | None = None) -> list[Canonical]:
         """Return the canonical form of a request's messages; ``closest`` as by :meth:`closest`.
@@ -70,13 +70,13 @@ class History:
         """
         if not messages:
             raise SessionError("messages is empty: a request needs at least one message")
-        last, known = closest or self.closest(messages)
-        result = last.forms[:known]
-        reducer = Canonicalizer(self._recognise, self.keep)
+        conversation, shared = closest or self.closest(messages)
+        result = conversation.forms[:shared]
+        reducer = Canonicalizer(self._recognise, self.intern_bytes)
         reducer.resume(messages, result[:])
-        # Agents edit lists and messages in place: what is remembered is a copy.
+        # Agents edit lists and messages in place: the cache holds copies.
         fresh: list[Mapping[str, Any]] = []
-        for index in range(known, len(messages)):
+        for index in range(shared, len(messages)):
             message: Mapping[str, Any] = messages[index]
             returned = self._returned_last(message)
             if returned is not None:
@@ -86,7 +86,7 @@ class History:
                 form = reducer.reduce(index, message)
                 copied = snapshot(message if type(message) is dict else dict(message))
                 if copied.get("role") == form.role:
-                    copied["role"] = form.role  # the one text that all share
+                    copied["role"] = form.role  # one string object shared by all messages
             fresh.append(copied)
             result.append(form)
         if result[-1].role == "assistant":
@@ -94,29 +94,31 @@ class History:
                 f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
                 "end the request with a user or tool message"
             )
-        self._remember(last, known, fresh, result)
+        self._remember(conversation, shared, fresh, result)
         return result
 
     def _returned_last(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
         """Return a copy of the message and its form if it is the one returned last."""
-        if self._said is None or message.get("role") != "assistant":
+        if self._last_returned is None or message.get("role") != "assistant":
             return None
-        given, form = self._said
-        return next(((each, form) for each in given if _same(each, message)), None)
+        variants, form = self._last_returned
+        return next(((variant, form) for variant in variants if _equal_messages(variant, message)), None)
 
     def _remember(
-        self, last: CachedRequest, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]
+        self, conversation: CachedRequest, shared: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]
     ) -> None:
-        switches = [entry for entry in last.switches if entry[0] < known]
-        for index, remembered in enumerate(fresh, known):
-            found = list(switches_of(remembered.get("tool_calls")))
-            if found:
-                switches.append((index, found))
+        switches = [entry for entry in conversation.switches if entry[0] < shared]
+        for index, remembered in enumerate(fresh, shared):
+            switches_of_message = list(switches_of(remembered.get("tool_calls")))
+            if switches_of_message:
+                switches.append((index, switches_of_message))
         # A conversation that shares less than half is a separate one.
-        others = [each for each in self._conversations if each is not last or known * 2 < len(each.messages)]
+        unrelated = [
+            cached for cached in self._conversations if cached is not conversation or shared * 2 < len(cached.messages)
+        ]
         self._conversations = [
-            *others[-(_CONVERSATIONS - 1) :],
-            CachedRequest(last.messages[:known] + fresh, list(forms), switches),
+            *unrelated[-(_CONVERSATIONS - 1) :],
+            CachedRequest(conversation.messages[:shared] + fresh, list(forms), switches),
         ]
 
 
@@ -131,8 +133,8 @@ class RequestTools:
 
     def holds(self, tools: tuple[ToolSchema, ...]) -> bool:
         """Return whether these are the tools of the last request."""
-        last, _, switches = self._last
-        return tools == last and same_switches(switches, [tool.parameters for tool in tools])
+        tools_before, _, switches = self._last
+        return tools == tools_before and same_switches(switches, [tool.parameters for tool in tools])
 
     def update(self, tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], ToolsKey]:
         """Return copies of a request's tools, which later edits do not reach, and their key."""
@@ -143,22 +145,22 @@ class RequestTools:
         return self._last[:2]
 
 
-def _known(last: CachedRequest, messages: Sequence[Message]) -> int:
+def _shared_prefix(conversation: CachedRequest, messages: Sequence[Message]) -> int:
     """Return the length of the common prefix of a request and a remembered one."""
-    seen = last.messages
-    known = min(len(seen), len(messages))
+    seen = conversation.messages
+    shared = min(len(seen), len(messages))
     # A list is compared at once, which is the usual case: the last request's messages and some more.
-    if list(messages[:known]) != (seen if known == len(seen) else seen[:known]):
-        known = next((index for index in range(known) if seen[index] != messages[index]), known)
-    for index, switches in last.switches:
-        if index >= known:
+    if list(messages[:shared]) != (seen if shared == len(seen) else seen[:shared]):
+        shared = next((index for index in range(shared) if seen[index] != messages[index]), shared)
+    for index, switches in conversation.switches:
+        if index >= shared:
             break
         if not same_switches(switches, messages[index]["tool_calls"]):
             return index
-    return known
+    return shared
 
 
-def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+def _equal_messages(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     """Whether two messages are equal; ``==`` alone takes True and 1 for the same argument."""
     return seen == message and same_switches(switches_of(seen.get("tool_calls")), message.get("tool_calls"))
 
@@ -179,11 +181,11 @@ def snapshot(value: Any) -> Any:
 
 _ARGUMENTS: Any = object()
 Switch = tuple[tuple[Any, ...], bool]
-"""Where a boolean or a number equal to one stands, and which of both it is."""
+"""The path to a boolean, or to a number equal to one, and whether it is a boolean."""
 
 
 def switches_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Switch]:
-    """Yield the switches of a value: what ``==`` confuses although the arguments differ."""
+    """Yield the switches of a value: parts that ``==`` takes as equal although the arguments differ (True and 1)."""
     if isinstance(value, (bool, int, float)):
         if value == 0 or value == 1:
             yield path, isinstance(value, bool)

@@ -9,8 +9,8 @@ One JSON object a line: ``{"event": "start", "schema_version": 1}`` when a proce
 The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part, then ``token_ids``.
 Its images are those of the shared ids, then ``"media": [[kind, sha256, position, length], ...]``, if there are any;
 each is in the folder ``media/`` of the run, in a file named by its digest.
-A call is referred to by ``at``, the byte at which its line begins. A gateway says, in its part, what became of the
-sessions that an earlier one left open (:class:`Resumption`)::
+A call is referred to by ``at``, the byte at which its line begins. A gateway reports, in its part, what became of the
+sessions that an earlier process left open (:class:`Resumption`)::
 
     {"event": "resume", "sessions": {"ID": [AT, ...]}, "abandoned": {"ID": "why"}}
 """
@@ -141,19 +141,21 @@ class LedgerWriter:
             self._file.append(orjson.dumps({"event": "resume", "sessions": lost, "abandoned": abandoned}))
 
     def last_call(self, session: str) -> int:
-        """Return where the last call of a session begins, right after it was noted; KeyError if there is none."""
+        """Return the byte where the session's call logged last begins; KeyError if there is none."""
         return self._last[session][1]
 
-    def note(self, session: str, prompt: TokenIds, completion: Completion, media: Sequence[Media] = ()) -> None:
+    def log_call(self, session: str, prompt: TokenIds, completion: Completion, media: Sequence[Media] = ()) -> None:
         """Append a successful call, its images before it. Raises DiskError."""
-        before, _, seen = self._last.pop(session, (b"", 0, ()))
-        asked = _id_bytes(prompt)
-        shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
-        own = tuple(places_of(media))
-        known = _common_media(seen, own, shared)
-        shared = min([shared, *(each.position for each in (*seen[known:][:1], *own[known:][:1]))])
-        now = asked + _id_bytes(completion.token_ids)
-        self._remembered -= len(before)
+        previous, _, seen = self._last.pop(session, (b"", 0, ()))
+        prompt_bytes = _id_bytes(prompt)
+        shared = len(previous) // _ID_BYTES if prompt_bytes.startswith(previous) else _shared_prefix(previous, prompt)
+        media_places = tuple(places_of(media))
+        shared_images = _common_media(seen, media_places, shared)
+        shared = min(
+            [shared, *(image.position for image in (*seen[shared_images:][:1], *media_places[shared_images:][:1]))]
+        )
+        now = prompt_bytes + _id_bytes(completion.token_ids)
+        self._remembered -= len(previous)
         record = {
             "session": session,
             "shared": shared,
@@ -163,12 +165,12 @@ class LedgerWriter:
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
-        if own[known:]:
-            record["media"] = [list(each) for each in own[known:]]
+        if media_places[shared_images:]:
+            record["media"] = [list(image) for image in media_places[shared_images:]]
             self.media.write(media)
         with writing(self.path):
             at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
-        self._last[session] = now, at, own
+        self._last[session] = now, at, media_places
         self._remembered += len(now)
         while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:
             self._remembered -= len(self._last.popitem(last=False)[1][0])
@@ -177,16 +179,16 @@ class LedgerWriter:
 class LedgerClient(LLMClient):
     """Client wrapper that logs every successful call, before the completion can be committed."""
 
-    def __init__(self, inner: LLMClient, book: Path | LedgerWriter) -> None:
-        """Wrap ``inner``; ``book`` is a file, or a shared :class:`LedgerWriter` that the caller closes."""
+    def __init__(self, inner: LLMClient, ledger: Path | LedgerWriter) -> None:
+        """Wrap ``inner``; ``ledger`` is a file, or a shared :class:`LedgerWriter` that the caller closes."""
         self._inner = inner
-        self._own = not isinstance(book, LedgerWriter)
-        self._book = book if isinstance(book, LedgerWriter) else LedgerWriter(book)
+        self._closes_ledger = not isinstance(ledger, LedgerWriter)
+        self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(ledger)
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Forward the request, then log the call."""
         completion = await self._inner.generate(prompt, params, session_id=session_id)
-        self._book.note(session_id, prompt.token_ids, completion, prompt.media)
+        self._ledger.log_call(session_id, prompt.token_ids, completion, prompt.media)
         return completion
 
     async def stream(
@@ -198,7 +200,7 @@ class LedgerClient(LLMClient):
             async for delta in stream:
                 pieces.append(delta)
                 if delta.finish_reason is not None:
-                    self._book.note(session_id, prompt.token_ids, join_deltas(pieces), prompt.media)
+                    self._ledger.log_call(session_id, prompt.token_ids, join_deltas(pieces), prompt.media)
                 yield delta
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
@@ -210,9 +212,9 @@ class LedgerClient(LLMClient):
         return await self._inner.model_info()
 
     async def close(self) -> None:
-        """Close the inner client, and the book unless it is shared."""
-        if self._own:
-            self._book.close()
+        """Close the inner client, and the ledger unless it is shared."""
+        if self._closes_ledger:
+            self._ledger.close()
         await self._inner.close()
 
 
@@ -220,20 +222,20 @@ def _id_bytes(token_ids: TokenIds) -> bytes:
     return token_ids.astype(np.int32, copy=False).tobytes()
 
 
-def _common_media(seen: Sequence[MediaPlace], own: Sequence[MediaPlace], shared: int) -> int:
+def _common_media(seen: Sequence[MediaPlace], media_places: Sequence[MediaPlace], shared: int) -> int:
     """Return how many images two prompts begin with that lie within their first ``shared`` ids."""
     count = 0
-    for before, now in zip(seen, own, strict=False):
-        if before != now or now.position + now.length > shared:
+    for earlier, now in zip(seen, media_places, strict=False):
+        if earlier != now or now.position + now.length > shared:
             break
         count += 1
     return count
 
 
-def _shared_prefix(last: bytes, prompt: TokenIds) -> int:
-    before = np.frombuffer(last, np.int32)
-    length = min(len(before), len(prompt))
-    differ = np.flatnonzero(before[:length] != prompt[:length])
+def _shared_prefix(previous: bytes, prompt: TokenIds) -> int:
+    previous_ids = np.frombuffer(previous, np.int32)
+    length = min(len(previous_ids), len(prompt))
+    differ = np.flatnonzero(previous_ids[:length] != prompt[:length])
     return int(differ[0]) if len(differ) else length
 
 
@@ -249,19 +251,19 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
 
 def read_ledger(path: Path) -> Ledger:
     """Read a ledger file. Raises FormatError for an unreadable line before the last, or another schema version."""
-    found = Ledger([], [], frozenset(), torn=False)
+    ledger = Ledger([], [], frozenset(), torn=False)
     closed: set[int] = set()
     torn = False
-    for each in read_calls(path):
-        if isinstance(each, LedgerEntry):
-            found.entries.append(each)
-        elif isinstance(each, Resumption):
-            found.resumptions.append(each)
-        elif each.kind == "end":
-            closed.add(each.part)
+    for record in read_calls(path):
+        if isinstance(record, LedgerEntry):
+            ledger.entries.append(record)
+        elif isinstance(record, Resumption):
+            ledger.resumptions.append(record)
+        elif record.kind == "end":
+            closed.add(record.part)
         else:
-            torn = each.kind == "torn"
-    return replace(found, closed_parts=frozenset(closed), torn=torn)
+            torn = record.kind == "torn"
+    return replace(ledger, closed_parts=frozenset(closed), torn=torn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,27 +276,28 @@ class LedgerMark:
 
 def read_ledgers(run: Path) -> Ledger:
     """Read the ledger of a run directory, and those of its rollout workers as further parts. Raises FormatError."""
-    found = read_ledger(run / LEDGER)
-    entries, closed, torn = list(found.entries), set(found.closed_parts), found.torn
+    ledger = read_ledger(run / LEDGER)
+    entries, closed, torn = list(ledger.entries), set(ledger.closed_parts), ledger.torn
     for file in sorted((run / LEDGERS).glob("*.jsonl")):
         other = read_ledger(file)
-        first = 1 + max([*(entry.part for entry in entries), *(each.part for each in found.resumptions), *closed, -1])
+        parts = [*(entry.part for entry in entries), *(resumption.part for resumption in ledger.resumptions), *closed]
+        first = 1 + max(parts, default=-1)
         entries += [replace(entry, part=entry.part + first) for entry in other.entries]
         closed |= {part + first for part in other.closed_parts}
         torn |= other.torn
-    return replace(found, entries=entries, closed_parts=frozenset(closed), torn=torn)
+    return replace(ledger, entries=entries, closed_parts=frozenset(closed), torn=torn)
 
 
 def read_calls(
-    path: Path, wanted: Callable[[str], bool] | None = None
+    path: Path, selects: Callable[[str], bool] | None = None
 ) -> Iterator[LedgerEntry | Resumption | LedgerMark]:
-    """Yield a ledger's contents in order, of calls only those of wanted sessions; the others are not parsed.
+    """Yield a ledger's contents in order; calls only of sessions that ``selects`` accepts, the others are not parsed.
 
     Raises FormatError as :func:`read_ledger`.
     """
     part = -1
-    last: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]] = {}
-    for number, at, record in _lines(path, wanted):
+    previous_calls: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]] = {}
+    for number, at, record in _read_lines(path, selects):
         if record is None:
             yield LedgerMark(part, "torn")
             continue
@@ -304,18 +307,18 @@ def read_calls(
                 raise FormatError(
                     f"{path}:{number}: schema version {record.get('schema_version')}; expected {SCHEMA_VERSION}"
                 )
-            part, last = part + 1, {}
+            part, previous_calls = part + 1, {}
             yield LedgerMark(part, "start")
         elif event == "end":
             yield LedgerMark(part, "end")
         elif event == "resume":
-            yield _resumption(path, number, part, record)
+            yield _read_resumption(path, number, part, record)
         else:
-            yield _entry(path, number, (part, at), record, last)
+            yield _read_entry(path, number, (part, at), record, previous_calls)
 
 
-def _lines(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """Yield (number, first byte, record) of each line that is wanted; the record is None for a torn line."""
+def _read_lines(path: Path, selects: Callable[[str], bool] | None) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """Yield (number, first byte, record) of each selected line; the record is None for a torn line."""
     broken: tuple[int, int, orjson.JSONDecodeError] | None = None
     at = 0
     with path.open("rb") as lines:
@@ -329,7 +332,7 @@ def _lines(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[i
                     raise FormatError(f"{path}:{broken[0]}: not JSON: {broken[2]}") from broken[2]
                 yield *broken[:2], None
                 broken = None
-            if wanted is not None and _is_other(line, wanted):
+            if selects is not None and _is_unselected_call(line, selects):
                 continue
             try:
                 yield number, begins, orjson.loads(line)
@@ -342,13 +345,13 @@ def _lines(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[i
 _SESSION, _SHARED = b'{"session":', b',"shared":'
 
 
-def _is_other(line: bytes, wanted: Callable[[str], bool]) -> bool:
-    """Return whether a line is a call of an unwanted session, from its first field."""
+def _is_unselected_call(line: bytes, selects: Callable[[str], bool]) -> bool:
+    """Return whether a line is a call of a session that is not selected, from its first field."""
     end = line.find(_SHARED) if line.startswith(_SESSION) and line.endswith(b"}\n") else -1
-    return end > 0 and not wanted(orjson.loads(line[len(_SESSION) : end]))
+    return end > 0 and not selects(orjson.loads(line[len(_SESSION) : end]))
 
 
-def _resumption(path: Path, number: int, part: int, record: Mapping[str, Any]) -> Resumption:
+def _read_resumption(path: Path, number: int, part: int, record: Mapping[str, Any]) -> Resumption:
     try:
         lost = {str(name): tuple(map(int, calls)) for name, calls in record["sessions"].items()}
         return Resumption(part, lost, {str(name): str(why) for name, why in record["abandoned"].items()})
@@ -356,26 +359,26 @@ def _resumption(path: Path, number: int, part: int, record: Mapping[str, Any]) -
         raise FormatError(f"{path}:{number}: malformed resume event: {error!r}") from error
 
 
-def _entry(
+def _read_entry(
     path: Path,
     number: int,
-    place: tuple[int, int],
+    location: tuple[int, int],
     record: Mapping[str, Any],
-    last: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]],
+    previous_calls: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]],
 ) -> LedgerEntry:
     try:
         session = str(record["session"])
         shared = int(record["shared"])
-        before, seen = last.get(session, (np.zeros(0, np.int32), ()))
-        if shared > len(before):
-            raise ValueError(f"shares {shared} ids with a call that has {len(before)}")
-        prompt = np.concatenate([before[:shared], np.asarray(record["token_ids"], np.int32)])
+        previous, seen = previous_calls.get(session, (np.zeros(0, np.int32), ()))
+        if shared > len(previous):
+            raise ValueError(f"shares {shared} ids with a call that has {len(previous)}")
+        prompt = np.concatenate([previous[:shared], np.asarray(record["token_ids"], np.int32)])
         completion = np.asarray(record["completion"], np.int32)
-        kept = (each for each in seen if each.position + each.length <= shared)
-        media = (*kept, *map(MediaPlace.read, record.get("media", ())))
-        last[session] = np.concatenate([prompt, completion]), media
+        shared_images = (image for image in seen if image.position + image.length <= shared)
+        media = (*shared_images, *map(MediaPlace.read, record.get("media", ())))
+        previous_calls[session] = np.concatenate([prompt, completion]), media
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])
         logprobs = np.asarray(record["logprobs"], np.float32)
-        return LedgerEntry(*place, session, prompt, completion, logprobs, versions, str(record["finish"]), media)
+        return LedgerEntry(*location, session, prompt, completion, logprobs, versions, str(record["finish"]), media)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

@@ -9,17 +9,17 @@ from turnwise.model.canonical import Canonical, TemplateArguments
 
 ToolsKey = tuple[tuple[str, str, str], ...]
 RootKey = tuple[ToolsKey, TemplateArguments]
-"""What a root is one of: its tools, and the arguments that its template is given."""
+"""What a root's requests share: tools and template arguments."""
 
 EchoPolicy = Literal["same", "strict"]
-"""What becomes of an assistant message whose calls have the ids of a turn but which says something else: ``same``, it
-is that turn; ``strict``, it was edited."""
+"""How an assistant message with the call ids of a turn but other content is treated: ``same``, as that turn;
+``strict``, as edited."""
 ReasoningPolicy = Literal["keep", "template"]
-"""What becomes of the reasoning of earlier turns: ``keep``, what was sampled stays; ``template``, what the model's
+"""How the reasoning of earlier turns is treated: ``keep``, what was sampled stays; ``template``, what the model's
 template drops from a history is dropped, which forks."""
 
 
-def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
+def same_message(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
     """Return whether a request's message matches a recorded (and perhaps sampled) one.
 
     White space around an assistant's text or reasoning is ignored; sampled reasoning may be missing.
@@ -39,7 +39,7 @@ def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
 def same_context(recorded: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
     """Return whether messages match those of a context."""
     pairs = zip(recorded, messages, strict=False)
-    return len(recorded) == len(messages) and all(same(*pair, sampled=False) for pair in pairs)
+    return len(recorded) == len(messages) and all(same_message(*pair, sampled=False) for pair in pairs)
 
 
 class MessageMatcher(Container[str]):
@@ -62,11 +62,11 @@ class MessageMatcher(Container[str]):
         """Whether a call id is taken, by a turn or by the agent."""
         return call_id in self._issued or call_id in self._foreign
 
-    def register(self, turn_id: str, meant: Canonical) -> None:
+    def register(self, turn_id: str, message: Canonical) -> None:
         """Register a turn returned to the agent."""
-        if meant.calls:
-            self._turns[turn_id] = meant
-            self._issued.update((call.id, turn_id) for call in meant.calls)
+        if message.calls:
+            self._turns[turn_id] = message
+            self._issued.update((call.id, turn_id) for call in message.calls)
 
     def turn_of(self, call_id: str) -> str | None:
         """Return the id of the turn that issued a call id, or None."""
@@ -88,7 +88,7 @@ class MessageMatcher(Container[str]):
         turn = self._turns.get(self._issued.get(ids[0], ""))
         if turn is None or turn.turn is None or sorted(ids) != sorted(call.id for call in turn.calls):
             return None
-        if not same(turn, message, sampled=True):
+        if not same_message(turn, message, sampled=True):
             if self._strict:
                 return None
             if turn.turn not in self.rewritten:
@@ -97,8 +97,8 @@ class MessageMatcher(Container[str]):
         return turn
 
     def take_changes(self) -> tuple[list[str], list[str]]:
-        """Return the turns found rewritten and the agent's own call ids seen, since the last time."""
-        rewritten, foreign = (each[:] for each in self._changes)
+        """Return the turns found rewritten and call ids that the agent made up, since the last time."""
+        rewritten, foreign = (turn_or_call_ids[:] for turn_or_call_ids in self._changes)
         # Messages may be canonicalized in a thread meanwhile: what that adds stays for the next time.
         del self._changes[0][: len(rewritten)], self._changes[1][: len(foreign)]
         return rewritten, foreign

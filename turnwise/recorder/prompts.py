@@ -1,9 +1,8 @@
 """Canonicalization and rendering of requests: small ones at once, large ones in a worker thread.
 
-To tokenize a megabyte takes half a second, in which the event loop would answer no other session and no health check.
-So a long text is rendered in a thread, and is not tokenized at all if its bytes show that it has
-more ids than there is room for. The thread takes turns with the event loop where it runs Python code, and the tokenizer
-runs beside it.
+Tokenizing a megabyte takes half a second, in which the event loop would answer no other session and no health check.
+So a long text is rendered in a thread, and is not tokenized at all if its bytes show that it has more ids than the
+context has room for. The thread shares the interpreter with the event loop; the tokenizer runs in parallel.
 """
 
 from __future__ import annotations
@@ -31,29 +30,28 @@ _HEAVY = 20_000
 _CHARACTERS = 3
 # To decode eight bytes of an image takes as long as to tokenize a character.
 _IMAGE_BYTES = 8
-# One thread: two long prompts would not be quicker side by side, and the
-# event loop waits for as many threads as want to run.
+# One thread: two long prompts would not be faster in parallel, and each running thread delays the event loop.
 _THREAD = ThreadPoolExecutor(1, "render")
 
 
-async def in_thread(work: Callable[..., _T], *given: Any) -> _T:
+async def in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
     """Return the result of a function that runs in the thread of large requests, after those before it."""
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, work, *given)
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, work, *arguments)
 
 
-def heavy(*values: Any) -> bool:
+def is_heavy(*values: Any) -> bool:
     """Return whether JSON values, messages or tools have so many parts that to convert them takes tens of milliseconds.
 
     Eight characters count as one part: arguments are texts to parse.
     """
-    left = _HEAVY
+    budget = _HEAVY
     stack: list[Any] = list(values)
-    while stack and left > 0:
+    while stack and budget > 0:
         value = stack.pop()
-        left -= 1
+        budget -= 1
         kind = type(value)
         if kind is str:
-            left -= len(value) >> _CHARACTERS
+            budget -= len(value) >> _CHARACTERS
         elif kind is dict:
             stack.extend(value.values())
         elif kind is list or kind is tuple:
@@ -62,7 +60,7 @@ def heavy(*values: Any) -> bool:
             stack += (value.raw, value.arguments)
         elif kind is ToolSchema:
             stack.append(value.parameters)
-    return left <= 0
+    return budget <= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Encoded:
         token_ids: Its ids, int32 of shape [tokens]; None if it could not be rendered as an extension.
         escaped: Number of control-token strings kept as text.
         why: Why there are no ids.
-        media: Images, at their places in the ids.
+        media: Images, with positions in the ids.
     """
 
     token_ids: TokenIds | None
@@ -82,13 +80,13 @@ class Encoded:
     media: tuple[Media, ...] = ()
 
 
-def length(messages: Iterable[Canonical]) -> int:
+def count_characters(messages: Iterable[Canonical]) -> int:
     """Return the characters of messages, images included by the time that it takes to read them."""
     return sum(
         len(message.text)
         + len(message.reasoning)
         + sum(len(call.arguments) for call in message.calls)
-        + sum(len(each.data) for each in message.media) // _IMAGE_BYTES
+        + sum(len(media.data) for media in message.media) // _IMAGE_BYTES
         for message in messages
     )
 
@@ -98,7 +96,7 @@ class Prompts:
 
     Args:
         threaded: Whether long prompts are rendered in a thread. Without, coroutines here never suspend: see
-            :func:`finished`.
+            :func:`run_unsuspended`.
     """
 
     __slots__ = ("threaded",)
@@ -106,7 +104,7 @@ class Prompts:
     def __init__(self, *, threaded: bool) -> None:
         self.threaded = threaded
 
-    async def whole(
+    async def render(
         self, renderer: Renderer, messages: Sequence[Canonical], tools: Sequence[ToolSchema], room: int | None = None
     ) -> Encoded:
         """Render a whole prompt.
@@ -121,14 +119,14 @@ class Prompts:
             RenderError: The template or the tokenizer cannot render it.
             PromptTooLong: A long prompt certainly has more ids than ``room``.
         """
-        size = length(messages) + sum(len(tool.description) for tool in tools)
-        return await self._run(renderer, size, room, lambda own: own.render(messages, tools))
+        size = count_characters(messages) + sum(len(tool.description) for tool in tools)
+        return await self._run(renderer, size, room, lambda target: target.render(messages, tools))
 
-    async def extension(
+    async def render_extension(
         self,
         renderer: Renderer,
         context: tuple[TokenIds, TokenIds],
-        last: Canonical,
+        completion: Canonical,
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
         room: int,
@@ -138,7 +136,7 @@ class Prompts:
         Args:
             renderer: Its renderer.
             context: The ids right before the completion, and the completion.
-            last: The completion's message.
+            completion: The completion's message.
             new: The messages to append.
             tools: Tools of the prompt.
             room: Ids that they may have.
@@ -147,30 +145,32 @@ class Prompts:
             RenderError: The tokenizer cannot encode it.
             PromptTooLong: Long messages certainly have more ids than ``room``.
         """
-        return await self._run(renderer, length(new), room, lambda own: own.extend(*context, last, new, tools))
+        return await self._run(
+            renderer, count_characters(new), room, lambda target: target.extend(*context, completion, new, tools)
+        )
 
     async def _run(
         self, renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]
     ) -> Encoded:
         if not self.threaded or size <= LONG:
-            return _encoded(renderer, work)
-        return await in_thread(_bounded, renderer, room, work)
+            return _encode(renderer, work)
+        return await in_thread(_encode_bounded, renderer, room, work)
 
 
-def _encoded(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
-    before = renderer.escaped
+def _encode(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
+    escaped_before = renderer.escaped
     token_ids = work(renderer)
-    escaped = renderer.escaped - before
+    escaped = renderer.escaped - escaped_before
     if token_ids is None:
         return Encoded(None, escaped, renderer.why)
     return Encoded(token_ids, escaped, media=renderer.placed)
 
 
-def _bounded(renderer: Renderer, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
-    # The event loop uses the given one meanwhile.
-    own = copy.copy(renderer)
-    own.room = room
-    return _encoded(own, work)
+def _encode_bounded(renderer: Renderer, room: int | None, work: Callable[[Renderer], TokenIds | None]) -> Encoded:
+    # A copy: the event loop uses the renderer meanwhile.
+    bounded = copy.copy(renderer)
+    bounded.room = room
+    return _encode(bounded, work)
 
 
 def release_memory() -> None:
@@ -188,7 +188,7 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def finished(work: Coroutine[Any, Any, _T]) -> _T:
+def run_unsuspended(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a coroutine that does not suspend."""
     try:
         work.send(None)

@@ -28,11 +28,11 @@ from turnwise.recorder.completion import (
     read_completion,
     token_budget,
 )
-from turnwise.recorder.fork import Prefix, RequestGate, asked_messages, visible
+from turnwise.recorder.fork import Prefix, RequestGate, answers_messages, exclude_other_forks
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
-from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, finished, heavy, in_thread
+from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, in_thread, is_heavy, run_unsuspended
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.tree import (
     Match,
@@ -40,14 +40,14 @@ from turnwise.recorder.tree import (
     PromptPlacement,
     Sampled,
     Tree,
-    addressed,
     fork_reason,
-    joined,
-    joined_media,
+    path_ids,
+    path_media,
     path_tokens,
     segment_of,
+    with_call_ids,
 )
-from turnwise.recorder.turn_record import TurnRecord, find_context, placed_media, record_of
+from turnwise.recorder.turn_record import TurnRecord, context_media, find_context, record_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Media, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
@@ -74,9 +74,9 @@ class Session:
         began: When the session began, for templates that write a date; now by default.
 
     Attributes:
-        journal: Called with the record of each turn right after its commit, before the turn is returned; what it raises
-            the request raises, and the turn stays committed.
-        gate: What each request passes before it samples.
+        journal: Called with the record of each turn right after its commit, before the turn is returned; its
+            error fails the request, and the turn stays committed.
+        gate: What each request waits at before it samples.
         sampled_turns: Ids of the turns that this object sampled, in commit order; not those of its forks, nor those
             before it was forked.
     """
@@ -114,12 +114,14 @@ class Session:
         self._echoes = MessageMatcher(strict=echo == "strict")
         self._last: Message | None = None
         self._failure: TurnwiseError | None = None
-        self._said: dict[str, Message] = {}
+        self._returned: dict[str, Message] = {}
         self._forks: list[Session] = []
         self._prefix: Prefix | None = None
         self._requests = self._spent = 0
         self._history, self._request_tools = History(self._echoes.recognise), RequestTools()
-        self._before: tuple[str, ...] | None = None  # the turns before its own fork, once anything is forked
+        self._inherited_turns: tuple[str, ...] | None = (
+            None  # turns before this session was forked; None until any fork
+        )
         self._prompt_tokens = self._encoded_tokens = self._escaped = 0
         self._counts: dict[str, float] = {}
 
@@ -135,7 +137,7 @@ class Session:
 
     @property
     def issued(self) -> MessageMatcher:
-        """The calls of its turns, by id."""
+        """The calls that its turns issued, by call id."""
         return self._echoes
 
     @property
@@ -149,22 +151,22 @@ class Session:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """What limits, sampling seeds and metrics count, as JSON; settable, for a restored session."""
-        found = {
+        """Counters behind limits, sampling seeds and metrics, as JSON; set in a restored session."""
+        counters = {
             "requests": self._requests,
             "prompt_tokens": self._prompt_tokens,
             "encoded_tokens": self._encoded_tokens,
             "escaped": self._escaped,
         }
-        return {**found, "counts": dict(self._counts)} if self._counts else found
+        return {**counters, "counts": dict(self._counts)} if self._counts else counters
 
     @counters.setter
-    def counters(self, found: Mapping[str, Any]) -> None:
-        self._requests = int(found["requests"])
-        self._prompt_tokens = int(found["prompt_tokens"])
-        self._encoded_tokens = int(found["encoded_tokens"])
-        self._escaped = int(found["escaped"])
-        self._counts = dict(found.get("counts", {}))
+    def counters(self, saved: Mapping[str, Any]) -> None:
+        self._requests = int(saved["requests"])
+        self._prompt_tokens = int(saved["prompt_tokens"])
+        self._encoded_tokens = int(saved["encoded_tokens"])
+        self._escaped = int(saved["escaped"])
+        self._counts = dict(saved.get("counts", {}))
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that issued a call id, or None."""
@@ -174,18 +176,18 @@ class Session:
         """Return the tokens of context left after a turn, or None for an unknown turn."""
         for node in reversed(self._tree.nodes):
             if node.turn_id == turn_id:
-                return self.limits.context_length - sum(each.tokens for each in node.path())
+                return self.limits.context_length - sum(node.tokens for node in node.path())
         return None
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
-        reduced, (offered, key) = finished(self._reduce(_AT_ONCE, messages, tuple(tools or ())))
+        reduced, (offered, key) = run_unsuspended(self._reduce(_AT_ONCE, messages, tuple(tools or ())))
         root = key, self.renderer.arguments
-        match = finished(self._match(_AT_ONCE, reduced, offered, root, self.renderer))
+        match = run_unsuspended(self._match(_AT_ONCE, reduced, offered, root, self.renderer))
         self._escaped = escaped
-        before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
-        return before + len(match.token_ids)
+        prefix_tokens = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
+        return prefix_tokens + len(match.token_ids)
 
     async def chat(
         self,
@@ -229,8 +231,8 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
         """Like :meth:`chat`, but return placement and completion with the message."""
-        if (given := await self._enter(messages, tools, template_args)) is not None:
-            return given
+        if (replayed := await self._replay_or_admit(messages, tools, template_args)) is not None:
+            return replayed
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
@@ -254,9 +256,9 @@ class Session:
             The placement, the deltas, then the message of :meth:`chat`. The turn is committed before the last delta;
             closing the stream earlier commits nothing.
         """
-        if (given := await self._enter(messages, tools, template_args)) is not None:
-            for known in given.pieces():
-                yield known
+        if (replayed := await self._replay_or_admit(messages, tools, template_args)) is not None:
+            for part in replayed.pieces():
+                yield part
             return
         request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
         yield request.placement()
@@ -286,86 +288,86 @@ class Session:
         """Commit a turn of an earlier process again; turns come in commit order, before any request.
 
         Args:
-            record: What the earlier process gave its journal.
+            record: The record that the earlier process gave its journal.
             prompt: Ids that the model saw, int32 of shape [tokens].
             completion: What it sampled.
-            media: Places of the images that the model saw.
+            media: Positions of the images that the model saw.
 
         Raises:
             SessionError: The record, its ids, and the turns restored so far contradict each other.
         """
         nodes, new = self._tree.nodes, record.new
-        parent, known, before = find_context(record, self._tree, prompt, completion, self.id)
-        token_ids = prompt[before:]
+        parent, shared, prefix_tokens = find_context(record, self._tree, prompt, completion, self.id)
+        token_ids = prompt[prefix_tokens:]
         key: RootKey = (canonical_tools(record.tools), record.arguments) if parent is None else parent.key
         tools = record.tools if parent is None else parent.tools
-        placed = self._placed_again(record, known or parent, before, media)
-        match = Match(parent, known, new or (), token_ids, None, len(nodes), key, tools, placed)
-        context = known or self._add(parent, match, token_ids, match.new, record.forks[0])
-        if known is not None:
-            match = replace(match, key=known.key, tools=known.tools)
-        self._add(context, match, completion.token_ids, (record.said,), record.forks[1], completion, record.turn_id)
-        self._echoes.register(record.turn_id, record.said)
+        placed = self._restored_media(record, shared or parent, prefix_tokens, media)
+        match = Match(parent, shared, new or (), token_ids, None, len(nodes), key, tools, placed)
+        context = shared or self._add(parent, match, token_ids, match.new, record.forks[0])
+        if shared is not None:
+            match = replace(match, key=shared.key, tools=shared.tools)
+        self._add(context, match, completion.token_ids, (record.message,), record.forks[1], completion, record.turn_id)
+        self._echoes.register(record.turn_id, record.message)
         self._echoes.restore(record.rewritten, record.foreign)
         self.counters = record.counters
         if record.times is not None:
             self.turn_times[record.turn_id] = record.times
 
-    def _placed_again(
-        self, record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace]
+    def _restored_media(
+        self, record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaPlace]
     ) -> tuple[Media, ...]:
         """Return the images of a restored context, given the last node before it and the number of ids before it."""
-        placed = placed_media(record, known, before, media, self.id)
+        placed = context_media(record, last_node, prefix_tokens, media, self.id)
         for message in record.new or ():
-            for each in message.media:
-                self._history.keep(each.digest, each.data)
+            for image in message.media:
+                self._history.intern_bytes(image.digest, image.data)
         return placed
 
     @property
     def replaying(self) -> bool:
-        """Whether turns before the fork are left."""
-        return self._prefix is not None and bool(self._prefix.left)
+        """Whether turns before the fork remain to be replayed."""
+        return self._prefix is not None and bool(self._prefix.remaining)
 
-    def fork(self, turns: Sequence[str] | None = None, *, again: str | None = None, seed: int | None = None) -> Self:
-        """Return a session that goes on by itself in the same tree. Raises SessionError (unknown turn, no token ids).
+    def fork(self, turns: Sequence[str] | None = None, *, resample: str | None = None, seed: int | None = None) -> Self:
+        """Return a session that continues apart in the same tree. Raises SessionError (unknown turn, no token ids).
 
         Args:
-            turns: Turns before the fork in commit order, given again before it samples; None: it goes on from here.
-            again: The turn that the first request samples again: it must ask the same.
-            seed: Its sampling seed; None: another than this session's and than those of its other forks.
+            turns: Turns before the fork in commit order, replayed before it samples; None: it continues from here.
+            resample: The turn that the first request samples again: that request must be the same.
+            seed: Its sampling seed; None: one that differs from this session's and from those of its other forks.
         """
         if self.recorded_as != "tokens" and (turns is None or turns):
             raise SessionError(f"session {self.id} is recorded as {self.recorded_as}: it cannot be forked")
         if seed is None and self._seed is not None:
             seed = stable_hash("fork", self._seed, len(self._forks))
         nodes = {node.turn_id: node for node in self._tree.nodes if node.sampled}
-        if unknown := [turn for turn in (*(turns or ()), again) if turn is not None and turn not in nodes]:
+        if unknown := [turn for turn in (*(turns or ()), resample) if turn is not None and turn not in nodes]:
             raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
-        made = copy.copy(self)
-        made._prefix = Prefix(self.id, self._said, [nodes[turn] for turn in turns or ()], nodes.get(again))
-        made._history, made._request_tools = History(self._echoes.recognise), RequestTools()
-        made.sampled_turns, made._forks, made._seed, made._failure, made.gate = [], [], seed, None, None
-        made._before = (*(self._before or ()), *self.sampled_turns) if turns is None else tuple(turns)
-        self._before = self._before or ()
+        forked = copy.copy(self)
+        forked._prefix = Prefix(self.id, self._returned, [nodes[turn] for turn in turns or ()], nodes.get(resample))
+        forked._history, forked._request_tools = History(self._echoes.recognise), RequestTools()
+        forked.sampled_turns, forked._forks, forked._seed, forked._failure, forked.gate = [], [], seed, None, None
+        self._inherited_turns = self._inherited_turns or ()
+        forked._inherited_turns = (*self._inherited_turns, *self.sampled_turns) if turns is None else tuple(turns)
         if turns is not None:
             path = {node for turn in turns for node in nodes[turn].path()}
-            made._last, made._requests, made._spent = None, len(turns), sum(node.tokens for node in path)
-        made._prompt_tokens = made._encoded_tokens = made._escaped = 0
-        self._forks.append(made)
-        return made
+            forked._last, forked._requests, forked._spent = None, len(turns), sum(node.tokens for node in path)
+        forked._prompt_tokens = forked._encoded_tokens = forked._escaped = 0
+        self._forks.append(forked)
+        return forked
 
-    async def _enter(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, given: Mapping[str, Any] | None
+    async def _replay_or_admit(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, template_args: Mapping[str, Any] | None
     ) -> RecordedTurn | None:
-        """Return the turn before the fork that answers a request; None for one that samples, once it may."""
-        if self._prefix is None or self._prefix.over:
+        """Return the turn before the fork that answers a request; None for a request that samples, once it may."""
+        if self._prefix is None or self._prefix.exhausted:
             if self.gate is not None:
-                await self.gate.passes(first=False)
+                await self.gate.admit(first=False)
             return None
-        renderer = self.renderer.under(template_arguments(given)) if given else self.renderer
+        renderer = self.renderer.under(template_arguments(template_args)) if template_args else self.renderer
         canonical, (_, tools_key) = await self._reduce(_THREADED, messages, tuple(tools or ()))
-        asks = partial(asked_messages, messages=canonical, key=(tools_key, renderer.arguments))
-        turn = await self._prefix.given(asks, self.gate, f"the last message is {canonical[-1].text[:200]!r}")
+        asks = partial(answers_messages, messages=canonical, key=(tools_key, renderer.arguments))
+        turn = await self._prefix.replay(asks, self.gate, f"the last message is {canonical[-1].text[:200]!r}")
         if turn is not None:
             self._last = snapshot(turn.message)
         return turn
@@ -376,20 +378,20 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, tokens, rewritten echoes, escaped control tokens, budget overrun."""
-        budget, ways = self.limits.max_total_tokens, self._ways()
+        budget, sessions = self.limits.max_total_tokens, self._with_forks()
         return {
             **self._tree.counts(),
-            "prompt_tokens": sum(each._prompt_tokens for each in ways),
-            "encoded_tokens": sum(each._encoded_tokens for each in ways),
+            "prompt_tokens": sum(session._prompt_tokens for session in sessions),
+            "encoded_tokens": sum(session._encoded_tokens for session in sessions),
             "rewritten_echoes": len(self._echoes.rewritten),
-            "special_in_text": sum(each._escaped for each in ways),
-            "tokens_over_limit": 0 if budget is None else max(0, *(each._spent - budget for each in ways)),
+            "special_in_text": sum(session._escaped for session in sessions),
+            "tokens_over_limit": 0 if budget is None else max(0, *(session._spent - budget for session in sessions)),
             **self._counts,
         }
 
-    def _ways(self) -> list[Session]:
+    def _with_forks(self) -> list[Session]:
         """Return the session and all its forks."""
-        return [self, *(way for fork in self._forks for way in fork._ways())]
+        return [self, *(session for fork in self._forks for session in fork._with_forks())]
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a metric of the trajectory."""
@@ -397,7 +399,7 @@ class Session:
 
     # Match and extend
 
-    def _open(
+    def _place_request(
         self,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] | None,
@@ -405,7 +407,7 @@ class Session:
         fork: str | None,
     ) -> PendingRequest:
         """Place a request in the tree without sending or recording it."""
-        return finished(self._prepare(_AT_ONCE, messages, tools, params, fork))
+        return run_unsuspended(self._prepare(_AT_ONCE, messages, tools, params, fork))
 
     async def _prepare(
         self,
@@ -421,8 +423,8 @@ class Session:
             renderer = renderer.under(template_arguments(template_args))
         canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
         match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
-        prompt = TokenPrompt(self._prompt(match), joined_media(match.parent, match.media))
-        limited = self._limited(params or self.params, prompt)
+        prompt = TokenPrompt(self._prompt(match), path_media(match.parent, match.media))
+        limited = self._limit_params(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
         self._requests += 1
@@ -432,11 +434,12 @@ class Session:
         self, prompts: Prompts, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
     ) -> tuple[list[Canonical], tuple[tuple[ToolSchema, ...], ToolsKey]]:
         """Return a request's canonical messages, and copies of its tools with their key."""
-        history, known = self._history, self._request_tools
+        history, request_tools = self._history, self._request_tools
         closest = history.closest(messages)
-        if prompts.threaded and (heavy(*messages[closest[1] :]) or (not known.holds(tools) and heavy(*tools))):
-            return await in_thread(lambda: (history.reduce(messages, closest), known.update(tools)))
-        return history.reduce(messages, closest), known.update(tools)
+        heavy = is_heavy(*messages[closest[1] :]) or (not request_tools.holds(tools) and is_heavy(*tools))
+        if prompts.threaded and heavy:
+            return await in_thread(lambda: (history.reduce(messages, closest), request_tools.update(tools)))
+        return history.reduce(messages, closest), request_tools.update(tools)
 
     async def _match(
         self,
@@ -447,76 +450,78 @@ class Session:
         renderer: Renderer,
     ) -> Match:
         commits = len(self._tree.nodes)
-        turns, context = visible(self._tree.deepest(messages, key), self._before, self.sampled_turns)
+        candidates = self._tree.find_matches(messages, key)
+        turns, context = exclude_other_forks(candidates, self._inherited_turns, self.sampled_turns)
         if context is not None:
             return Match(context.parent, context, (), context.token_ids, None, commits, key, tools, context.media)
         why = None
         for turn, used in turns:
-            new = addressed(turn, messages[used:])
+            new = with_call_ids(turn, messages[used:])
             if self.reasoning == "template" and drops_reasoning(renderer, turn.path(), new, tools):
                 why = why or "reasoning_dropped"
                 break
-            found = await self._extension(prompts, turn, new, tools, renderer)
-            if found.token_ids is not None:
-                self._escaped += found.escaped
-                return Match(turn, None, new, self._frozen(found.token_ids), None, commits, key, tools, found.media)
+            encoded = await self._extension(prompts, turn, new, tools, renderer)
+            if encoded.token_ids is not None:
+                self._escaped += encoded.escaped
+                token_ids = self._freeze_encoded(encoded.token_ids)
+                return Match(turn, None, new, token_ids, None, commits, key, tools, encoded.media)
             # A branch that began where this one could not be extended may be continued instead.
-            why = why or f"bridge_unproven: {found.why}"
+            why = why or f"bridge_unproven: {encoded.why}"
         try:
-            found = await prompts.whole(renderer, messages, tools, self.limits.context_length)
+            encoded = await prompts.render(renderer, messages, tools, self.limits.context_length)
         except PromptTooLong as error:
             raise context_overflow(self.limits, self.id, error.tokens) from None
-        assert found.token_ids is not None
-        self._escaped += found.escaped
-        token_ids = self._frozen(found.token_ids)
-        return Match(None, None, tuple(messages), token_ids, why, commits, key, tools, found.media)
+        assert encoded.token_ids is not None
+        self._escaped += encoded.escaped
+        token_ids = self._freeze_encoded(encoded.token_ids)
+        return Match(None, None, tuple(messages), token_ids, why, commits, key, tools, encoded.media)
 
     async def _extension(
         self, prompts: Prompts, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer
     ) -> Encoded:
         assert turn.parent is not None
-        before = path_tokens(turn)
+        prefix_tokens = path_tokens(turn)
         context = turn.parent.token_ids, turn.token_ids
         try:
-            return await prompts.extension(
-                renderer, context, turn.messages[0], new, tools, self.limits.context_length - before
+            return await prompts.render_extension(
+                renderer, context, turn.messages[0], new, tools, self.limits.context_length - prefix_tokens
             )
         except PromptTooLong as error:
-            raise context_overflow(self.limits, self.id, before + error.tokens) from None
+            raise context_overflow(self.limits, self.id, prefix_tokens + error.tokens) from None
 
-    def _frozen(self, token_ids: TokenIds) -> TokenIds:
+    def _freeze_encoded(self, token_ids: TokenIds) -> TokenIds:
         self._encoded_tokens += len(token_ids)
         token_ids = np.array(token_ids, np.int32)
         token_ids.flags.writeable = False
         return token_ids
 
     def _prompt(self, match: Match) -> TokenIds:
-        prompt = joined(match.parent, match.token_ids)
+        prompt = path_ids(match.parent, match.token_ids)
         self._prompt_tokens += len(prompt)
         return prompt
 
     # Limits
 
-    def _limited(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
+    def _limit_params(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         if self._one_temperature and params.temperature != self.params.temperature:
             raise SessionError(
                 f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
                 f"{self.params.temperature} (rollout.temperature): give it that temperature, or none at all"
             )
-        most = token_budget(
+        max_tokens = token_budget(
             self.limits,
             self.id,
             prompt=len(prompt.token_ids),
-            images=[each.length for each in prompt.media],
+            images=[image.length for image in prompt.media],
             committed=self._spent,
             requests=self._requests,
-            wanted=params.max_tokens,
+            requested=params.max_tokens,
         )
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stable_hash("request", self._seed, self._requests)
         stop_ids = tuple(sorted(self.renderer.stop_ids.union(params.stop_token_ids)))
-        return replace(params, max_tokens=most, stop_token_ids=stop_ids, seed=seed)
+        return replace(params, max_tokens=max_tokens, stop_token_ids=stop_ids, seed=seed)
 
     # Commit: no await from here on
 
@@ -524,10 +529,10 @@ class Session:
         match = request.match
         check_completion(completion, request.params, self.id)
         message, cut = read_completion(request.renderer, completion, match.token_ids, match.tools, request.params)
-        given = self._record(request, completion, message, cut=cut)
+        returned = self._record(request, completion, message, cut=cut)
         if self.journal is not None:
             self.journal(self._turn_record(request.params.temperature))
-        return given
+        return returned
 
     def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
         """Return the record of the turn committed last."""
@@ -541,17 +546,17 @@ class Session:
         if match.context is not None or self._tree.siblings(match.parent):
             branched = "branch" if self._prefix is not None and not self.sampled_turns else None
             reason = request.fork or branched or fork_reason(self._tree.roots, match, request.messages)
-        given, meant = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
+        returned, canonical = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
         context = self._tree.context_of(match) or self._add(match.parent, match, match.token_ids, match.new, reason)
-        self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
-        self._echoes.register(given["turn_id"], meant)
-        # What is scored is what was said: agents edit their messages in place.
-        self._last = self._said[given["turn_id"]] = snapshot(given)
-        self.sampled_turns.append(given["turn_id"])
-        self.turn_times[given["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
-        self._history.register_reply(snapshot(given), meant)
+        self._add(context, match, completion.token_ids, (canonical,), reason, completion, returned["turn_id"])
+        self._echoes.register(returned["turn_id"], canonical)
+        # Scored is the message as it was returned: agents edit their messages in place.
+        self._last = self._returned[returned["turn_id"]] = snapshot(returned)
+        self.sampled_turns.append(returned["turn_id"])
+        self.turn_times[returned["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
+        self._history.register_returned(snapshot(returned), canonical)
         self._failure = None
-        return given
+        return returned
 
     def _add(
         self,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from turnwise.errors import InferenceError, SessionError
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.completion import check_completion, read_completion
-from turnwise.recorder.fork import asked_ids
+from turnwise.recorder.fork import answers_ids
 from turnwise.recorder.matching import RootKey
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.session import Session
@@ -27,7 +27,7 @@ _KEY: RootKey = ((("<ids>", "", ""),), ())
 
 @dataclass(frozen=True, slots=True)
 class TrainedBranch:
-    """One branch of an agent's own account of an episode.
+    """One branch of the episode as the agent itself reports it.
 
     Attributes:
         prompt_ids: The initial prompt; not trained.
@@ -42,16 +42,16 @@ class TrainedBranch:
 
 @dataclass(frozen=True, slots=True)
 class _ParsedBranch:
-    """A parsed branch: its name for errors, all ids, prompt length, mask of the ids to train."""
+    """A parsed branch: its label in errors, all ids, prompt length, mask of the ids to train."""
 
-    where: str
+    label: str
     token_ids: TokenIds
     prompt_tokens: int
-    wanted: npt.NDArray[np.bool_]
+    trained: npt.NDArray[np.bool_]
 
     @property
-    def last(self) -> int:
-        return int(np.flatnonzero(self.wanted)[-1]) if self.wanted.any() else -1
+    def last_trained(self) -> int:
+        return int(np.flatnonzero(self.trained)[-1]) if self.trained.any() else -1
 
 
 class _TreePath(NamedTuple):
@@ -82,14 +82,14 @@ class TokenSession(Session):
             BudgetExceeded: No tokens or turns are left. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
-        prompt = _ids("prompt_ids", prompt_ids)
-        if self._prefix is not None and not self._prefix.over:
-            asks = partial(asked_ids, prompt=prompt)
-            if (given := await self._prefix.given(asks, self.gate, f"a prompt of {len(prompt)} ids")) is not None:
-                return given
+        prompt = _check_ids("prompt_ids", prompt_ids)
+        if self._prefix is not None and not self._prefix.exhausted:
+            asks = partial(answers_ids, prompt=prompt)
+            if (replayed := await self._prefix.replay(asks, self.gate, f"a prompt of {len(prompt)} ids")) is not None:
+                return replayed
         elif self.gate is not None:
-            await self.gate.passes(first=False)
-        request = self._place(prompt, params)
+            await self.gate.admit(first=False)
+        request = self._place_ids(prompt, params)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.placement(), completion, self._commit_ids(request, completion, tools))
@@ -97,52 +97,52 @@ class TokenSession(Session):
             self._failure = error
             raise
 
-    def keep(self, branches: Sequence[TrainedBranch]) -> None:
-        """Train only what an agent's account holds; sampled ids that are missing or masked there are excluded.
+    def train_only(self, branches: Sequence[TrainedBranch]) -> None:
+        """Train only the branches that an agent reports; sampled ids that are missing or masked there are excluded.
 
-        Raises SessionError, and excludes nothing, if the account contradicts what was sampled.
+        Raises SessionError, and excludes nothing, if the report contradicts what was sampled.
         """
         claims = [
             _parse_branch(branch, f"output {number}" if len(branches) > 1 else "the output")
             for number, branch in enumerate(branches)
         ]
-        kept = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
-        # Whatever says all that a branch says also says the beginning of it: the longer one has less to choose from.
-        for claim in sorted(claims, key=lambda each: each.last, reverse=True):
-            self._match_branch(claim, kept)
+        trained = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
+        # A path that holds a whole branch also holds each of its prefixes: the longer branch has fewer paths to match.
+        for claim in sorted(claims, key=lambda branch: branch.last_trained, reverse=True):
+            self._match_branch(claim, trained)
         spoken = {node.index for node in self._tree.nodes if node.sampled and node.key != _KEY}
-        self._left_out = {index: ~mask for index, mask in kept.items() if index not in spoken and not mask.all()}
+        self._left_out = {index: ~mask for index, mask in trained.items() if index not in spoken and not mask.all()}
 
     def segments(self, *, messages: bool = True) -> list[Segment]:
         """Return the committed segments, in commit order; see :meth:`Session.segments`."""
-        found = super().segments(messages=messages)
+        segments = super().segments(messages=messages)
         for index, mask in (self._left_out or {}).items():
-            found[index] = replace(found[index], left_out=_spans(mask))
-        return found
+            segments[index] = replace(segments[index], left_out=_spans(mask))
+        return segments
 
     # Requests of ids
 
-    def _place(self, prompt: TokenIds, params: SamplingParams | None) -> PendingRequest:
+    def _place_ids(self, prompt: TokenIds, params: SamplingParams | None) -> PendingRequest:
         parent, used = self._deepest_prefix(prompt)
         new = prompt[used:].copy()
-        context = next((node for node in self._below(parent) if np.array_equal(node.token_ids, new)), None)
+        context = next((node for node in self._id_children(parent) if np.array_equal(node.token_ids, new)), None)
         if context is None:
             self._encoded_tokens += len(new)
         self._prompt_tokens += len(prompt)
         meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
         match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
-        asked = TokenPrompt(prompt)
-        limited = self._limited(params or self.params, asked)
+        request_prompt = TokenPrompt(prompt)
+        limited = self._limit_params(params or self.params, request_prompt)
         self._requests += 1
-        return PendingRequest([], match, asked, limited, self._reason(match, prompt), self.renderer)
+        return PendingRequest([], match, request_prompt, limited, self._reason(match, prompt), self.renderer)
 
-    def _below(self, parent: Node | None) -> list[Node]:
+    def _id_children(self, parent: Node | None) -> list[Node]:
         return [node for node in self._tree.siblings(parent) if node.key == _KEY]
 
     def _deepest_prefix(self, prompt: TokenIds) -> tuple[Node | None, int]:
         """Return the latest turn with the longest path that is a proper prefix of ``prompt``, and its length."""
         best: tuple[Node | None, int] = (None, 0)
-        pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
+        pending: list[tuple[Node, int]] = [(node, 0) for node in self._id_children(None)]
         while pending:
             node, start = pending.pop()
             end = start + len(node.token_ids)
@@ -158,10 +158,10 @@ class TokenSession(Session):
         if match.context is not None:
             return "resample"
         if match.parent is not None and not match.parent.children:
-            # It makes none, and all that was seen need not be looked through.
+            # It does not fork: the search through all turns is not needed.
             return "history_edited"
         shared = max(
-            (_shared(node, prompt) for node in self._tree.nodes if node.key == _KEY and node.sampled), default=0
+            (_shared_length(node, prompt) for node in self._tree.nodes if node.key == _KEY and node.sampled), default=0
         )
         return "continuation" if shared == len(prompt) else "history_edited" if shared else "restart"
 
@@ -173,24 +173,24 @@ class TokenSession(Session):
         late = any(node.index >= match.commits for node in siblings)
         return self._record(replace(request, fork="concurrent" if late else request.fork), completion, message, cut=cut)
 
-    # An agent's account
+    # Branches reported by the agent
 
-    def _match_branch(self, claim: _ParsedBranch, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
-        """Find a branch in the tree and mark its kept ids; a resumed completion may need several paths."""
-        missing = claim.wanted.copy()
-        ways = self._matching_paths(claim.token_ids)
+    def _match_branch(self, claim: _ParsedBranch, trained: dict[int, npt.NDArray[np.bool_]]) -> None:
+        """Find a branch in the tree and mark its trained ids; a resumed completion may need several paths."""
+        missing = claim.trained.copy()
+        paths = self._matching_paths(claim.token_ids)
         while missing.any():
-            way = max(ways, key=lambda each: _path_rank(each, missing, kept), default=None)
-            if way is None or not any(missing[start:end].any() for _, start, end in way.turns):
+            path = max(paths, key=lambda candidate: _path_rank(candidate, missing, trained), default=None)
+            if path is None or not any(missing[start:end].any() for _, start, end in path.turns):
                 break
-            for node, start, end in way.turns:
-                kept[node.index][: end - start] |= missing[start:end]
+            for node, start, end in path.turns:
+                trained[node.index][: end - start] |= missing[start:end]
                 missing[start:end] = False
         wrong = np.flatnonzero(missing)
         if len(wrong):
             at = int(wrong[0])
             raise SessionError(
-                f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.token_ids[at])}, "
+                f"{claim.label}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.token_ids[at])}, "
                 f"{len(wrong)} such ids), but the model did not sample it: "
                 f"{self._sampled_instead(claim.token_ids, at)}. "
                 "Append the ids of generate() unchanged, and mark everything else with 0"
@@ -198,76 +198,78 @@ class TokenSession(Session):
 
     def _matching_paths(self, token_ids: TokenIds) -> list[_TreePath]:
         """Return the paths that match a prefix of ``ids`` and hold sampled ids."""
-        found: list[_TreePath] = []
-        pending: list[tuple[Node, _TreePath]] = [(node, _TreePath(-1, 0, [])) for node in self._below(None)]
+        paths: list[_TreePath] = []
+        pending: list[tuple[Node, _TreePath]] = [(node, _TreePath(-1, 0, [])) for node in self._id_children(None)]
         while pending:
-            node, before = pending.pop()
-            start = before.reach
-            end = start + _common(node.token_ids, token_ids[start:])
+            node, prefix = pending.pop()
+            start = prefix.reach
+            end = start + _common_length(node.token_ids, token_ids[start:])
             if end == start and node.tokens:
                 continue
-            turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
-            way = _TreePath(node.index, end, turns)
-            whole = end == start + node.tokens
+            turns = [*prefix.turns, (node, start, end)] if node.sampled else prefix.turns
+            path = _TreePath(node.index, end, turns)
+            complete = end == start + node.tokens
             on = [
                 child
                 for child in node.children
-                if whole and end < len(token_ids) and (not child.tokens or child.token_ids[0] == token_ids[end])
+                if complete and end < len(token_ids) and (not child.tokens or child.token_ids[0] == token_ids[end])
             ]
-            pending.extend((child, way) for child in on)
+            pending.extend((child, path) for child in on)
             if turns and not on:
-                found.append(way)
-        return found
+                paths.append(path)
+        return paths
 
     def _sampled_instead(self, token_ids: TokenIds, at: int) -> str:
         """Describe for an error what the model sampled at ``at``."""
         turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
         if not turns:
             return "no ids were sampled in this session"
-        closest = max(turns, key=lambda node: _shared(node, token_ids))
-        shared = _shared(closest, token_ids)
-        whole = np.concatenate([node.token_ids for node in closest.path()])
+        closest = max(turns, key=lambda node: _shared_length(node, token_ids))
+        shared = _shared_length(closest, token_ids)
+        closest_ids = np.concatenate([node.token_ids for node in closest.path()])
         if shared < at:
             return f"the ids differ from what it saw from {shared} on"
-        if at < len(whole):
+        if at < len(closest_ids):
             return (
-                f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.token_ids) else "it was shown that id"
+                f"it sampled {int(closest_ids[at])}"
+                if at >= len(closest_ids) - len(closest.token_ids)
+                else "that id was in its prompt"
             )
         return f"turn {closest.turn_id} ended before it"
 
 
 def _parse_branch(branch: TrainedBranch, where: str) -> _ParsedBranch:
-    prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
+    prompt, response = _check_ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
     mask = np.asarray(branch.mask)
     if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
         raise SessionError(
             f"{where}: response_mask has {mask.size} entries and response_ids {response.size}: give one for each "
             "id, 1 where the model sampled it and 0 where it did not"
         )
-    wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
-    return _ParsedBranch(where, np.concatenate([prompt, response]), len(prompt), wanted)
+    trained = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
+    return _ParsedBranch(where, np.concatenate([prompt, response]), len(prompt), trained)
 
 
 def _path_rank(
-    way: _TreePath, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
+    path: _TreePath, missing: npt.NDArray[np.bool_], trained: dict[int, npt.NDArray[np.bool_]]
 ) -> tuple[int, bool, int, int, int, int]:
     """Return the sort key of a path for the unmatched ids of a branch; the largest wins.
 
     In order: holds the last of them, unclaimed; its turns are unmatched as a whole; number of unclaimed ids; length;
     commit order.
     """
-    last, fresh, torn, found = -1, False, 0, 0
-    for node, start, end in way.turns:
+    last_missing, fresh, torn, unclaimed_ids = -1, False, 0, 0
+    for node, start, end in path.turns:
         here = np.flatnonzero(missing[start:end])
         if len(here):
-            free = ~kept[node.index][here]
-            last, fresh = start + int(here[-1]), bool(free[-1])
+            free = ~trained[node.index][here]
+            last_missing, fresh = start + int(here[-1]), bool(free[-1])
             torn += len(here) < node.tokens
-            found += int(free.sum())
-    return last, fresh, -torn, found, way.reach, way.tail
+            unclaimed_ids += int(free.sum())
+    return last_missing, fresh, -torn, unclaimed_ids, path.reach, path.tail
 
 
-def _ids(what: str, values: Sequence[int]) -> TokenIds:
+def _check_ids(what: str, values: Sequence[int]) -> TokenIds:
     try:
         token_ids = as_ids(values)
     except (TypeError, ValueError, OverflowError) as error:
@@ -279,12 +281,12 @@ def _ids(what: str, values: Sequence[int]) -> TokenIds:
     return token_ids
 
 
-def _shared(node: Node, token_ids: TokenIds) -> int:
+def _shared_length(node: Node, token_ids: TokenIds) -> int:
     """Return the length of the common prefix of a path and ``ids``."""
-    return _common(np.concatenate([each.token_ids for each in node.path()]), token_ids)
+    return _common_length(np.concatenate([ancestor.token_ids for ancestor in node.path()]), token_ids)
 
 
-def _common(one: TokenIds, other: TokenIds) -> int:
+def _common_length(one: TokenIds, other: TokenIds) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length

@@ -11,7 +11,7 @@ import numpy as np
 
 from turnwise.errors import SessionError
 from turnwise.model.canonical import Canonical, argument_values, is_turn
-from turnwise.recorder.matching import RootKey, same, same_context
+from turnwise.recorder.matching import RootKey, same_context, same_message
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, FinishReason, Logprobs, Media, TokenIds, ToolSchema, VersionSpan
 
@@ -49,10 +49,10 @@ class Node:
         fork: Fork reason, if it is not its parent's only child.
         media: Images, with positions in its own ids.
         store: Ids of all nodes in commit order, as int32 bytes; consecutive nodes of a path are one slice.
-        at: Start of its ids in ``store``.
-        to: End of its ids.
-        row: Start of the contiguous run of ancestors before it.
-        before: The node before that run.
+        store_start: Start of its ids in ``store``.
+        store_end: End of its ids.
+        run_start: Start of the contiguous run of ancestors before it.
+        run_parent: The node before that run.
     """
 
     index: int
@@ -69,20 +69,20 @@ class Node:
     fork: str | None = None
     media: tuple[Media, ...] = ()
     store: bytearray = field(default_factory=bytearray)
-    at: int = 0
-    to: int = 0
-    row: int = 0
-    before: Node | None = None
+    store_start: int = 0
+    store_end: int = 0
+    run_start: int = 0
+    run_parent: Node | None = None
 
     @property
     def token_ids(self) -> TokenIds:
         """The ids, read-only int32 of shape [tokens]."""
-        return np.frombuffer(bytes(self.store[self.at : self.to]), np.int32)
+        return np.frombuffer(bytes(self.store[self.store_start : self.store_end]), np.int32)
 
     @property
     def tokens(self) -> int:
         """Number of ids."""
-        return (self.to - self.at) // _ID_BYTES
+        return (self.store_end - self.store_start) // _ID_BYTES
 
     @property
     def end(self) -> int:
@@ -104,12 +104,12 @@ class Node:
         return nodes[::-1]
 
 
-def joined(end: Node | None, token_ids: TokenIds) -> TokenIds:
+def path_ids(end: Node | None, token_ids: TokenIds) -> TokenIds:
     """Return the ids of the path to ``end`` followed by ``ids``, read-only int32 of shape [tokens]."""
     pieces: list[bytes | bytearray] = [token_ids.tobytes()]
     while end is not None:
-        pieces.append(end.store[end.row : end.to])
-        end = end.before
+        pieces.append(end.store[end.run_start : end.store_end])
+        end = end.run_parent
     return np.frombuffer(b"".join(reversed(pieces)), np.int32)
 
 
@@ -117,39 +117,39 @@ def path_tokens(end: Node | None) -> int:
     """Return the number of ids of the path to ``end``."""
     size = 0
     while end is not None:
-        size += end.to - end.row
-        end = end.before
+        size += end.store_end - end.run_start
+        end = end.run_parent
     return size // _ID_BYTES
 
 
-def joined_media(end: Node | None, media: Sequence[Media]) -> tuple[Media, ...]:
+def path_media(end: Node | None, media: Sequence[Media]) -> tuple[Media, ...]:
     """Return the images of the path to ``end`` and those that follow it, with their positions in the whole."""
     size = path_tokens(end)
-    found = [each.at(each.position + size) for each in reversed(media)]
+    images = [image.at(image.position + size) for image in reversed(media)]
     while end is not None:
         size -= end.tokens
-        found += (each.at(each.position + size) for each in reversed(end.media))
+        images += (image.at(image.position + size) for image in reversed(end.media))
         end = end.parent
-    return tuple(reversed(found))
+    return tuple(reversed(images))
 
 
 def segment_of(node: Node, *, messages: bool) -> Segment:
     """Return the trajectory segment of a node, with or without its messages."""
     completion = node.completion
     parent = -1 if node.parent is None else node.parent.index
-    meant = tuple(message.to_template() for message in node.messages) if messages else ()
+    messages_json = tuple(message.to_template() for message in node.messages) if messages else ()
     if completion is None:
         tools = tuple(tool.to_json() for tool in node.tools) if parent < 0 else None
-        given = argument_values(node.key[1]) if parent < 0 else {}
+        template_args = argument_values(node.key[1]) if parent < 0 else {}
         return Segment(
             node.index,
             parent,
             "context",
             node.token_ids,
-            meant,
+            messages_json,
             fork=node.fork,
             tools=tools,
-            template_args=given or None,
+            template_args=template_args or None,
             media=node.media,
         )
     return Segment(
@@ -157,7 +157,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
         parent=parent,
         kind="sampled",
         token_ids=node.token_ids,
-        messages=meant,
+        messages=messages_json,
         turn_id=node.turn_id,
         logprobs=completion.logprobs,
         weight_versions=completion.weight_versions,
@@ -172,10 +172,10 @@ class Match:
 
     Attributes:
         parent: The sampled node that the new context follows, or None at a root.
-        context: A known context equal to the whole request, or None.
+        context: A recorded context equal to the whole request, or None.
         new: Messages of the new context.
-        token_ids: Ids of the (new or known) context.
-        why: Fork reason, where a matching turn could not be extended.
+        token_ids: Ids of the (new or recorded) context.
+        why: Fork reason, if a matching turn could not be extended.
         commits: Number of nodes at matching time.
         key: Root key of the request.
         media: Images of the context, with positions in its ids.
@@ -192,8 +192,8 @@ class Match:
     media: tuple[Media, ...] = ()
 
 
-def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
-    """Return messages after a turn, with the issued ids and names of the calls that they answer."""
+def with_call_ids(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
+    """Return messages after a turn, with the ids and names that the session issued for the calls they answer."""
     caller = _caller(turn) if any(message.answers is not None for message in new) else None
     result = []
     for message in new:
@@ -217,17 +217,17 @@ def _caller(turn: Node) -> Canonical | None:
     return None
 
 
-Place = tuple[Node, int]
+NodePosition = tuple[Node, int]
 """A node, and how many messages of a request lie before it."""
 
 
 @dataclass(slots=True)
 class PromptPlacement:
-    """How a request was placed: the first item of a session's stream.
+    """How a request was placed in the tree: the first item of a session's stream.
 
     Attributes:
         prompt_tokens: Prompt length.
-        known_tokens: Prompt tokens that an earlier request of the session also had.
+        known_tokens: Prompt tokens that earlier requests of the session already contained.
         tail: Ids of the last context, int32 of shape [tokens]: what a completion is parsed against.
     """
 
@@ -237,26 +237,26 @@ class PromptPlacement:
 
 
 @dataclass(slots=True)
-class _LastSearch:
-    """State of the last search, from which a conversation that only grew resumes.
+class _Search:
+    """A search for a request in the tree; that of a longer request of the same conversation resumes from it.
 
     Attributes:
-        messages: The searched messages.
+        messages: Messages of the request.
         key: Root key.
-        seen: Number of nodes at that time.
+        node_count: Number of nodes when it ran.
         matched: Nodes whose path matches a prefix of the messages, and the longest such prefix.
-        turns: The sampled ones without a matching turn below, and the longest prefix.
-        whole: Deepest context that matches all messages.
-        later: Children of matched nodes that hold more messages than there were.
+        turns: Matched turns without a matching turn below, each with its longest prefix.
+        context: Deepest context that matches all messages.
+        deferred: Children of matched nodes with more messages than the request had.
     """
 
     messages: Sequence[Canonical]
     key: RootKey
-    seen: int = 0
+    node_count: int = 0
     matched: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     turns: dict[Node, int] = field(default_factory=dict)
-    whole: Node | None = None
-    later: list[Place] = field(default_factory=list)
+    context: Node | None = None
+    deferred: list[NodePosition] = field(default_factory=list)
 
 
 class Tree:
@@ -274,7 +274,7 @@ class Tree:
         self.tokens = 0
         self.turns = 0
         self._store = bytearray()
-        self._trail = _LastSearch((), ((), ()))
+        self._last_search = _Search((), ((), ()))
         self._dissolved = False
 
     def counts(self) -> dict[str, float]:
@@ -294,27 +294,27 @@ class Tree:
 
     def add(self, node: Node, token_ids: TokenIds) -> Node:
         """Append a node with these ids. Raises SessionError if the tree was dissolved."""
-        self._check_whole()
+        self._check_open()
         if node.parent is None:
             self.roots.append(node)
         else:
-            # A tuple of one, which most are, takes half the room of a list.
+            # A tuple: most nodes have one child, and a tuple of one takes half the memory of a list.
             node.parent.children = (*node.parent.children, node)
-        self._keep(node, token_ids.astype(np.int32, copy=False).tobytes())
+        self._store_ids(node, token_ids.astype(np.int32, copy=False).tobytes())
         self.nodes.append(node)
         self.tokens += node.tokens
         self.turns += node.sampled
         return node
 
-    def _keep(self, node: Node, data: bytes) -> None:
+    def _store_ids(self, node: Node, data: bytes) -> None:
         parent = node.parent
-        node.store, node.at = self._store, len(self._store)
+        node.store, node.store_start = self._store, len(self._store)
         self._store += data
-        node.to = len(self._store)
-        if parent is not None and parent.to == node.at:
-            node.row, node.before = parent.row, parent.before
+        node.store_end = len(self._store)
+        if parent is not None and parent.store_end == node.store_start:
+            node.run_start, node.run_parent = parent.run_start, parent.run_parent
         else:
-            node.row, node.before = node.at, parent
+            node.run_start, node.run_parent = node.store_start, parent
 
     def dissolve(self) -> None:
         """Unlink all children, so that reference counting frees the nodes."""
@@ -322,103 +322,103 @@ class Tree:
         for node in self.nodes:
             node.children = ()
 
-    def _check_whole(self) -> None:
+    def _check_open(self) -> None:
         if self._dissolved:
             raise SessionError("this session is closed and records nothing more: open another one")
 
     def context_of(self, match: Match) -> Node | None:
-        """Return the known context with equal messages and ids, if any."""
+        """Return the recorded context with equal messages and ids, if any."""
         if match.context is not None:
             return match.context
         data = match.token_ids.tobytes()
         for node in self.siblings(match.parent):
             if (
-                node.store[node.at : node.to] == data
+                node.store[node.store_start : node.store_end] == data
                 and node.key == match.key
                 and same_context(node.messages, match.new)
             ):
                 return node
         return None
 
-    def deepest(self, messages: Sequence[Canonical], key: RootKey) -> tuple[list[Place], Node | None]:
+    def find_matches(self, messages: Sequence[Canonical], key: RootKey) -> tuple[list[NodePosition], Node | None]:
         """Find the turns whose path matches a prefix, and the deepest context that matches all messages.
 
-        Of each branch only its deepest turn, with the prefix length; sorted by turns, then messages, then not yet
-        extended, then latest. Raises SessionError if the tree was dissolved.
+        Each branch contributes only its deepest turn, with the prefix length; sorted by turns, then messages, then not
+        yet extended, then latest. Raises SessionError if the tree was dissolved.
         """
-        self._check_whole()
-        trail, pending = self._resumed(messages, key)
+        self._check_open()
+        search, pending = self._resume_search(messages, key)
         while pending:
             node, start = pending.pop()
-            ends, more = _ends(node, start, messages)
+            ends, more = _matching_lengths(node, start, messages)
             if more:
-                trail.later.append((node, start))
+                search.deferred.append((node, start))
             for end in ends:
-                reached = trail.matched.get(node, ())
+                reached = search.matched.get(node, ())
                 if end not in reached:
-                    trail.matched[node] = (*reached, end)
-                    self._reach(trail, node, end)
+                    search.matched[node] = (*reached, end)
+                    self._note_match(search, node, end)
                     pending.extend((child, end) for child in node.children)
-        self._trail = trail
-        found = sorted(trail.turns.items(), key=lambda each: _rank(*each), reverse=True)
-        return found, trail.whole
+        self._last_search = search
+        turns = sorted(search.turns.items(), key=lambda candidate: _match_rank(*candidate), reverse=True)
+        return turns, search.context
 
-    def _reach(self, trail: _LastSearch, node: Node, end: int) -> None:
+    def _note_match(self, search: _Search, node: Node, end: int) -> None:
         """Record that the path of a node matches the first ``end`` messages."""
         if node.sampled:
-            behind = any(after in trail.matched for child in node.children for after in child.children)
+            behind = any(turn in search.matched for child in node.children for turn in child.children)
             if not behind:
-                trail.turns[node] = max(end, trail.turns.get(node, 0))
+                search.turns[node] = max(end, search.turns.get(node, 0))
             # A turn's parent is a context, whose parent is the turn before it.
             if node.parent is not None and node.parent.parent is not None:
-                trail.turns.pop(node.parent.parent, None)
-        elif end == len(trail.messages) and (
-            trail.whole is None or (node.turns, node.index) > (trail.whole.turns, trail.whole.index)
+                search.turns.pop(node.parent.parent, None)
+        elif end == len(search.messages) and (
+            search.context is None or (node.turns, node.index) > (search.context.turns, search.context.index)
         ):
-            trail.whole = node
+            search.context = node
 
-    def _resumed(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_LastSearch, list[Place]]:
+    def _resume_search(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_Search, list[NodePosition]]:
         """Return the state to resume from and the nodes still to visit."""
-        last = self._trail
-        known = len(last.messages)
+        search = self._last_search
+        searched = len(search.messages)
         # Most messages are the very objects of the last request, so this costs little.
-        if last.key != key or known > len(messages) or not _identical(last.messages, messages[:known]):
-            return _LastSearch(messages, key, len(self.nodes)), [(root, 0) for root in self.roots if root.key == key]
-        pending = last.later
-        for node in self.nodes[last.seen :]:
+        if search.key != key or searched > len(messages) or not _same_messages(search.messages, messages[:searched]):
+            return _Search(messages, key, len(self.nodes)), [(root, 0) for root in self.roots if root.key == key]
+        pending = search.deferred
+        for node in self.nodes[search.node_count :]:
             if node.parent is not None:
-                pending.extend((node, end) for end in last.matched.get(node.parent, ()))
+                pending.extend((node, end) for end in search.matched.get(node.parent, ()))
             elif node.key == key:
                 pending.append((node, 0))
-        whole = last.whole if known == len(messages) else None
-        return _LastSearch(messages, key, len(self.nodes), last.matched, last.turns, whole), pending
+        context = search.context if searched == len(messages) else None
+        return _Search(messages, key, len(self.nodes), search.matched, search.turns, context), pending
 
 
-def _identical(last: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
+def _same_messages(searched: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
     """Whether these are the same messages, with the same recognised turns."""
-    return all(map(is_, last, messages)) or (
-        list(last) == list(messages) and all(one.turn == other.turn for one, other in zip(last, messages, strict=True))
+    return all(map(is_, searched, messages)) or (
+        list(searched) == list(messages)
+        and all(one.turn == other.turn for one, other in zip(searched, messages, strict=True))
     )
 
 
-def _ends(node: Node, start: int, messages: Sequence[Canonical]) -> tuple[tuple[int, ...], bool]:
+def _matching_lengths(node: Node, start: int, messages: Sequence[Canonical]) -> tuple[tuple[int, ...], bool]:
     """Return the prefix lengths that match after a node (a turn needs a message after it), and whether more could."""
     if not node.sampled:
         end = start + len(node.messages)
         if end > len(messages):
             return (), True
-        said = all(same(mine, messages[at], sampled=False) for at, mine in enumerate(node.messages, start))
-        return ((end,) if said else ()), False
+        return ((end,) if same_context(node.messages, messages[start:end]) else ()), False
     more = start + 1 >= len(messages)
     ends = []
-    if not more and same(node.messages[0], messages[start], sampled=True):
+    if not more and same_message(node.messages[0], messages[start], sampled=True):
         ends.append(start + 1)
     if node.may_be_missing and start < len(messages):
         ends.append(start)
     return tuple(ends), more
 
 
-def _rank(node: Node, used: int) -> tuple[int, int, bool, int]:
+def _match_rank(node: Node, used: int) -> tuple[int, int, bool, int]:
     return (node.turns, used, not node.children, node.index)
 
 
@@ -428,8 +428,8 @@ class _Divergence:
 
     node: Node
     shared: int
-    theirs: Canonical | None
-    spoken: bool
+    recorded: Canonical | None
+    after_turn: bool
 
 
 def fork_reason(roots: Sequence[Node], match: Match, messages: Sequence[Canonical]) -> str:
@@ -447,25 +447,25 @@ def fork_reason(roots: Sequence[Node], match: Match, messages: Sequence[Canonica
         return "resample"
     if match.why is not None:
         return match.why
-    return _difference(roots, messages, match.key)
+    return _classify_fork(roots, messages, match.key)
 
 
-def _difference(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> str:
-    parting, leaf = _closest(roots, messages, key)
-    mine = messages[parting.shared] if parting.shared < len(messages) else None
-    theirs = parting.theirs
-    if theirs is None and leaf.key != key:
+def _classify_fork(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> str:
+    divergence, leaf = _closest_branch(roots, messages, key)
+    sent = messages[divergence.shared] if divergence.shared < len(messages) else None
+    recorded = divergence.recorded
+    if recorded is None and leaf.key != key:
         return "tools_changed"
-    roles = {each.role for each in (mine, theirs) if each is not None}
+    roles = {message.role for message in (sent, recorded) if message is not None}
     if "system" in roles:
         return "system_changed"
-    if "assistant" in roles and mine is not None and theirs is not None:
-        if mine.role == theirs.role and _differ_in_reasoning(mine, theirs):
+    if "assistant" in roles and sent is not None and recorded is not None:
+        if sent.role == recorded.role and _differ_in_reasoning(sent, recorded):
             return "reasoning_edited"
         return "assistant_edited"
-    if not parting.spoken:
+    if not divergence.after_turn:
         return "restart"
-    if mine is None or (len(messages) < leaf.end and messages[-1].role == "user"):
+    if sent is None or (len(messages) < leaf.end and messages[-1].role == "user"):
         return "rewound"
     return "history_edited"
 
@@ -476,42 +476,42 @@ def _differ_in_reasoning(one: Canonical, other: Canonical) -> bool:
     return equal and one.reasoning.strip() != other.reasoning.strip()
 
 
-def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Divergence, Node]:
+def _closest_branch(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Divergence, Node]:
     """Find the branch with the longest common prefix (then same root key, then most recent)."""
-    partings = list(_divergences(roots, messages))
-    most = max((each.shared, each.node.key == key) for each in partings)
+    divergences = list(_divergences(roots, messages))
+    furthest = max((divergence.shared, divergence.node.key == key) for divergence in divergences)
     ends = [
         (leaf.index, number, leaf)
-        for number, each in enumerate(partings)
-        if (each.shared, each.node.key == key) == most
-        for leaf in _leaves(each.node)
+        for number, divergence in enumerate(divergences)
+        if (divergence.shared, divergence.node.key == key) == furthest
+        for leaf in _leaves(divergence.node)
     ]
-    _, number, leaf = max(ends, key=lambda each: each[:2])
-    return partings[number], leaf
+    _, number, leaf = max(ends, key=lambda branch_end: branch_end[:2])
+    return divergences[number], leaf
 
 
 def _divergences(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[_Divergence]:
     pending = [(root, 0, False) for root in roots]
     while pending:
-        node, start, spoken = pending.pop()
+        node, start, after_turn = pending.pop()
         here = start
-        for mine in node.messages:
-            if here >= len(messages) or not same(mine, messages[here], sampled=node.sampled):
+        for recorded in node.messages:
+            if here >= len(messages) or not same_message(recorded, messages[here], sampled=node.sampled):
                 break
             here += 1
         if here - start < len(node.messages) and not node.may_be_missing:
-            yield _Divergence(node, here, node.messages[here - start], spoken)
+            yield _Divergence(node, here, node.messages[here - start], after_turn)
         elif node.children:
-            pending.extend((child, here, spoken or node.sampled) for child in node.children)
+            pending.extend((child, here, after_turn or node.sampled) for child in node.children)
         else:
-            yield _Divergence(node, here, None, spoken or node.sampled)
+            yield _Divergence(node, here, None, after_turn or node.sampled)
 
 
 def _leaves(node: Node) -> Iterator[Node]:
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each.children:
-            pending.extend(each.children)
+        descendant = pending.pop()
+        if descendant.children:
+            pending.extend(descendant.children)
         else:
-            yield each
+            yield descendant

@@ -1,4 +1,4 @@
-"""Turn records: what restores a turn of a session in another process, beside its ids, which the ledger holds."""
+"""Turn records: with its ids, which the ledger holds, a record restores a turn of a session in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.errors import FormatError, SessionError
 from turnwise.images import MessageMedia
 from turnwise.media_files import MediaPlace, places_of
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
-from turnwise.recorder.tree import NO_IDS, Node, Tree, joined, joined_media
+from turnwise.recorder.tree import NO_IDS, Node, Tree, path_ids, path_media
 from turnwise.types import Completion, FinishReason, Media, TokenIds, ToolSchema
 
 ReadFile = Callable[[str], bytes]
@@ -27,7 +27,7 @@ def canonical_record(message: Canonical) -> dict[str, Any]:
     if message.calls:
         record["calls"] = [[call.id, call.name, call.arguments] for call in message.calls]
     if message.media:
-        record["media"] = [[each.kind, each.digest, each.at] for each in message.media]
+        record["media"] = [[image.kind, image.digest, image.at] for image in message.media]
     return record
 
 
@@ -36,8 +36,8 @@ def read_canonical(record: Mapping[str, Any], files: ReadFile | None = None) -> 
 
     A malformed one raises KeyError, TypeError or ValueError, and a missing image what ``files`` raises.
     """
-    given = {name: record[name] for name in _TEXTS if name in record}
-    message = Canonical(str(record["role"]), str(record["text"]), **given)
+    texts = {name: record[name] for name in _TEXTS if name in record}
+    message = Canonical(str(record["role"]), str(record["text"]), **texts)
     calls = [
         CanonicalCall(name, arguments, canonical_arguments(arguments)[1], call_id)
         for call_id, name, arguments in record.get("calls", ())
@@ -58,25 +58,25 @@ class TurnRecord:
         turn_id: The turn.
         parent: Index of the sampled node before its context; -1 at a root.
         context: Index of its context node.
-        new: Messages of the context where the turn added it; None where it was known.
-        said: The assistant message.
-        forks: Fork reasons of the context (None where it was known) and of the completion.
+        new: Messages of the context if the turn added it; None if the tree had it.
+        message: The assistant message.
+        forks: Fork reasons of the context (None if the tree had it) and of the completion.
         finish_reason: Of the completion.
         temperature: Of the request; None where it is unknown.
         counters: The session's counters after the turn: ``Session.counters``.
         tools: Tools of a new root.
         arguments: Template arguments of a new root.
         rewritten: Turns found rewritten since the turn before.
-        foreign: Call ids of the agent's own, seen since the turn before.
-        extra: What kinds of sessions add.
-        times: When its request was sent and its completion was there, in seconds since 1970.
+        foreign: Call ids that the agent made up, seen since the turn before.
+        extra: Values that the kind of session adds.
+        times: When its request was sent and its completion arrived, in seconds since 1970.
     """
 
     turn_id: str
     parent: int
     context: int
     new: tuple[Canonical, ...] | None
-    said: Canonical
+    message: Canonical
     forks: tuple[str | None, str | None]
     finish_reason: FinishReason
     temperature: float | None
@@ -94,7 +94,7 @@ class TurnRecord:
             "turn": self.turn_id,
             "parent": self.parent,
             "context": self.context,
-            "said": canonical_record(self.said),
+            "said": canonical_record(self.message),
             "finish": self.finish_reason,
             "temperature": self.temperature,
             "counters": self.counters,
@@ -119,13 +119,15 @@ class TurnRecord:
             new = record.get("new")
             context_fork, turn_fork = record.get("forks", (None, None))
             times = record.get("times")
-            tools = [ToolSchema(name, about, json.loads(given)) for name, about, given in record.get("tools", ())]
+            tools = [
+                ToolSchema(name, text, json.loads(parameters)) for name, text, parameters in record.get("tools", ())
+            ]
             return cls(
                 turn_id=str(record["turn"]),
                 parent=int(record["parent"]),
                 context=int(record["context"]),
-                new=None if new is None else tuple(read_canonical(each, files) for each in new),
-                said=read_canonical(record["said"]),
+                new=None if new is None else tuple(read_canonical(message, files) for message in new),
+                message=read_canonical(record["said"]),
                 forks=(context_fork, turn_fork),
                 finish_reason=record["finish"],
                 temperature=record["temperature"],
@@ -153,11 +155,11 @@ def record_of(
 
     Args:
         turn: Its node.
-        changes: Turns found rewritten, and call ids of the agent's own, since the turn before.
+        changes: Turns found rewritten, and call ids that the agent made up, since the turn before.
         counters: The session's, after the turn.
         temperature: Of the request; None where it is unknown.
-        extra: What the session's kind adds.
-        times: When its request was sent and its completion was there, in seconds since 1970.
+        extra: Values that the kind of session adds.
+        times: When its request was sent and its completion arrived, in seconds since 1970.
     """
     context = turn.parent
     assert context is not None
@@ -171,7 +173,7 @@ def record_of(
         parent=-1 if parent is None else parent.index,
         context=context.index,
         new=context.messages if fresh else None,
-        said=turn.messages[0],
+        message=turn.messages[0],
         forks=(context.fork if fresh else None, turn.fork),
         finish_reason=turn.completion.finish_reason,
         temperature=temperature,
@@ -188,7 +190,7 @@ def record_of(
 def find_context(
     record: TurnRecord, tree: Tree, prompt: TokenIds, completion: Completion, session_id: str
 ) -> tuple[Node | None, Node | None, int]:
-    """Return where a recorded turn goes on in the tree of the turns before it.
+    """Return where a recorded turn continues the tree of the turns before it.
 
     Args:
         record: The turn.
@@ -198,7 +200,7 @@ def find_context(
         session_id: For error messages.
 
     Returns:
-        The sampled node before its context (None at a root), the context where it was known, and the number of ids
+        The sampled node before its context (None at a root), its context if the tree has it, and the number of ids
         before the context.
 
     Raises:
@@ -206,49 +208,50 @@ def find_context(
     """
     nodes, new = tree.nodes, record.new
     parent = nodes[record.parent] if 0 <= record.parent < len(nodes) else None
-    before = joined(parent, NO_IDS)
-    token_ids = prompt[len(before) :]
-    known = nodes[record.context] if new is None and 0 <= record.context < len(nodes) else None
+    prefix = path_ids(parent, NO_IDS)
+    token_ids = prompt[len(prefix) :]
+    context = nodes[record.context] if new is None and 0 <= record.context < len(nodes) else None
     if (
         record.turn_id != f"t{tree.turns}"
         or (parent is None) != (record.parent < 0)
         or (parent is not None and not parent.sampled)
-        or not np.array_equal(before, prompt[: len(before)])
+        or not np.array_equal(prefix, prompt[: len(prefix)])
         or (new is not None and record.context != len(nodes))
-        or (new is None and (known is None or known.sampled or not np.array_equal(known.token_ids, token_ids)))
+        or (new is None and (context is None or context.sampled or not np.array_equal(context.token_ids, token_ids)))
         or record.finish_reason != completion.finish_reason
     ):
         raise SessionError(
             f"session {session_id}: turn {record.turn_id} does not continue the {tree.turns} turns before it "
             f"with the call of {len(prompt)} and {len(completion.token_ids)} ids that the ledger has for it"
         )
-    return parent, known, len(before)
+    return parent, context, len(prefix)
 
 
-def placed_media(
-    record: TurnRecord, known: Node | None, before: int, media: Sequence[MediaPlace], session_id: str
+def context_media(
+    record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaPlace], session_id: str
 ) -> tuple[Media, ...]:
     """Return the images of a restored context, with positions in its ids.
 
     Args:
         record: The turn.
-        known: The last node before the context.
-        before: Number of ids before the context.
+        last_node: The last node before the context.
+        prefix_tokens: Number of ids before the context.
         media: Places of all images that the model saw.
         session_id: For error messages.
 
     Raises:
         SessionError: They are not the images of the record.
     """
-    seen = places_of(joined_media(known, ()))
-    files = {each.digest: each for message in record.new or () for each in message.media}
+    seen = places_of(path_media(last_node, ()))
+    files = {image.digest: image for message in record.new or () for image in message.media}
     fresh = media[len(seen) :]
-    if list(media[: len(seen)]) != seen or [each.digest for each in fresh] != [
-        each.digest for message in record.new or () for each in message.media
+    if list(media[: len(seen)]) != seen or [image.digest for image in fresh] != [
+        image.digest for message in record.new or () for image in message.media
     ]:
         raise SessionError(
             f"session {session_id}: turn {record.turn_id} holds other images than the call that the ledger has for it"
         )
     return tuple(
-        Media(files[each.digest].kind, files[each.digest].data, each.position - before, each.length) for each in fresh
+        Media(files[image.digest].kind, files[image.digest].data, image.position - prefix_tokens, image.length)
+        for image in fresh
     )

@@ -180,7 +180,7 @@ class EpisodeSessions:
         if point is None:
             return session.fork((), seed=seed)
         again = point.turn if point.session == name else None
-        return session.fork(point.turns.get(name, ()), again=again, seed=seed)
+        return session.fork(point.turns.get(name, ()), resample=again, seed=seed)
 
     def fork_all(self, episode: Episode, number: int) -> dict[str, Session]:
         """Return forks of an episode's sessions from here, the n-th that its agent makes. Raises AgentError."""

@@ -76,7 +76,7 @@ async def test_ids_go_on_through_an_empty_turn(tmp_path: Path) -> None:
     third = (await session.generate([*start, *first, 4, 5])).completion.token_ids.tolist()
     whole = [*first, 4, 5, *third]
     mask = [1] * len(first) + [0, 0] + [1] * len(third)
-    session.keep([TrainedBranch(start, whole, mask)])
+    session.train_only([TrainedBranch(start, whole, mask)])
     assert session.metrics()["forks"] == 0
     assert all(each.left_out is None for each in session.segments())
     output = TokenOutput([], [], {"role": "assistant", "finish_reason": "length"}, [])

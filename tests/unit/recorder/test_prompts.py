@@ -20,7 +20,7 @@ from turnwise.chat.tokens import Tokens
 from turnwise.errors import BudgetExceeded, PromptTooLong, RenderError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.canonical import canonical_messages
-from turnwise.recorder.prompts import LONG, Prompts, finished, heavy
+from turnwise.recorder.prompts import LONG, Prompts, is_heavy, run_unsuspended
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
@@ -96,9 +96,9 @@ async def test_a_copied_renderer_gives_the_same_ids_and_counts(family: str) -> N
     renderer = renderer_for(family)
     messages = canonical_messages([user(LONG_TEXT)])
     before = renderer.escaped
-    inline = finished(Prompts(threaded=False).whole(renderer, messages, []))
+    inline = run_unsuspended(Prompts(threaded=False).render(renderer, messages, []))
     escaped = renderer.escaped - before
-    threaded = await Prompts(threaded=True).whole(renderer, messages, [])
+    threaded = await Prompts(threaded=True).render(renderer, messages, [])
     assert inline.token_ids is not None
     assert threaded.token_ids is not None
     assert threaded.token_ids.tolist() == inline.token_ids.tolist()
@@ -215,12 +215,12 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_the_text_and_an_interrupt_is_no
 
 
 def test_what_is_heavy() -> None:
-    assert not heavy({"role": "user", "content": "x" * 1000}, user("y"))
-    assert not heavy()
-    assert heavy(*[user("m")] * 10_000)
-    assert heavy({"role": "assistant", "tool_calls": [{"function": {"arguments": "[" + "1," * 100_000 + "1]"}}]})
-    assert heavy(ToolCall("c", "f", {"x": [0] * 30_000}))
-    assert heavy(ToolSchema("f", "d", {"type": "object", "enum": [""] * 30_000}))
+    assert not is_heavy({"role": "user", "content": "x" * 1000}, user("y"))
+    assert not is_heavy()
+    assert is_heavy(*[user("m")] * 10_000)
+    assert is_heavy({"role": "assistant", "tool_calls": [{"function": {"arguments": "[" + "1," * 100_000 + "1]"}}]})
+    assert is_heavy(ToolCall("c", "f", {"x": [0] * 30_000}))
+    assert is_heavy(ToolSchema("f", "d", {"type": "object", "enum": [""] * 30_000}))
 
 
 async def test_large_histories_and_tools_are_reduced_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

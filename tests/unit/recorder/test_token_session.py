@@ -77,7 +77,7 @@ async def test_a_completion_that_is_gone_on_with_as_a_prompt() -> None:
     assert first.message["finish_reason"] == "length"
     await session.generate([C, A, A])
     assert shape(session)[2:] == [(-1, "context", [C, A, A], "continuation"), (2, "sampled", [B, END], None)]
-    session.keep([TrainedBranch([C], [A, A, B, END], [1, 1, 1, 1])])
+    session.train_only([TrainedBranch([C], [A, A, B, END], [1, 1, 1, 1])])
     assert [row.trained_tokens for row in to_samples(kept(session)).rows] == [2, 2]
 
 
@@ -114,7 +114,7 @@ async def test_messages_and_ids_share_a_session() -> None:
     assert session.metrics()["forks"] == 1
     assert [each.parent for each in session.segments()] == [-1, 0, -1, 2, 1, 4, 3, 6]
     # What was said in messages is trained, whatever is kept of the ids.
-    session.keep([TrainedBranch([C], [A, END], [1, 1])])
+    session.train_only([TrainedBranch([C], [A, END], [1, 1])])
     assert [bool(each.left_out) for each in session.segments()] == [False] * 7 + [True]
 
 
@@ -164,7 +164,7 @@ def left_out(session: TokenSession) -> list[tuple[tuple[int, int], ...] | None]:
     ],
 )
 async def test_what_is_not_in_the_account_is_not_trained(talk, branches, expected) -> None:
-    talk.keep([TrainedBranch([C, C], ids, mask) for ids, mask in branches])
+    talk.train_only([TrainedBranch([C, C], ids, mask) for ids, mask in branches])
     assert left_out(talk) == expected
     trained = sum(row.trained_tokens for row in to_samples(kept(talk)).rows)
     assert trained == 7 - sum(end - start for spans in expected for start, end in spans or ())
@@ -185,7 +185,7 @@ async def test_what_is_not_in_the_account_is_not_trained(talk, branches, expecte
 )
 async def test_an_account_that_contradicts_what_was_sampled(talk, prompt, ids, mask, message) -> None:
     with pytest.raises(SessionError) as raised:
-        talk.keep([TrainedBranch(prompt, ids, mask)])
+        talk.train_only([TrainedBranch(prompt, ids, mask)])
     assert message in str(raised.value)
     assert left_out(talk) == [None] * 3
 
@@ -194,9 +194,9 @@ async def test_the_same_answer_twice_is_two_answers() -> None:
     session = scripted([A, END], [A, END], [A, END])
     for _ in range(3):
         await session.generate([C])
-    session.keep([TrainedBranch([C], [A, END], [1, 1])])
+    session.train_only([TrainedBranch([C], [A, END], [1, 1])])
     assert sum(spans is None for spans in left_out(session)) == 1
-    session.keep([TrainedBranch([C], [A, END], [1, 1])] * 3)
+    session.train_only([TrainedBranch([C], [A, END], [1, 1])] * 3)
     assert left_out(session) == [None] * 3
 
 
@@ -207,10 +207,10 @@ async def test_an_answer_that_another_one_begins_with_is_its_own(order, later_is
     session = scripted([A, B, END], [A, B, END])
     for length in lengths:
         await session.generate([C], SamplingParams(max_tokens=length))
-    session.keep([TrainedBranch([C], [A, B, END][: lengths[n]], [1] * lengths[n]) for n in order])
+    session.train_only([TrainedBranch([C], [A, B, END][: lengths[n]], [1] * lengths[n]) for n in order])
     assert left_out(session) == [None, None]
     # The short one alone is the one that ended there, not the beginning of the other.
-    session.keep([TrainedBranch([C], [A], [1])])
+    session.train_only([TrainedBranch([C], [A], [1])])
     assert left_out(session) == [None if length == 1 else ((0, 3),) for length in lengths]
 
 
@@ -218,10 +218,10 @@ async def test_a_cut_answer_leaves_the_longer_ones_to_the_branches_that_go_on() 
     session = scripted([A, B, END], [A, D, END])
     for _ in range(2):
         await session.generate([C])
-    session.keep([TrainedBranch([C], [A], [1]), TrainedBranch([C], [A, D, END], [1, 1, 1])])
+    session.train_only([TrainedBranch([C], [A], [1]), TrainedBranch([C], [A, D, END], [1, 1, 1])])
     assert left_out(session) == [((1, 3),), None]
     # Where the answer is said to be cut twice, it is cut twice: each output has a sampled id of its own.
-    session.keep([TrainedBranch([C], [A], [1])] * 2)
+    session.train_only([TrainedBranch([C], [A], [1])] * 2)
     assert left_out(session) == [((1, 3),)] * 2
 
 
@@ -231,13 +231,13 @@ async def test_an_answer_that_stands_within_another_one_is_its_own() -> None:
     await session.generate([A, B], SamplingParams(max_tokens=1))
     # The agent put an id behind it, with which the ids are those of the first answer.
     within = TrainedBranch([A, B], [B, END], [1, 0])
-    session.keep([within])
+    session.train_only([within])
     assert left_out(session) == [((0, 3),), None]
     for branches in (
         [within, TrainedBranch([A], [B, B, END], [1] * 3)],
         [TrainedBranch([A], [B, B, END], [1] * 3), within],
     ):
-        session.keep(branches)
+        session.train_only(branches)
         assert left_out(session) == [None, None]
 
 
@@ -246,7 +246,7 @@ async def test_branches_of_the_same_ids_are_held_with_what_they_went_on_from() -
     for prompt in ([C], [C], [C, A, END, D], [C, A, END, D]):
         await session.generate(prompt)
     whole = TrainedBranch([C], [A, END, D, B, END], [1, 1, 0, 1, 1])
-    session.keep([whole] * 2)
+    session.train_only([whole] * 2)
     # Both were asked behind the second answer, which is trained once; nobody speaks of the first.
     assert left_out(session) == [((0, 2),), None, None, None]
 
@@ -289,7 +289,8 @@ async def _walk(moves, keep) -> None:
         await ledger.close()
         chosen = [number for number in keep if number < len(branches)]
         if chosen:
-            session.keep([TrainedBranch(branches[n][0], branches[n][1], [1] * len(branches[n][1])) for n in chosen])
+            reported = [(branches[n][0], branches[n][1]) for n in chosen]
+            session.train_only([TrainedBranch(prompt, ids, [1] * len(ids)) for prompt, ids in reported])
         trajectory = Trajectory("s", "e", "g", "t", segments=session.segments())
         report = assert_sound(Path(folder), trajectory)
         assert report.counts["turns equal to a call"] == len(moves)

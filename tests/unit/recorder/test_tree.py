@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.property_tests import examples
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.matching import ToolsKey
-from turnwise.recorder.tree import Node, Sampled, Tree, joined
+from turnwise.recorder.tree import Node, Sampled, Tree, path_ids
 from turnwise.types import Completion
 
 KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))
@@ -68,12 +68,12 @@ def test_the_ids_of_a_path_are_those_of_its_nodes(parents: list[int]) -> None:
         parent = tree.nodes[-1 - chosen // 4] if chosen // 4 < len(tree.nodes) else None
         add(tree, parent, [], ())
     more = np.array([7, 8], np.int32)
-    assert joined(None, more).tolist() == [7, 8]
+    assert path_ids(None, more).tolist() == [7, 8]
     for node in tree.nodes:
         assert node.token_ids.tolist() == [node.index] * (node.index % 4)
         assert node.tokens == len(node.token_ids)
         own = [number for each in node.path() for number in each.token_ids.tolist()]
-        assert joined(node, more).tolist() == [*own, 7, 8]
+        assert path_ids(node, more).tolist() == [*own, 7, 8]
         assert not node.token_ids.flags.writeable
 
 
@@ -89,7 +89,7 @@ def test_a_search_that_goes_on_finds_what_a_search_of_everything_finds(
         # New objects each time: what counts is what they mean.
         messages = [Canonical(each.role, each.text) for each in messages[:kept]]
         messages += [Canonical("user", text) for text in said]
-        turns, whole = tree.deepest(messages, key)
+        turns, whole = tree.find_matches(messages, key)
         expected = found_by_brute_force(tree, messages, key)
         assert ({node.index for node, _ in turns}, None if whole is None else whole.index) == expected
         ranks = [(node.turns, used, not node.children, node.index) for node, used in turns]

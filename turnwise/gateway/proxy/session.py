@@ -229,7 +229,7 @@ class TextSession(Session):
             raise no_tokens()
         if template_args:
             raise SessionError("template_args: a hosted endpoint has no accessible chat template")
-        placed = self._open(messages, tools, params, fork)
+        placed = self._place_request(messages, tools, params, fork)
         try:
             answered = await self._ask(messages, tuple(tools or ()), params or self.params)
         except BaseException as error:  # also a cancellation: the pending turn is withdrawn
@@ -243,7 +243,7 @@ class TextSession(Session):
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PendingRequest:
         """Place a request without recording it. Raises SessionError, or BudgetExceeded at a limit."""
-        return self._open(messages, tools, None, None)
+        return self._place_request(messages, tools, None, None)
 
     def commit(
         self, placed: PendingRequest, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
@@ -292,7 +292,7 @@ class TextSession(Session):
         # Requests that were not answered used up no turn.
         self._requests = self._tree.turns
 
-    def _placed_again(
+    def _restored_media(
         self,
         record: TurnRecord,
         known: Node | None,  # noqa: ARG002 - no ids, no places
@@ -327,14 +327,14 @@ class TextSession(Session):
         """Return None: the context length is unknown."""
         return None
 
-    def fork(self, turns: Sequence[str] | None = None, *, again: str | None = None, seed: int | None = None) -> Self:
+    def fork(self, turns: Sequence[str] | None = None, *, resample: str | None = None, seed: int | None = None) -> Self:
         """Return a session that begins anew in the same tree; see :meth:`Session.fork`.
 
         Raises:
             SessionError: Turns are to be given again, or a conversation goes on in both: what an endpoint was asked
                 cannot be compared by ids.
         """
-        made = super().fork(turns, again=again, seed=seed)
+        made = super().fork(turns, resample=resample, seed=seed)
         made._history, made._used = History(made._recognise), 0
         return made
 
@@ -348,9 +348,9 @@ class TextSession(Session):
             return None
         return self._echoes.recognise(ids, message)
 
-    def _limited(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
+    def _limit_params(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         size = len(prompt.token_ids)
-        token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, wanted=None)
+        token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, requested=None)
         return params
 
     def _use(self, placed: PendingRequest, usage: Usage) -> None:
