@@ -130,7 +130,8 @@ def make_batches(rows: int = ROWS, length: int = LENGTH) -> list[Any]:
     """Return the micro-batches of a step: rows of random ids, each a micro-batch of its own."""
     import numpy as np
 
-    from turnwise.trainer.batch.packing import TrainRow, pack
+    from turnwise.trainer.batch.packing import pack
+    from turnwise.trainer.core import TrainRow
     from turnwise.trajectory import TrainSample
 
     random, mask = np.random.default_rng(0), np.arange(length) >= length // 4
@@ -155,7 +156,7 @@ def make_batches(rows: int = ROWS, length: int = LENGTH) -> list[Any]:
 
 def step(learner: Any, batches: list[Any]) -> float:
     """Take one optimizer step; return its wall seconds."""
-    from turnwise.trainer.algorithms.objectives import PolicyObjective
+    from turnwise.trainer.learn.objectives import PolicyObjective
 
     started = time.perf_counter()
     learner.forward_backward(batches, PolicyObjective(), float(sum(each.tokens for each in batches)))

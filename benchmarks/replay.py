@@ -31,7 +31,8 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import TrainRow
 from turnwise.trajectory import Segment, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES as TRAJECTORIES_FILE
 

@@ -15,10 +15,11 @@ from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.core import TrainRow
 from turnwise.trajectory import TrainSample
 
 MEMBERS = 8

@@ -29,8 +29,9 @@ from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trajectory import Segment, TrainSample, to_samples
 from turnwise.types import ToolCall, as_ids

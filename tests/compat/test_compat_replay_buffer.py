@@ -20,7 +20,7 @@ from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
 from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks import Task
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 

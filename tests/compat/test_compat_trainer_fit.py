@@ -107,6 +107,6 @@ async def test_an_algorithm_of_ones_own_in_a_running_event_loop(settings: dict[s
 
 
 def turnwise_audit(run: Path) -> Any:
-    from turnwise.trainer.observe.audit import audit_run
+    from turnwise.trainer.run.audit import audit_run
 
     return audit_run(run, recompute=False, console=silent())

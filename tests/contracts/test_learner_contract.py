@@ -14,8 +14,8 @@ import torch
 
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from support.trainer.ranks import pair_of_ranks
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner
 from turnwise.trainer.learn.rank_processes import RankProcesses

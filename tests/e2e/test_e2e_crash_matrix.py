@@ -19,7 +19,7 @@ from turnwise.errors import FormatError
 from turnwise.rollout.journal.state import seal
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 

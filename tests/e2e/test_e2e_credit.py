@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.trainer.lookup_run import lines, silent, train_config
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory
 

@@ -14,7 +14,7 @@ from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, lines, silent, take_warm, train_config
 from turnwise.cli import app
 from turnwise.config import dump_config
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 

@@ -16,9 +16,9 @@ from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.runner import run_eval
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
 DISTILL = EXAMPLE.parent / "objectives" / "distill.yaml"

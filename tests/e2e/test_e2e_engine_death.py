@@ -28,7 +28,7 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.recorder.ledger import read_ledger
 from turnwise.trainer.loops.modes import train_sync
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.run import TrainRun, open_run
 from turnwise.trajectory_file import read_trajectories
 from turnwise.types import SamplingParams, TokenPrompt, as_ids

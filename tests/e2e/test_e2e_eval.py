@@ -13,7 +13,7 @@ import pytest
 from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
 from turnwise import read_run
 from turnwise.evaluation.comparison import compare, read_scores
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 

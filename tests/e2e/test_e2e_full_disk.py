@@ -13,7 +13,7 @@ import pytest
 from support.trainer.lookup_run import DEADLINE_S, Turnwise, silent, train_config
 from turnwise.config import dump_config
 from turnwise.rollout.journal.state import read_journal
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 
 MB = 2**20
 ROOM = 100 * 1024

@@ -26,7 +26,7 @@ from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
 from turnwise.recorder.ledger import read_ledger
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory_file import read_trajectories
 
 pytestmark = pytest.mark.long

@@ -19,7 +19,7 @@ from turnwise.rollout.journal.state import read_journal
 from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
 

@@ -13,7 +13,7 @@ from support.rollout.custom_managers import EXAMPLE
 from support.trainer.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from turnwise.errors import TrainError
 from turnwise.rollout.records import read_batches
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 

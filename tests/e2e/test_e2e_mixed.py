@@ -12,7 +12,7 @@ import pytest
 from support.trainer.lookup_run import lines, shared, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 
 STEPS = 6

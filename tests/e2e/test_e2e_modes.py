@@ -22,8 +22,8 @@ from turnwise.errors import ConfigError, TrainError
 from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.timeline import Span, read_timeline
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.run import open_run

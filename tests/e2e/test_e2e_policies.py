@@ -17,8 +17,8 @@ from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import export_model, run_train, train

@@ -12,7 +12,7 @@ import pytest
 from support.rollout.remote_runs import make_key, remote_rollout, runner
 from support.trainer.lookup_run import GROUPS, MEMBERS, lines, silent, train_config, training, wait_until
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory_file import read_trajectories
 
 

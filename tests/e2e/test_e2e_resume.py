@@ -32,7 +32,7 @@ from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, FormatError, TrainError, TurnwiseError
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.loops.modes import train_sync
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import capture_rng
 from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.run import open_run

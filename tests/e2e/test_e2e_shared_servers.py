@@ -14,7 +14,7 @@ from support.trainer.policies_run import MODES, ROLES, solver_and_critic
 from turnwise.errors import ConfigError
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.plan import dry_run
 from turnwise.trainer.run.run import open_run

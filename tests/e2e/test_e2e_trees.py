@@ -15,8 +15,8 @@ from support.trainer.lookup_run import environment, kill_at_random_moments, line
 from turnwise.agents import Episode, rollout, within_budget
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory, branch_paths
 from turnwise.trajectory_file import read_trajectories

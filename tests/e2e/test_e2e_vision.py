@@ -24,8 +24,9 @@ from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.recorder.session import SessionLimits
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trajectory import TrainSample, Trajectory, to_samples
 from turnwise.types import Media

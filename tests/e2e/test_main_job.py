@@ -26,8 +26,8 @@ from support.trainer.ranks import pair_of_ranks
 from turnwise.config import load_config
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.batch.experience import build_experience, collect
-from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.learn.update import update_policy

@@ -12,9 +12,10 @@ import transformers
 
 from support.engine.gpu import DEVICE, MARKS, ON_DEVICE
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy

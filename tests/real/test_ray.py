@@ -37,7 +37,7 @@ from support.trainer.lookup_run import (
 from turnwise.config import dump_config, load_config
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trajectory import branch_paths
 from turnwise.trajectory_file import read_trajectories

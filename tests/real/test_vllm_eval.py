@@ -12,7 +12,7 @@ import torch
 
 from support.trainer.lookup_run import Turnwise, lines, silent
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 

@@ -25,7 +25,7 @@ from support.trainer.lookup_run import (
     training,
     wait_until,
 )
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory_file import read_trajectories
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]

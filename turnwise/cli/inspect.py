@@ -106,7 +106,7 @@ def audit(
     ] = 256,
 ) -> None:
     """Verify from a run's files that tokens were recorded and trained exactly; exit 1 on a contradiction."""
-    from turnwise.trainer.observe.audit import audit_run
+    from turnwise.trainer.run.audit import audit_run
 
     if not audit_run(run, recompute=recompute, at_most=at_most).sound:
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from turnwise.engine.accelerator import chosen, memory_bytes, on_cpu
-from turnwise.errors import ConfigError
+from turnwise.errors import CheckpointError, ConfigError, FormatError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import AUTO, CPU
@@ -182,3 +182,21 @@ def served_dtype_warning(path: Path, config: InferenceConfig) -> str | None:
     """Return a warning about a data type that the servers' processor emulates, without loading torch."""
     on_gpu = _NVIDIA.exists() if config.device == AUTO else config.device != CPU
     return None if on_gpu else emulation_warning("inference.dtype", config.dtype, model_size(path))
+
+
+def serves_float32(directory: Path, dtype: str) -> bool:
+    """Return whether a server launched with a model directory computes in float32; ``dtype`` is ``inference.dtype``.
+
+    Raises:
+        CheckpointError: Its settings cannot be read.
+    """
+    from turnwise.engine.lora import model_under
+
+    if dtype != "auto":
+        return dtype == "float32"
+    try:
+        file = model_under(directory) / "config.json"
+        saved = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    except (orjson.JSONDecodeError, FormatError) as error:
+        raise CheckpointError(f"the settings of {directory} cannot be read: {error}") from error
+    return saved.get("dtype", saved.get("torch_dtype")) in (None, "float32")

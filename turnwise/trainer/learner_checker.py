@@ -15,9 +15,10 @@ from torch import Tensor
 
 from turnwise.engine.weights import read_weights, write_weights
 from turnwise.errors import TurnwiseError
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
-from turnwise.trainer.batch.packing import SHORTEST_SHARED, TrainRow, pack
+from turnwise.trainer.batch.packing import SHORTEST_SHARED, pack
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.model.policy import load_model
 from turnwise.trajectory import TrainSample
 

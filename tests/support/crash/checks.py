@@ -14,7 +14,7 @@ from pathlib import Path
 from support.trainer.lookup_run import GROUPS, MEMBERS, silent
 from turnwise.rollout.journal.state import read_journal
 from turnwise.rollout.records import Batches, read_batches
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory_file import read_trajectories
 
 Member = tuple[str, int]

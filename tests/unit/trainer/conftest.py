@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.core import TrainRow
 from turnwise.trajectory import TrainSample
 
 VOCABULARY = 61

@@ -20,7 +20,7 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.records import BatchWriter
-from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TrajectoryWriter

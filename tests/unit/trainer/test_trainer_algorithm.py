@@ -16,9 +16,10 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CREDITS, AnchorState
 from turnwise.trainer.algorithms.losses import LOSSES
 from turnwise.trainer.algorithms.losses.core import LossAggregation, weigh
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy

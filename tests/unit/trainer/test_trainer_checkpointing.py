@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.model.policy import Policy, load_model
 
 Row = Callable[..., TrainRow]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.algorithms.gap import GapWatch, describe_gap, gap_record
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.gap import GapWatch, describe_gap, gap_record
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
 from turnwise.trainer.observe.warnings import RULES, Diagnostics, TrainingWarning, Warner, WarningContext, find_warnings
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples

@@ -19,11 +19,12 @@ from support.processes.warm import run_command
 from support.trainer.lookup_run import environment
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BestConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.run.train import export_model
 

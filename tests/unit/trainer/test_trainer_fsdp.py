@@ -21,20 +21,21 @@ from support.trainer.ranks import WarmRanks, pair_of_ranks
 from turnwise.engine.weights import WeightStream, read_weights, write_weights
 from turnwise.errors import CheckpointError, RankDied, TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLConfig
 from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, Objective, PolicyObjective
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.critic import Critic, EngineCritic, TorchCritic
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal, loads_at_once
 from turnwise.trainer.learn.learner import Learner, check_engine, open_learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective, Objective, PolicyObjective
 from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.learn.reference import open_reference
 from turnwise.trainer.learn.update import update_policy
-from turnwise.trainer.model.critic import Critic, EngineCritic, TorchCritic
-from turnwise.trainer.model.reference import open_reference
-from turnwise.trainer.observe.gap import GapWatch
 from turnwise.trajectory import TrainSample
 
 LENGTHS = (31, 9, 14, 6, 11, 7, 22)

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from support.property_tests import examples
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.model.policy import TokenScores
-from turnwise.trainer.observe.metrics import checked, meaning, update_metrics
+from turnwise.trainer.observe.metrics import checked, meaning
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]

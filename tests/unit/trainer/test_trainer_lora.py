@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM
 from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.engine.batching.kv_cache import KVPool
+from turnwise.engine.capacity import serves_float32
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
 from turnwise.errors import CheckpointError, FormatError, TrainError
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.model.policy import load_model, try_adapters
-from turnwise.trainer.observe.audit import is_float32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -221,6 +222,6 @@ def test_what_a_server_computes_in_is_decided_by_the_model_under_the_adapter(
     trained(learner_of(half), rows, 1).save(tmp_path / "saved")
     assert model_under(tmp_path / "saved") == half
     assert CausalLM(tmp_path / "saved").dtype == torch.bfloat16
-    assert [is_float32(each, "auto") for each in (base, half, tmp_path / "saved")] == [True, False, False]
-    assert is_float32(half, "float32")
-    assert not is_float32(base, "bfloat16")
+    assert [serves_float32(each, "auto") for each in (base, half, tmp_path / "saved")] == [True, False, False]
+    assert serves_float32(half, "float32")
+    assert not serves_float32(base, "bfloat16")

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrainError
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import TrainRow
 from turnwise.trajectory import TrainSample
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from support.property_tests import examples
 from turnwise.errors import TrainError
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.model import policy as policy_module
 from turnwise.trainer.model.chunked_logprobs import score_states
 from turnwise.trainer.model.policy import Policy, load_model

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.fsdp_rank import RankModel
 from turnwise.trainer.learn.optim import OptimizerSet
 from turnwise.trainer.learn.rank_processes import Sharding

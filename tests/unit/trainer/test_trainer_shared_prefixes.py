@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from support.property_tests import examples
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LossSums
-from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch import packing as prefix_tree
-from turnwise.trainer.batch.packing import MicroBatch, PrefixTree, TrainRow, pack
+from turnwise.trainer.batch.packing import PrefixTree, pack
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model

@@ -10,9 +10,10 @@ import torch
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import minibatches, update_policy
 

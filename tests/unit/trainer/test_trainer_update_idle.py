@@ -10,10 +10,11 @@ import torch
 
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import TrainRow
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 

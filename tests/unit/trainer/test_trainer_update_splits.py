@@ -12,9 +12,9 @@ from torch import Tensor
 
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LOSSES
-from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy

@@ -13,9 +13,11 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
-from turnwise.trainer.batch.packing import MicroBatch, pack
-from turnwise.trainer.batch.value_targets import critic_values, token_rewards
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.batch.value_targets import token_rewards
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.learn.critic import critic_values
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason

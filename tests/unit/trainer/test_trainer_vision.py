@@ -15,8 +15,9 @@ from support.engine.tiny_vlm import FAMILIES, SETS, Runner, image, prompt, visio
 from turnwise.chat.processor import load_processor
 from turnwise.engine.batching.batch_state import Output
 from turnwise.errors import TrainError
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.fsdp_learner import check_sharding
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.model.policy import Policy, load_model

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
-from turnwise.trainer.algorithms.rewards import RowKey
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.core import RowKey, TrainRow
 
 Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
@@ -189,8 +188,8 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
     """
     trained_rows = [row for row in rows if row.sample.trained_tokens]
     if not trained_rows:
-        return Corrected(list(rows), {_key(row): torch.zeros(0, dtype=torch.bool) for row in rows}, {})
-    mine = torch.cat([trainer[_key(row)] for row in trained_rows])
+        return Corrected(list(rows), {row.sample.key: torch.zeros(0, dtype=torch.bool) for row in rows}, {})
+    mine = torch.cat([trainer[row.sample.key] for row in trained_rows])
     theirs = torch.cat([torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in trained_rows])
     spans: dict[str, Tensor] = {
         level: span_indices(trained_rows, level) for level in ("token", "turn", "sequence", "trajectory")
@@ -221,10 +220,11 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
     }
     sizes = [row.sample.trained_tokens for row in trained_rows]
     parts = zip(trained_rows, torch.split(weights, sizes), torch.split(~out, sizes), strict=True)
-    found = {_key(row): (weight, keep) for row, weight, keep in parts}
+    by_row = {row.sample.key: (weight, keep) for row, weight, keep in parts}
+    untrained = torch.zeros(0, dtype=torch.bool)
     return Corrected(
-        [_applied(row, *found[_key(row)]) if _key(row) in found else row for row in rows],
-        {_key(row): found[_key(row)][1] if _key(row) in found else torch.zeros(0, dtype=torch.bool) for row in rows},
+        [_applied(row, *by_row[row.sample.key]) if row.sample.key in by_row else row for row in rows],
+        {row.sample.key: by_row[row.sample.key][1] if row.sample.key in by_row else untrained for row in rows},
         metrics,
     )
 
@@ -249,7 +249,3 @@ def _applied(row: TrainRow, weights: Tensor, keep: Tensor) -> TrainRow:
     mask = row.sample.loss_mask.copy()
     mask[places] = keep.numpy()
     return replace(row, sample=replace(row.sample, loss_mask=mask), importance=importance)
-
-
-def _key(row: TrainRow) -> RowKey:
-    return row.sample.trajectory_id, row.sample.leaf

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnwise.config import ConfigPath
 from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, LossSums
-from turnwise.trainer.algorithms.rewards import RowKey
+from turnwise.trainer.core import RowKey
 
 MAX_K3 = 10.0
 """k3 grows exponentially where the policy has all but given up a token that the reference likes."""

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
+from turnwise.trainer.core import RowKey
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, branch_paths
 from turnwise.types import RewardEvent
-
-RowKey = tuple[str, int]
-"""Key of a row within a step: trajectory id and leaf."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
-from turnwise.trainer.algorithms.rewards import RowKey, greedy_rewards, step_rewards, with_penalties, without_baseline
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.algorithms.rewards import greedy_rewards, step_rewards, with_penalties, without_baseline
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
+from turnwise.trainer.core import RowKey, TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
 
@@ -108,7 +108,7 @@ def build_experience(
     3. ``trainer/algorithms/rewards.py``: ``step_rewards``, rewards in total, by turn and by name.
     4. ``trainer/algorithms/credit.py``: ``assign_credit``, the quantities to compare.
     5. ``trainer/algorithms/advantages.py``: ``estimate_advantages``, comparison within groups or over the batch.
-    6. ``trainer/batch/packing.py``: ``TrainRow``, a row with its advantage.
+    6. ``trainer/core.py``: ``TrainRow``, a row with its advantage.
 
     With a critic, ``trainer/batch/value_targets.py`` replaces 4 and 5, and reads its ``values`` per trajectory. A
     trajectory counts once in its group (``Trajectory.group_id``), whatever its number of branches (rows).

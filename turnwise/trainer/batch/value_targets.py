@@ -7,7 +7,7 @@ trajectory; each is valued in the row that owns it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,9 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.gae import TokenAdvantages
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.algorithms.rewards import RowKey, StepRewards, WayRewards
-from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.model.critic import Critic
-from turnwise.trajectory import TrainSample, Trajectory
+from turnwise.trainer.algorithms.rewards import StepRewards, WayRewards
+from turnwise.trainer.core import RowKey, TrainRow
+from turnwise.trajectory import TrainSample
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,42 +35,6 @@ class TrajectoryValues:
 
     values: list[Floats]
     last_value: float | None = None
-
-
-def critic_values(
-    critic: Critic | None,
-    trajectories: Sequence[Trajectory],
-    samples: Sequence[Sequence[TrainSample]],
-    batch: BatchConfig,
-) -> list[TrajectoryValues] | None:
-    """Return the critic's values of the rows before any update; None without a critic."""
-    if critic is None:
-        return None
-    ends = [
-        _open_end(trajectory, own) if trajectory.stop_reason in critic.bootstrap else -1
-        for trajectory, own in zip(trajectories, samples, strict=True)
-    ]
-    rows = [
-        TrainRow(_one_longer(sample) if number == end else sample)
-        for own, end in zip(samples, ends, strict=True)
-        for number, sample in enumerate(own)
-    ]
-    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
-    by_row: dict[int, Floats] = {}
-    for micro, values in zip(batches, critic.values(batches), strict=True):
-        parts = torch.split(values.float().cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
-        by_row |= {index: part.numpy() for index, part in zip(micro.rows, parts, strict=True)}
-    numbers = iter(range(len(rows)))
-    found: list[TrajectoryValues] = []
-    for own, end in zip(samples, ends, strict=True):
-        of_rows = [by_row[next(numbers)] for _ in own]
-        if end < 0:
-            found.append(TrajectoryValues(of_rows))
-            continue
-        last_value = float(of_rows[end][-1])
-        of_rows[end] = of_rows[end][:-1]
-        found.append(TrajectoryValues(of_rows, last_value))
-    return found
 
 
 def value_rows(
@@ -173,30 +135,6 @@ class _TokenOrder:
             row[sample.loss_mask] = laid[start : (start := start + sample.trained_tokens)]
             rows.append(row)
         return rows
-
-
-def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
-    """Return the row of the last turn with ids, or -1 where it was cut off."""
-    turns = [segment for segment in trajectory.segments if segment.sampled]
-    last = max((number for number, turn in enumerate(turns) if len(turn.token_ids)), default=-1)
-    for number, sample in enumerate(samples):
-        whole = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
-        # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
-        if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
-            return number
-    return -1
-
-
-def _one_longer(sample: TrainSample) -> TrainSample:
-    """Append a dummy token, whose value is that of the state after the row."""
-    return replace(
-        sample,
-        input_ids=np.append(sample.input_ids, sample.input_ids[-1:]),
-        loss_mask=np.append(sample.loss_mask, True),
-        rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(0)),
-        weight_versions=np.append(sample.weight_versions, np.int32(-1)),
-        turn_ids=np.append(sample.turn_ids, np.int32(-1)),
-    )
 
 
 def _critic_metrics(

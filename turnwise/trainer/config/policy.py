@@ -138,7 +138,7 @@ class ScheduleConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of ``algorithm.advantage: gae`` (``trainer/model/critic.py``).
+    """The critic of ``algorithm.advantage: gae`` (``trainer/learn/critic.py``).
 
     Attributes:
         kind: ``own``, a separate model; or ``shared``, a value head on the policy's model, whose loss is added to the

@@ -22,14 +22,14 @@ from turnwise.engine.weights import WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import AUTO, CPU
-from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
-from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
+from turnwise.trainer.learn.objectives import Objective, PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import check_ids, sequence_obstacle, takes_images
-from turnwise.trainer.observe.gap import GapWatch
 
 Ranks = Annotated[int, Field(ge=1)]
 

@@ -31,10 +31,11 @@ from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.placement.devices import CPU
-from turnwise.trainer.algorithms.objectives import Objective, PolicyObjective
-from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Stats, StepResult
+from turnwise.trainer.learn.objectives import Objective, PolicyObjective
 from turnwise.trainer.learn.rank_processes import (
     Call,
     ModelFacts,
@@ -52,10 +53,9 @@ from turnwise.trainer.learn.torch_learner import (
     TorchLearner,
     return_freed_memory,
 )
-from turnwise.trainer.model.critic import HEAD_FILE, ValueHead, ValueModel, read_head
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
-from turnwise.trainer.observe.gap import GapWatch
+from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, read_head
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""

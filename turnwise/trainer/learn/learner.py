@@ -16,10 +16,10 @@ from torch import Tensor
 from turnwise.errors import RegistryError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.plugins import load_object, register_entry
-from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.learn.objectives import Objective
 
 
 @dataclass(slots=True)

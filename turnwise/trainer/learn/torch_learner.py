@@ -20,10 +20,10 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.objectives import Objective
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.learn.objectives import Objective
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
 
@@ -215,7 +215,7 @@ class TorchLearner(Learner):
             return [self.policy.forward(batch).logprobs for batch in batches]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the state values before each trained token, where a critic shares this model (``model/critic.py``)."""
+        """Return the state values before each trained token, where a critic shares this model (``learn/critic.py``)."""
         if self.policy.value_head is None:
             return super().values(batches)
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,17 +15,16 @@ from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.correction import correct
+from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLTerm
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.algorithms.rewards import RowKey
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
+from turnwise.trainer.learn.critic import Critic
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
-from turnwise.trainer.model.critic import Critic
-from turnwise.trainer.observe.gap import GapWatch
-from turnwise.trainer.observe.metrics import update_metrics
+from turnwise.trainer.learn.objectives import PolicyObjective
 
 
 def update_policy(
@@ -47,7 +47,7 @@ def update_policy(
     before each optimizer step; ``seed`` decides the split into minibatches.
 
     Returns:
-        Metrics of :func:`turnwise.trainer.observe.metrics.update_metrics`.
+        Metrics of :func:`update_metrics`.
     """
     objective = PolicyObjective.of(algorithm, kl)
     select = algorithm.chosen_selection()
@@ -96,7 +96,7 @@ def _fill(
     selected: Mapping[RowKey, Tensor],
 ) -> None:
     """Add the tensors that are known by row to a micro-batch."""
-    keys = [_key(rows[index]) for index in micro.rows]
+    keys = [rows[index].sample.key for index in micro.rows]
     if old is not None:
         micro.old_logprobs = torch.cat([old[key] for key in keys])
     if reference is not None:
@@ -138,7 +138,7 @@ def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmCon
         own = {key: logprobs[kept[key]] for key, logprobs in own.items()}
         rows, metrics = corrected.rows, corrected.metrics
     if algorithm.old_logprobs == "rollout":
-        own = {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+        own = {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
     return _Prepared(rows, own, metrics, kept)
 
 
@@ -153,10 +153,10 @@ def select_tokens(
     for row in trained:
         mask = row.sample.loss_mask
         advantages.append(np.broadcast_to(np.asarray(row.advantage, np.float32), mask.shape)[mask])
-    logprobs = torch.cat([old[_key(row)] for row in trained])
+    logprobs = torch.cat([old[row.sample.key] for row in trained])
     selected: Tensor = select(logprobs, torch.from_numpy(np.concatenate(advantages)), seed=seed)
     parts = torch.split(selected, [row.sample.trained_tokens for row in trained])
-    return {_key(row): part for row, part in zip(trained, parts, strict=True)}
+    return {row.sample.key: part for row, part in zip(trained, parts, strict=True)}
 
 
 def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:
@@ -198,10 +198,47 @@ def recompute_logprobs(learner: Scorer, rows: Sequence[TrainRow], batch: BatchCo
         start = 0
         for index in micro.rows:
             end = start + rows[index].sample.trained_tokens
-            found[_key(rows[index])] = scores[start:end].cpu()
+            found[rows[index].sample.key] = scores[start:end].cpu()
             start = end
     return found
 
 
-def _key(row: TrainRow) -> RowKey:
-    return row.sample.trajectory_id, row.sample.leaf
+_NAMED = {"kl": "kl/value"}
+"""Means over the updates that bear another name than ``train/NAME``."""
+
+_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
+
+
+def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:
+    """Combine the statistics of a step's updates, in order.
+
+    Means (the loss among them) are weighted by trained tokens, maxima maximised. The gap between trainer and rollout is
+    that of the first update, the only one with the weights that sampled.
+    """
+    done = [result for _, result in updates if result.skipped is None]
+    tokens = sum(stats.tokens for stats, _ in updates)
+    metrics = {
+        "train/tokens": float(tokens),
+        "train/updates": float(len(done)),
+        "train/skipped_updates": float(len(updates) - len(done)),
+    }
+    bad = sum(result.skipped == "non_finite" for _, result in updates)
+    if bad:
+        metrics["train/non_finite_updates"] = float(bad)
+    if done:
+        metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
+    if updates:
+        metrics |= {f"lr/{name}": rate for name, rate in updates[-1][1].learning_rates.items()}
+    trained = [stats for stats, _ in updates if stats.tokens]
+    for number, stats in enumerate(trained):
+        for name, value in {"loss": stats.loss, **stats.means}.items():
+            if name not in _GAP:
+                shown = _NAMED.get(name, f"train/{name}")
+                metrics[shown] = metrics.get(shown, 0.0) + value * stats.tokens / tokens
+        for name, value in stats.maxima.items():
+            if name not in _GAP:
+                metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
+        if number == 0:
+            found = {**stats.means, **stats.maxima}
+            metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
+    return metrics

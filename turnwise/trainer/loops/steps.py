@@ -16,14 +16,14 @@ import torch
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.setup import make_admission
+from turnwise.trainer.algorithms.gap import Gaps, GapWatch
 from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
-from turnwise.trainer.batch.packing import TrainRow
-from turnwise.trainer.batch.value_targets import critic_values
 from turnwise.trainer.config.train import Mode
+from turnwise.trainer.core import TrainRow
+from turnwise.trainer.learn.critic import critic_values
 from turnwise.trainer.learn.distill import distilled
 from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.learn.update import update_policy
-from turnwise.trainer.observe.gap import Gaps, GapWatch
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.policies import TrainedPolicy

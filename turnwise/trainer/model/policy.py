@@ -25,8 +25,8 @@ from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmb
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
@@ -96,7 +96,7 @@ class Policy:
         model: The model.
         source: The directory that it was loaded from.
         value_head: Maps states of shape [N, hidden] to values of shape [N], where a critic shares this model
-            (``model/critic.py`` trains and saves it). Not part of the model's weights.
+            (``learn/critic.py`` trains and saves it). Not part of the model's weights.
         sequence: The ranks that share the tokens of each micro-batch; None where one rank computes them all.
         vision: The model's vision tower; None where it takes text only.
     """

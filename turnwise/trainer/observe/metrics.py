@@ -12,8 +12,7 @@ from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     # They bring torch, without which the metrics of a finished run are read.
-    from turnwise.trainer.batch.packing import TrainRow
-    from turnwise.trainer.learn.learner import Stats, StepResult
+    from turnwise.trainer.core import TrainRow
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the trajectories of the step",
@@ -146,46 +145,6 @@ METRICS: dict[str, str] = {
 
 GB = 1e9
 """Bytes of a gigabyte."""
-
-_NAMED = {"kl": "kl/value"}
-"""Means over the updates that bear another name than ``train/NAME``."""
-
-_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
-
-
-def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:
-    """Combine the statistics of a step's updates, in order.
-
-    Means (the loss among them) are weighted by trained tokens, maxima maximised. The gap between trainer and rollout is
-    that of the first update, the only one with the weights that sampled.
-    """
-    done = [result for _, result in updates if result.skipped is None]
-    tokens = sum(stats.tokens for stats, _ in updates)
-    metrics = {
-        "train/tokens": float(tokens),
-        "train/updates": float(len(done)),
-        "train/skipped_updates": float(len(updates) - len(done)),
-    }
-    bad = sum(result.skipped == "non_finite" for _, result in updates)
-    if bad:
-        metrics["train/non_finite_updates"] = float(bad)
-    if done:
-        metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
-    if updates:
-        metrics |= {f"lr/{name}": rate for name, rate in updates[-1][1].learning_rates.items()}
-    trained = [stats for stats, _ in updates if stats.tokens]
-    for number, stats in enumerate(trained):
-        for name, value in {"loss": stats.loss, **stats.means}.items():
-            if name not in _GAP:
-                shown = _NAMED.get(name, f"train/{name}")
-                metrics[shown] = metrics.get(shown, 0.0) + value * stats.tokens / tokens
-        for name, value in stats.maxima.items():
-            if name not in _GAP:
-                metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
-        if number == 0:
-            found = {**stats.means, **stats.maxima}
-            metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
-    return metrics
 
 
 def memory_metrics(trainer: MemoryUse, servers: Sequence[MemoryUse | None]) -> dict[str, float]:

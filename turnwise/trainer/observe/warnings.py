@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
+from turnwise.engine.capacity import serves_float32
 from turnwise.model.core import Renderer
 from turnwise.tools.response import UNKNOWN_TOOL
+from turnwise.trainer.algorithms.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.audit import is_float32
-from turnwise.trainer.observe.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.observe.run_log import JSONLLogger
 from turnwise.trajectory import WHY_UNFORKED, TrajectoryGroup
 
@@ -307,7 +307,7 @@ class _Diagnosed:
     @classmethod
     def of(cls, config: TrainConfig, renderer: Renderer) -> Self:
         model = config.policy.model
-        exact = model.compute_dtype == "float32" and is_float32(model.path, config.inference.dtype)
+        exact = model.compute_dtype == "float32" and serves_float32(model.path, config.inference.dtype)
         return cls(renderer, Warner(), exact, config.algorithm.advantage not in _NO_GROUPS)
 
 

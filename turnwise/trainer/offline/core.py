@@ -21,12 +21,13 @@ from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.recorder.branches import branch_trajectories
-from turnwise.trainer.algorithms.objectives import Objective
-from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.objectives import Objective
+from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.observe.loggers import LoggedRun
-from turnwise.trainer.observe.metrics import checked, update_metrics
+from turnwise.trainer.observe.metrics import checked
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trajectory import Trajectory, messages_of

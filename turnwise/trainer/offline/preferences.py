@@ -13,7 +13,8 @@ from torch import Tensor
 from turnwise.errors import SessionError, TaskError, TrainError
 from turnwise.inference.scripted import replay
 from turnwise.model.core import Renderer
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.offline.core import json_lines
 from turnwise.trajectory import TrainSample, Trajectory, to_samples
 from turnwise.types import Message, ToolSchema

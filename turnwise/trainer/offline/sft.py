@@ -9,10 +9,11 @@ from rich.console import Console
 from turnwise.errors import TrainError
 from turnwise.model.core import Renderer
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.offline.core import (
     Batch,
     DisplayLayout,

@@ -36,9 +36,9 @@ from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import check_engine
+from turnwise.trainer.learn.reference import reference_path
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import try_adapters
-from turnwise.trainer.model.reference import reference_path
 from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, policy_folder

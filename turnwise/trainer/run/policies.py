@@ -18,10 +18,10 @@ from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.critic import Critic
 from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.learn.learner import Learner, open_learner
-from turnwise.trainer.model.critic import Critic
-from turnwise.trainer.model.reference import KLGuard
+from turnwise.trainer.learn.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
 from turnwise.trainer.weight_sync import WeightWriter, open_transport
 

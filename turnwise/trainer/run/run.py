@@ -34,9 +34,9 @@ from turnwise.rollout.preflight import check_room
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks.core import Task
+from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
-from turnwise.trainer.observe.gap import Gaps
 from turnwise.trainer.observe.metrics import checked, figures, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.core import TrainRow
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude before they are exponentiated: exp(20) is 4.9e8, finite in float32."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,8 @@ from rich.text import Text
 
 from turnwise.agents.roles import MAIN
 from turnwise.config import read_yaml
-from turnwise.errors import AuditError, CheckpointError, FormatError
+from turnwise.engine.capacity import serves_float32
+from turnwise.errors import AuditError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media
@@ -121,7 +121,7 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weigh
         model = config.get("model") if config.get("url") is None else None
         if model is None or not (Path(model) / "config.json").is_file():
             return {}
-        return {(MAIN, 0): _Weights(Path(model), is_float32(Path(model), dtype))}
+        return {(MAIN, 0): _Weights(Path(model), serves_float32(Path(model), dtype))}
     found: dict[_Version, _Weights] = {}
     for name, policy in config["policies"].items():
         serving = config["policies"].get(policy.get("served_by"), policy)
@@ -130,7 +130,7 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weigh
     for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
         if league := frozen.get("league"):
             model = config["policies"][league["of"]]["model"]
-            exact = is_float32(Path(model["path"]), (frozen.get("inference") or {}).get("dtype", "auto"))
+            exact = serves_float32(Path(model["path"]), (frozen.get("inference") or {}).get("dtype", "auto"))
             first = _first_model(model)
             if first is not None and (Path(first) / "config.json").is_file():
                 found[name, 0] = _Weights(Path(first), exact)
@@ -143,10 +143,11 @@ def _versions_of(
     run: Path, name: str, model: dict[str, Any], dtype: str, policies: Collection[str]
 ) -> Iterator[tuple[_Version, _Weights]]:
     """Yield the versions of a trained policy on disk."""
+    # It brings torch, which an audit without recomputing does not need.
     from turnwise.trainer.run.checkpoint import CheckpointStore, load_state, policy_folder
 
     # The dtype of a server is fixed at launch, whatever weights it receives later.
-    exact, first = is_float32(Path(model["path"]), dtype), _first_model(model)
+    exact, first = serves_float32(Path(model["path"]), dtype), _first_model(model)
     if first is not None and (Path(first) / "config.json").is_file():
         yield (name, 0), _Weights(Path(first), exact)
     store = CheckpointStore(run / CHECKPOINTS)
@@ -169,24 +170,6 @@ def _first_model(model: dict[str, Any]) -> str | None:
     except FormatError:
         return None
     return str(adapter) if base.resolve() == Path(model["path"]).resolve() else None
-
-
-def is_float32(directory: Path, dtype: str) -> bool:
-    """Return whether a server launched with a model directory computes in float32; ``dtype`` is ``inference.dtype``.
-
-    Raises:
-        CheckpointError: Its settings cannot be read.
-    """
-    from turnwise.engine.lora import model_under
-
-    if dtype != "auto":
-        return dtype == "float32"
-    try:
-        file = model_under(directory) / "config.json"
-        saved = orjson.loads(file.read_bytes()) if file.is_file() else {}
-    except (orjson.JSONDecodeError, FormatError) as error:
-        raise CheckpointError(f"the settings of {directory} cannot be read: {error}") from error
-    return saved.get("dtype", saved.get("torch_dtype")) in (None, "float32")
 
 
 def _turns(
@@ -291,7 +274,8 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
     """Yield (turn, position in its row, reported, computed) of every id."""
     import torch
 
-    from turnwise.trainer.batch.packing import TrainRow, pack
+    from turnwise.trainer.batch.packing import pack
+    from turnwise.trainer.core import TrainRow
     from turnwise.trainer.learn.torch_learner import pick_device
     from turnwise.trainer.model.policy import load_model
 

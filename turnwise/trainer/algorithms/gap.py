@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from turnwise.model.core import Renderer
-from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.core import TrainRow
 from turnwise.trajectory import Trajectory
 
 # How many ids before a token are shown with it.

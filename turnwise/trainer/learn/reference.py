@@ -15,11 +15,10 @@ from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.engine.accelerator import main_memory
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
-from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.experience import Collected
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
+from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.learn.update import recompute_logprobs

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLTerm, kl_penalty
-from turnwise.trainer.algorithms.losses.core import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap
+from turnwise.trainer.algorithms.losses.core import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, value_loss
 from turnwise.trainer.algorithms.losses.policy import ppo_clip_loss
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.model.policy import TokenScores
-from turnwise.trainer.observe.gap import GapWatch
+
+VALUE_SUMS = ("critic/loss", "critic/clip_fraction")
+"""The sums of a critic's loss."""
 
 PPO_CLIP = ConfiguredFunction("ppo_clip", ppo_clip_loss, {})
 
@@ -124,3 +127,45 @@ class CrossEntropyObjective:
         """Return the summed loss of a micro-batch."""
         weights = batch.weights.to(scores.logprobs.device)
         return cross_entropy_loss(scores.logprobs, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The loss of a critic, alone or added to that of the policy.
+
+    Attributes:
+        clip: Clip range of a value.
+        rate: Trained tokens per valued token: with one value per turn, the mean length of a turn, which makes sums over
+            trained tokens means over values.
+        coef: Weight beside the policy's loss.
+        policy: The policy's objective to add to, if any.
+    """
+
+    clip: float | None
+    rate: float = 1.0
+    coef: float = 1.0
+    policy: Objective | None = None
+
+    @property
+    def entropy(self) -> bool:
+        """Whether the policy's objective reads it."""
+        return self.policy is not None and self.policy.entropy
+
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
+        """Return the summed loss of a micro-batch.
+
+        Raises:
+            TrainError: The model has no value head, or the rows have no returns.
+        """
+        if scores.values is None or batch.returns is None or batch.old_values is None:
+            raise TrainError("a critic learns from the values and returns of a micro-batch, and this one has none")
+        device = scores.values.device
+        asked = ~batch.returns.isnan()
+        returns, old, weights = (each[asked].to(device) for each in (batch.returns, batch.old_values, batch.weights))
+        found = value_loss(scores.values[asked.to(device)], returns, weights, old_values=old, clip=self.clip)
+        sums = {name: value * self.rate for name, value in found.sums.items()}
+        loss = found.loss * (self.rate * self.coef)
+        if self.policy is None:
+            return LossSums(loss, sums)
+        result = self.policy(batch, scores)
+        return LossSums(result.loss + loss, result.sums | sums, result.maxima)

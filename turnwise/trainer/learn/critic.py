@@ -1,119 +1,42 @@
-"""The critic: a value head on its own or the policy's model, its loss, optimizer and checkpoints."""
+"""The critic of a run: its optimizer steps, its checkpoints, and the values that it gives to trajectories."""
 
 from __future__ import annotations
 
 import logging
 import math
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.placement.devices import CPU
-from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
-from turnwise.trainer.algorithms.objectives import Objective
-from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.batch.value_targets import Floats, TrajectoryValues
 from turnwise.trainer.config.policy import CriticConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
+from turnwise.trainer.learn.objectives import VALUE_SUMS, Objective, ValueObjective
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model, load_weights
+from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, read_head
+from turnwise.trajectory import TrainSample, Trajectory
 from turnwise.types import StopReason
 
 KEY = "policies.main.critic.path"
-HEAD_FILE = "critic.pt"
 DEFAULT_COEF = 0.5
-VALUE_SUMS = ("critic/loss", "critic/clip_fraction")
 
 # So many updates in a row without a finite gradient do not heal by themselves.
 _MOST_BAD_STEPS = 10
 
 _log = logging.getLogger(__name__)
-
-
-class ValueHead(nn.Module):
-    """States of shape [N, hidden] to values of shape [N], in float32. Initialised to zero."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        # Not drawn before it is set to zero: nothing random in a run may depend on whether it has a critic.
-        self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Return the values."""
-        values: Tensor = self.linear(states.float())[:, 0]
-        return values
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """Return the layer that an optimizer treats as the output matrix."""
-        return self.linear
-
-
-class ValueModel(nn.Module):
-    """A model and its value head as one module, without the language-model head."""
-
-    def __init__(self, model: Any, head: ValueHead) -> None:
-        super().__init__()
-        self.model = model
-        self.head = head
-        output = model.get_output_embeddings()
-        if output.weight is not model.get_input_embeddings().weight:
-            output.requires_grad_(False)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """Return the layer that an optimizer treats as the output matrix."""
-        return self.head.linear
-
-
-@dataclass(frozen=True, slots=True)
-class ValueObjective:
-    """The loss of a critic, alone or added to that of the policy.
-
-    Attributes:
-        clip: Clip range of a value.
-        rate: Trained tokens per valued token: with one value per turn, the mean length of a turn, which makes sums over
-            trained tokens means over values.
-        coef: Weight beside the policy's loss.
-        policy: The policy's objective to add to, if any.
-    """
-
-    clip: float | None
-    rate: float = 1.0
-    coef: float = 1.0
-    policy: Objective | None = None
-
-    @property
-    def entropy(self) -> bool:
-        """Whether the policy's objective reads it."""
-        return self.policy is not None and self.policy.entropy
-
-    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
-        """Return the summed loss of a micro-batch.
-
-        Raises:
-            TrainError: The model has no value head, or the rows have no returns.
-        """
-        if scores.values is None or batch.returns is None or batch.old_values is None:
-            raise TrainError("a critic learns from the values and returns of a micro-batch, and this one has none")
-        device = scores.values.device
-        asked = ~batch.returns.isnan()
-        returns, old, weights = (each[asked].to(device) for each in (batch.returns, batch.old_values, batch.weights))
-        found = value_loss(scores.values[asked.to(device)], returns, weights, old_values=old, clip=self.clip)
-        sums = {name: value * self.rate for name, value in found.sums.items()}
-        loss = found.loss * (self.rate * self.coef)
-        if self.policy is None:
-            return LossSums(loss, sums)
-        result = self.policy(batch, scores)
-        return LossSums(result.loss + loss, result.sums | sums, result.maxima)
 
 
 class Critic(ABC):
@@ -399,17 +322,61 @@ class TorchCritic(Critic):
         return norm
 
 
-def read_head(directory: Path) -> dict[str, Any]:
-    """Read the file of a saved critic beside its model.
+def critic_values(
+    critic: Critic | None,
+    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sequence[TrainSample]],
+    batch: BatchConfig,
+) -> list[TrajectoryValues] | None:
+    """Return the critic's values of the rows before any update; None without a critic."""
+    if critic is None:
+        return None
+    ends = [
+        _open_end(trajectory, own) if trajectory.stop_reason in critic.bootstrap else -1
+        for trajectory, own in zip(trajectories, samples, strict=True)
+    ]
+    rows = [
+        TrainRow(_one_longer(sample) if number == end else sample)
+        for own, end in zip(samples, ends, strict=True)
+        for number, sample in enumerate(own)
+    ]
+    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+    by_row: dict[int, Floats] = {}
+    for micro, values in zip(batches, critic.values(batches), strict=True):
+        parts = torch.split(values.float().cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
+        by_row |= {index: part.numpy() for index, part in zip(micro.rows, parts, strict=True)}
+    numbers = iter(range(len(rows)))
+    found: list[TrajectoryValues] = []
+    for own, end in zip(samples, ends, strict=True):
+        of_rows = [by_row[next(numbers)] for _ in own]
+        if end < 0:
+            found.append(TrajectoryValues(of_rows))
+            continue
+        last_value = float(of_rows[end][-1])
+        of_rows[end] = of_rows[end][:-1]
+        found.append(TrajectoryValues(of_rows, last_value))
+    return found
 
-    Raises:
-        CheckpointError: The file is missing or unreadable.
-    """
-    file = directory / HEAD_FILE
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {directory} lacks {HEAD_FILE}")
-    try:
-        state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return state
+
+def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
+    """Return the row of the last turn with ids, or -1 where it was cut off."""
+    turns = [segment for segment in trajectory.segments if segment.sampled]
+    last = max((number for number, turn in enumerate(turns) if len(turn.token_ids)), default=-1)
+    for number, sample in enumerate(samples):
+        whole = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
+        # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
+        if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
+            return number
+    return -1
+
+
+def _one_longer(sample: TrainSample) -> TrainSample:
+    """Append a dummy token, whose value is that of the state after the row."""
+    return replace(
+        sample,
+        input_ids=np.append(sample.input_ids, sample.input_ids[-1:]),
+        loss_mask=np.append(sample.loss_mask, True),
+        rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(0)),
+        weight_versions=np.append(sample.weight_versions, np.int32(-1)),
+        turn_ids=np.append(sample.turn_ids, np.int32(-1)),
+    )
