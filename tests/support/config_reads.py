@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 Read = tuple[str, str]  # class, field
 
@@ -17,8 +16,8 @@ Read = tuple[str, str]  # class, field
 class Code:
     """The classes and functions of some files, by name, with the annotations of what they hold and return."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.trees = [ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in files]
+    def __init__(self, trees: Iterable[ast.Module]) -> None:
+        self.trees = list(trees)
         self.bases: dict[str, list[str]] = {}
         self.members: dict[str, dict[str, ast.expr]] = {}
         self.returns: dict[str, ast.expr] = {}
@@ -44,7 +43,7 @@ class Code:
                     self._attributes(item, members)
 
     def _attributes(self, init: ast.FunctionDef | ast.AsyncFunctionDef, members: dict[str, ast.expr]) -> None:
-        given = _annotations(init)
+        annotations = _annotations(init)
         for node in ast.walk(init):
             target = node.target if isinstance(node, ast.AnnAssign) else None
             if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute, ast.BoolOp)):
@@ -53,8 +52,8 @@ class Code:
                 continue
             if isinstance(node, ast.AnnAssign):
                 members.setdefault(target.attr, node.annotation)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in given:
-                members.setdefault(target.attr, given[node.value.id])
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in annotations:
+                members.setdefault(target.attr, annotations[node.value.id])
             elif isinstance(node, ast.Assign) and (kind := self.type_of(node.value, self.scope_of(init, None, {}))):
                 members.setdefault(target.attr, ast.Name(kind))
 
@@ -62,8 +61,8 @@ class Code:
         """Return the class that defines a member, and the member's annotation."""
         if name in self.members.get(cls, {}):
             return cls, self.members[cls][name]
-        found = (self.member(base, name) for base in self.bases.get(cls, ()))
-        return next((each for each in found if each is not None), None)
+        in_bases = (self.member(base, name) for base in self.bases.get(cls, ()))
+        return next((member for member in in_bases if member is not None), None)
 
     def named(self, annotation: ast.expr | None) -> str | None:
         """Return the one class of these files that an annotation speaks of."""
@@ -80,7 +79,9 @@ class Code:
         """Return the names that are known at a function's start, with their classes."""
         scope = dict(outer)
         if not isinstance(function, ast.Lambda):
-            scope |= {name: kind for name, each in _annotations(function).items() if (kind := self.named(each))}
+            scope |= {
+                name: kind for name, annotation in _annotations(function).items() if (kind := self.named(annotation))
+            }
         if owner is not None and function.args.args and function.args.args[0].arg == "self":
             scope["self"] = owner
         return scope
@@ -91,17 +92,17 @@ class Code:
             return scope.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.type_of(node.value, scope)
-            found = self.member(owner, node.attr) if owner is not None else None
-            if found is None:
+            member = self.member(owner, node.attr) if owner is not None else None
+            if member is None:
                 return None
-            self.reads.add((found[0], node.attr))
-            return self.named(found[1])
+            self.reads.add((member[0], node.attr))
+            return self.named(member[1])
         if isinstance(node, (ast.Await, ast.Subscript, ast.Starred)):
             return self.type_of(node.value, scope)
         if isinstance(node, ast.IfExp):
             return self.type_of(node.body, scope) or self.type_of(node.orelse, scope)
         if isinstance(node, ast.BoolOp):
-            return next((kind for each in node.values if (kind := self.type_of(each, scope))), None)
+            return next((kind for operand in node.values if (kind := self.type_of(operand, scope))), None)
         if isinstance(node, ast.Call):
             return self._called(node, scope)
         return None
@@ -135,13 +136,13 @@ class Code:
             self.type_of(node, scope)
         children = list(ast.iter_child_nodes(node))
         # What a comprehension yields is read after what it goes through.
-        for child in sorted(children, key=lambda each: not isinstance(each, ast.comprehension)):
+        for child in sorted(children, key=lambda child_node: not isinstance(child_node, ast.comprehension)):
             self.follow(child, owner, scope)
 
     def _assign(self, target: ast.expr, value: ast.expr, scope: dict[str, str]) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for each, held in zip(target.elts, value.elts, strict=True):
-                self._bind(each, self.type_of(held, scope), scope)
+            for element, content in zip(target.elts, value.elts, strict=True):
+                self._bind(element, self.type_of(content, scope), scope)
         else:
             self._bind(target, self.type_of(value, scope), scope)
 
@@ -155,18 +156,18 @@ class Code:
 
 def _annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-    return {each.arg: each.annotation for each in arguments if each.annotation is not None}
+    return {argument.arg: argument.annotation for argument in arguments if argument.annotation is not None}
 
 
-def unread_fields(files: Iterable[Path], sections: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return ``Section.field`` for every field that no code of ``files`` reads.
+def unread_fields(trees: Iterable[ast.Module], sections: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return ``Section.field`` for every field that no code of some files reads.
 
     Args:
-        files: The code.
+        trees: The syntax trees of the files.
         sections: The names of section classes, each with the fields that it defines itself.
     """
-    code = Code(files)
+    code = Code(trees)
     for tree in code.trees:
         code.follow(tree, None, {})
-    known = [(name, field) for name, fields in sections.items() for field in fields]
-    return [".".join(each) for each in known if each not in code.reads]
+    fields = [(name, field) for name, fields in sections.items() for field in fields]
+    return [".".join(read) for read in fields if read not in code.reads]

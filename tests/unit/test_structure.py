@@ -14,31 +14,100 @@ import grimp
 import pytest
 from pydantic import BaseModel
 
-from support import structure
 from support.config_reads import unread_fields
+from support.naming import wording
 from support.structure import (
     FUNCTIONS,
+    LONGEST_CHAIN,
+    MOST_LINES,
     RULES,
+    Figure,
     Tree,
     broad_handlers,
     components,
+    figures,
     late_lines,
+    leaf_keys,
     longest_chain,
     may_be_small,
     module_of,
+    parsed,
     read_tree,
+    room_of,
 )
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "turnwise"
 
-# What still breaks each rule: at most so many. A rule that is not here has nothing against it.
-NOT_YET: dict[str, int] = {}
+# What still breaks each rule; nothing else may. A rule that is not here has nothing against it.
+NOT_YET: dict[str, set[str]] = {
+    "imports have no alias": {
+        "turnwise/cli/app.py: turnwise.cli.inspect as evaluate",
+        "turnwise/envs/checker/core.py: turnwise.envs.checker.contract as failures",
+        "turnwise/envs/checker/core.py: turnwise.envs.checker.repeats as cost",
+        "turnwise/envs/library/search/bm25.py: bm25s as package",
+        "turnwise/envs/mcp_server.py: mcp_types as types",
+        "turnwise/gateway/dialects/anthropic.py: turnwise.gateway.dialects.core as sse",
+        "turnwise/gateway/dialects/openai_chat.py: turnwise.gateway.dialects.core as sse",
+        "turnwise/gateway/dialects/openai_responses.py: turnwise.gateway.dialects.core as sse",
+        "turnwise/gateway/exchange.py: turnwise.gateway.dialects.core as sse",
+        "turnwise/gateway/proxy/request.py: turnwise.gateway.dialects.anthropic.read_request as read_anthropic",
+        "turnwise/sandboxes/checker/core.py: turnwise.sandboxes.checker.commands as persistence",
+        "turnwise/sandboxes/checker/core.py: turnwise.sandboxes.checker.files as trees",
+        "turnwise/sandboxes/docker/backend.py: turnwise.sandboxes.docker.engine as owner",
+        "turnwise/sandboxes/docker/pool.py: turnwise.sandboxes.docker.engine as owner",
+        "turnwise/sandboxes/local/backend.py: turnwise.sandboxes.local.isolation_probe as ladder",
+        "turnwise/sandboxes/local/sandbox.py: turnwise.sandboxes.local.mount_plan as plans",
+        "turnwise/trainer/model/gguf.py: transformers.utils.logging as transformers_logging",
+        "turnwise/trainer/model/policy.py: transformers.utils.logging as transformers_logging",
+        "tests/support/crash/moments.py: turnwise.append_file as append",
+    },
+    "folders of a room import each other one way": {
+        "rollout: journal and replay import each other",
+        "trainer: algorithms and batch import each other",
+        "trainer: algorithms and model import each other",
+        "trainer: algorithms and observe import each other",
+        "trainer: batch and model import each other",
+        "trainer: config and observe import each other",
+        "trainer: learn and model import each other",
+        "trainer: loops and run import each other",
+    },
+}
 
-
-def sources(*folders: str) -> list[Path]:
-    """The files of some folders that are the project's (a folder may be missing from a source distribution)."""
-    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")) if ".cache" not in file.parts]
+# How many there still are of what is above its limit: these figures only go down, and their rows go with the excess.
+FIGURES_NOT_YET: dict[str, int] = {
+    "lines of the core": 122_900,
+    "lines of ext": 29_000,
+    "modules in the longest import chain": 25,
+    "configuration keys": 493,
+    "phrases in the package": 241,
+    "vague names in the package": 4669,
+    "vague names in tests": 4347,
+    "vague names in turnwise": 100,
+    "vague names in agents": 233,
+    "vague names in chat": 189,
+    "vague names in cli": 72,
+    "vague names in compat": 16,
+    "vague names in engine": 200,
+    "vague names in envs": 971,
+    "vague names in evaluation": 260,
+    "vague names in gateway": 219,
+    "vague names in inference": 131,
+    "vague names in model": 33,
+    "vague names in placement": 26,
+    "vague names in recorder": 164,
+    "vague names in report": 113,
+    "vague names in rollout": 475,
+    "vague names in sandboxes": 373,
+    "vague names in tasks": 74,
+    "vague names in tools": 219,
+    "vague names in trainer": 801,
+    "vague names in ext/environments": 575,
+    "vague names in ext/programs": 92,
+    "vague names in ext/frameworks": 167,
+    "vague names in ext/checks": 240,
+    "vague names in ext/report": 113,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +116,27 @@ def tree() -> Tree:
     gc.collect()
     gc.disable()
     try:
-        found = read_tree()
+        tree = read_tree()
     finally:
         gc.enable()
-    assert {path.partition("/")[0] for path in found.files} == {"turnwise", "benchmarks", "examples", "tests"}
-    return found
+    assert {path.partition("/")[0] for path in tree.files} == {"turnwise", "benchmarks", "examples", "tests"}
+    return tree
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_of_the_house_holds(tree: Tree, rule: str) -> None:
-    """``python tests/support/structure.py`` prints all of it."""
-    found = RULES[rule](tree)
-    assert len(found) <= NOT_YET.get(rule, 0), f"{rule}:\n" + "\n".join(found)
+def test_rule_of_the_house_holds(tree: Tree, rule: str) -> None:
+    """``python tests/house.py`` prints all of it."""
+    offenders = [offender for offender in RULES[rule](tree) if offender not in NOT_YET.get(rule, ())]
+    assert not offenders, f"{rule}:\n" + "\n".join(offenders)
 
 
-def test_what_does_not_hold_yet_is_a_rule() -> None:
+def test_figures_of_the_house_are_within_their_limits(tree: Tree) -> None:
+    for name, figure in figures(tree).items():
+        limit = max(figure.limit, FIGURES_NOT_YET.get(name, 0))
+        assert figure.count <= limit, f"{name}: {figure.count}, at most {limit}:\n" + "\n".join(figure.detail)
+
+
+def test_rules_that_do_not_hold_yet_are_rules() -> None:
     assert NOT_YET.keys() <= RULES.keys()
 
 
@@ -99,15 +174,17 @@ def test_methods_of_classes_are_counted_right() -> None:
 
 
 def test_a_small_file_with_one_importer_is_found() -> None:
-    def found(path: str, text: str, *importers: str) -> list[str]:
-        imports = {each: {module_of(path)} for each in importers}
+    def offenders(path: str, text: str, *importers: str) -> list[str]:
+        imports = {importer: {module_of(path)} for importer in importers}
         return broken("small files have several importers", Tree({path: text}, imports))
 
     short = "x = 1\n" * 79
-    assert found("turnwise/a/b.py", short, "turnwise.c") == ["turnwise/a/b.py: 79 lines, imported by turnwise.c only"]
-    assert found("turnwise/a/b.py", short, "turnwise.c", "turnwise.d") == []
-    assert found("turnwise/a/b.py", short) == []
-    assert found("turnwise/a/b.py", f"{short}x = 1\n", "turnwise.c") == []
+    assert offenders("turnwise/a/b.py", short, "turnwise.c") == [
+        "turnwise/a/b.py: 79 lines, imported by turnwise.c only"
+    ]
+    assert offenders("turnwise/a/b.py", short, "turnwise.c", "turnwise.d") == []
+    assert offenders("turnwise/a/b.py", short) == []
+    assert offenders("turnwise/a/b.py", f"{short}x = 1\n", "turnwise.c") == []
 
 
 @pytest.mark.parametrize(
@@ -127,28 +204,88 @@ def test_contracts_entry_points_and_what_runs_elsewhere_may_be_small(path: str, 
     assert may_be_small(path, text) == may
 
 
-def test_files_are_counted_by_folder_and_in_all() -> None:
-    def tree(count: int, folder: str) -> Tree:
-        return Tree({f"turnwise/{folder}/f{number}.py": "" for number in range(count)})
+def test_files_are_counted_by_folder() -> None:
+    def folder(count: int) -> Tree:
+        return Tree({f"turnwise/a/f{number}.py": "" for number in range(count)})
 
-    assert broken("folders are not too full", tree(15, "a")) == ["turnwise/a/: 15 Python files, at most 14"]
-    assert broken("folders are not too full", tree(14, "a")) == []
-    outside, whole = structure.MOST_FILES_OUTSIDE_THE_LIBRARY, structure.MOST_FILES
-    assert broken("files are not too many", tree(outside, "a")) == []
-    assert broken("files are not too many", tree(whole, "envs/library")) == []
-    assert broken("files are not too many", tree(outside + 1, "a")) == [
-        f"outside turnwise/envs/library/: {outside + 1} files, at most {outside}"
-    ]
-    assert broken("files are not too many", tree(whole + 1, "envs/library")) == [
-        f"turnwise/: {whole + 1} files, at most {whole}"
-    ]
+    assert broken("folders are not too full", folder(15)) == ["turnwise/a/: 15 Python files, at most 14"]
+    assert broken("folders are not too full", folder(14)) == []
 
 
-def test_lines_are_counted() -> None:
-    most = structure.MOST_LINES
-    assert broken("lines are not too many", files(a="\n" * (most - 9), b="\n" * 9)) == []
-    over = files(a="\n" * (most - 9), b="\n" * 10)
-    assert broken("lines are not too many", over) == [f"turnwise/: {most + 1} lines, at most {most}"]
+def test_lines_of_the_core_and_of_ext_are_counted_apart() -> None:
+    counted = figures(Tree({"turnwise/a/b.py": "\n" * 5, "turnwise/c.py": "\n" * 2, "turnwise/ext/a/b.py": "\n" * 3}))
+    assert counted["lines of the core"] == Figure(7, MOST_LINES["the core"])
+    assert counted["lines of ext"] == Figure(3, MOST_LINES["ext"])
+
+
+def test_vague_names_are_counted_by_room() -> None:
+    text = "found = 1\n" + "".join(f"row_{number} = 1\n" for number in range(199)) + "def f(_each): ...\n"
+    counted = figures(Tree({"turnwise/a/b/c.py": text, "turnwise/a/d.py": "def g(row, *, token=1): ...\n"}))
+    assert counted["vague names in a"] == Figure(2, 3, ["2 in turnwise/a/b/c.py", "0 in turnwise/a/d.py"])
+    assert counted["vague names in the package"].limit == 1
+
+
+def test_phrases_are_counted_in_comments_and_texts() -> None:
+    text = 'x = 1  # the file goes on\n"""What somebody is told."""\n'
+    assert wording(text).phrases == ((1, "goes on"), (2, "somebody"), (2, "is told"))
+    assert figures(Tree({"turnwise/a.py": text}))["phrases in the package"].count == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "room"),
+    [
+        ("turnwise/a.py", "turnwise"),
+        ("turnwise/a/b.py", "a"),
+        ("turnwise/a/b/c.py", "a"),
+        ("turnwise/ext/registry.py", "ext"),
+        ("turnwise/ext/a/b.py", "ext/a"),
+        ("turnwise/ext/a/b/c.py", "ext/a"),
+    ],
+)
+def test_room_of_a_file(path: str, room: str) -> None:
+    assert room_of(path) == room
+
+
+def test_leaf_keys_of_sections_in_lists_and_unions_count_once() -> None:
+    class Leaf(BaseModel):
+        a: int
+        b: list[str]
+
+    class Section(BaseModel):
+        name: str
+        leaf: Leaf | None
+        leaves: dict[str, list[Leaf]]
+
+    assert list(leaf_keys(Section)) == ["name", "leaf.a", "leaf.b", "leaves.a", "leaves.b"]
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    imports = {
+        "turnwise.a.b.c": {"turnwise.a.d.e", "turnwise.a.f"},
+        "turnwise.a.d.g": {"turnwise.a.b.h"},
+        "turnwise.a.f": {"turnwise.a.b.c"},  # a file of the room itself
+    }
+    rule = "folders of a room import each other one way"
+    assert broken(rule, Tree(runtime=imports)) == ["a: b and d import each other"]
+    del imports["turnwise.a.d.g"]
+    assert broken(rule, Tree(runtime=imports)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "alias"),
+    [
+        ("from turnwise import b as c\n", "turnwise.b as c"),
+        ("import turnwise.b as c\n", "turnwise.b as c"),
+        ("import json as codec\n", "json as codec"),
+        ("from json import loads as parse\n", "json.loads as parse"),
+        ("import numpy as np\nfrom turnwise import b\n", None),
+        ("from json import loads as parse\n\ndef loads(): ...\n", None),
+        ("from inspect_ai import eval as evaluate\n", None),
+    ],
+)
+def test_aliases_of_imports_are_found(text: str, alias: str | None) -> None:
+    expected = [] if alias is None else [f"turnwise/a.py: {alias}"]
+    assert broken("imports have no alias", files(a=text, b="")) == expected
 
 
 def test_cycles_are_found() -> None:
@@ -165,10 +302,9 @@ def test_cycles_are_found() -> None:
 def test_the_longest_chain_is_found() -> None:
     assert longest_chain({"a": {"b", "d"}, "b": {"c"}, "c": {"d"}, "d": set(), "e": {"d"}}) == ["a", "b", "c", "d"]
     assert len(longest_chain({"a": {"b"}, "b": {"a", "c"}, "c": set()})) == 3
-    chain = {f"m{number}": {f"m{number + 1}"} for number in range(25)} | {"m25": set[str]()}
-    assert broken("import chains are not too long", Tree(runtime=chain)) == ["number 26 of 26: m25"]
-    del chain["m0"]
-    assert broken("import chains are not too long", Tree(runtime=chain)) == []
+    chain = {f"m{number}": {f"m{number + 1}"} for number in range(20)} | {"m20": set[str]()}
+    figure = figures(Tree(runtime=chain))["modules in the longest import chain"]
+    assert (figure.count, figure.limit, figure.detail[0]) == (21, LONGEST_CHAIN, "m0")
 
 
 def test_what_a_function_imports_is_no_part_of_a_chain() -> None:
@@ -176,15 +312,15 @@ def test_what_a_function_imports_is_no_part_of_a_chain() -> None:
 
 
 def test_an_import_rule_of_a_module_is_found() -> None:
-    def found(*names: str) -> list[str]:
+    def offenders(*names: str) -> list[str]:
         tree = Tree(
             {"turnwise/a/__init__.py": "", "turnwise/a/b.py": ""}, contracts=[{"name": "R", "layers": list(names)}]
         )
         return broken("import rules name packages", tree)
 
-    assert found("turnwise.a.b") == ["R: turnwise.a.b is no package"]
-    assert found("turnwise.a | turnwise.config", "turnwise.types", "torch") == []
-    assert found("turnwise.types | turnwise.a.b") == ["R: turnwise.a.b is no package"]
+    assert offenders("turnwise.a.b") == ["R: turnwise.a.b is no package"]
+    assert offenders("turnwise.a | turnwise.config", "turnwise.types", "torch") == []
+    assert offenders("turnwise.types | turnwise.a.b") == ["R: turnwise.a.b is no package"]
 
 
 def test_headings_of_docstrings_are_found() -> None:
@@ -193,15 +329,15 @@ def test_headings_of_docstrings_are_found() -> None:
 
 
 def test_a_broad_handler_is_seen() -> None:
-    again = "try:\n    f()\nexcept (OSError, BaseException) as error:\n    raise A from error\n"
-    text = f"try:\n    f()\nexcept Exception:\n    pass\n{again}"
+    raising = "try:\n    f()\nexcept (OSError, BaseException) as error:\n    raise A from error\n"
+    text = f"try:\n    f()\nexcept Exception:\n    pass\n{raising}"
     assert [line for line, _ in broad_handlers(text)] == [3, 7]
     assert [line for line, _ in broad_handlers("try:\n    f()\nexcept:\n    pass\n")] == [3]
     assert not list(broad_handlers("try:\n    f()\nexcept ValueError:\n    pass\n"))
 
 
 @pytest.mark.parametrize(
-    ("comment", "said"),
+    ("comment", "explained"),
     [
         ("", False),
         ("  # noqa: BLE001", False),
@@ -209,9 +345,9 @@ def test_a_broad_handler_is_seen() -> None:
         ("  # a program of the user's", True),
     ],
 )
-def test_a_broad_handler_says_why(comment: str, said: bool) -> None:
+def test_a_broad_handler_says_why(comment: str, explained: bool) -> None:
     text = f"try:\n    f()\nexcept Exception:{comment}\n    raise\n"
-    assert (broken("broad handlers say why", files(a=text)) == []) == said
+    assert (broken("broad handlers say why", files(a=text)) == []) == explained
 
 
 # Layers.
@@ -220,8 +356,8 @@ def test_a_broad_handler_says_why(comment: str, said: bool) -> None:
 def test_every_room_stands_in_one_layer(tree: Tree) -> None:
     contracts = {contract["type"]: contract for contract in tree.contracts}
     layers = [room.strip() for layer in contracts["layers"]["layers"] for room in layer.split("|")]
-    held = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    rooms = {f"turnwise.{path.stem}" for path in held}
+    paths = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    rooms = {f"turnwise.{path.stem}" for path in paths}
     outside = {"turnwise.__init__", "turnwise.__main__"}  # the lazy public names, and the way into the command line
     assert sorted(layers) == sorted(rooms - outside), "pyproject.toml, [[tool.importlinter.contracts]], layers"
 
@@ -229,14 +365,14 @@ def test_every_room_stands_in_one_layer(tree: Tree) -> None:
 def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree) -> None:
     graph = grimp.build_graph("turnwise", include_external_packages=True, exclude_type_checking_imports=True)
     forbidden = {contract["type"]: contract for contract in tree.contracts}["forbidden"]["source_modules"]
-    covered = {each for module in forbidden for each in (module, *graph.find_descendants(module))}
+    covered = {covering for module in forbidden for covering in (module, *graph.find_descendants(module))}
     # Above the rooms without torch, or run by vLLM or SGLang in a process of its own.
     elsewhere = ("turnwise.engine.vllm_side", "turnwise.engine.sglang_side")
     above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", *elsewhere)
-    own = {module for module in graph.modules if module.startswith("turnwise.") and not module.startswith(above)}
-    packages = {each for each in own if graph.find_children(each) or each.count(".") == 1}
+    below = {module for module in graph.modules if module.startswith("turnwise.") and not module.startswith(above)}
+    packages = {module for module in below if graph.find_children(module) or module.count(".") == 1}
     needing = graph.find_downstream_modules("torch")
-    free = {each for each in packages if not needing & {each, *graph.find_descendants(each)}}
+    free = {package for package in packages if not needing & {package, *graph.find_descendants(package)}}
     missing = sorted(free - covered)
     assert not missing, f"add to source_modules of the torch contract in pyproject.toml: {', '.join(missing)}"
 
@@ -263,14 +399,14 @@ FOREIGN_ATTRIBUTES = {
 }
 
 
-def test_no_attribute_of_our_own_is_asked_for_by_its_name() -> None:
-    found = set()
-    for file in sources("turnwise"):
-        for node in ast.walk(ast.parse(file.read_text())):
+def test_no_attribute_of_our_own_is_asked_for_by_its_name(tree: Tree) -> None:
+    attributes = set()
+    for _, text in tree.package():
+        for node in ast.walk(parsed(text)):
             by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if by_name and node.func.id in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant):
-                found.add(node.args[1].value)
-    assert found == FOREIGN_ATTRIBUTES, "an own type has attributes: use a protocol, a default or an isinstance"
+                attributes.add(node.args[1].value)
+    assert attributes == FOREIGN_ATTRIBUTES, "an own type has attributes: use a protocol, a default or an isinstance"
 
 
 # Configuration.
@@ -281,22 +417,24 @@ def own_fields(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def sections() -> list[type[BaseModel]]:
+def sections(tree: Tree) -> list[type[BaseModel]]:
     """Every pydantic class of the package."""
-    found: list[type[BaseModel]] = []
-    for file in sources("turnwise"):
-        if "BaseModel" in file.read_text():
-            module = importlib.import_module(dotted(file))
-            classes = [value for value in vars(module).values() if isinstance(value, type)]
-            found += [each for each in classes if issubclass(each, BaseModel) and each.__module__ == module.__name__]
-    names = {each.__name__ for each in found}
+    modules = [module_of(path) for path, text in tree.package() if "BaseModel" in text]
+    sections = [
+        cls
+        for module in modules
+        for cls in vars(importlib.import_module(module)).values()
+        if isinstance(cls, type) and issubclass(cls, BaseModel) and cls.__module__ == module
+    ]
+    names = {section.__name__ for section in sections}
     assert {"TrainConfig", "SFTConfig", "EvalConfig", "RolloutConfig", "InferenceConfig"} <= names
-    assert len(names) == len(found), "two sections have the same name"
-    return found
+    assert len(names) == len(sections), "two sections have the same name"
+    return sections
 
 
-def test_no_config_key_is_there_that_nothing_reads(sections: list[type[BaseModel]]) -> None:
-    unread = unread_fields(sources("turnwise"), {each.__name__: own_fields(each) for each in sections})
+def test_no_config_key_is_there_that_nothing_reads(tree: Tree, sections: list[type[BaseModel]]) -> None:
+    fields = {section.__name__: own_fields(section) for section in sections}
+    unread = unread_fields([parsed(text) for _, text in tree.package()], fields)
     assert not unread, f"config keys that nothing reads: {', '.join(unread)}"
 
 
@@ -341,11 +479,11 @@ class Reader:
 """
 
 
-def test_a_key_that_nothing_reads_is_found_although_its_name_is_read_elsewhere(tmp_path: Path) -> None:
-    file = tmp_path / "example.py"
-    file.write_text(EXAMPLE)
-    found = unread_fields([file], {"Inner": ("seen", "missed"), "Outer": ("inner", "others", "name", "kept")})
-    assert found == ["Inner.missed", "Outer.inner", "Outer.name", "Outer.kept"]
+def test_a_key_that_nothing_reads_is_found_although_its_name_is_read_elsewhere() -> None:
+    unread = unread_fields(
+        [ast.parse(EXAMPLE)], {"Inner": ("seen", "missed"), "Outer": ("inner", "others", "name", "kept")}
+    )
+    assert unread == ["Inner.missed", "Outer.inner", "Outer.name", "Outer.kept"]
 
 
 # Docstrings.
@@ -353,21 +491,17 @@ def test_a_key_that_nothing_reads_is_found_although_its_name_is_read_elsewhere(t
 ROLE = re.compile(r":(class|func|meth|data|mod):`~?([\w.]+)`")
 
 
-def dotted(file: Path) -> str:
-    return module_of(file.relative_to(ROOT).as_posix())
-
-
 def names_in(tree: ast.Module) -> set[str]:
     """What a file defines, assigns or imports, the members of its classes included."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).rpartition(".")[2])
-    return found
+            names.add((node.asname or node.name).rpartition(".")[2])
+    return names
 
 
 def references(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -377,11 +511,11 @@ def references(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ROLE.findall(node.value.value)
 
 
-def test_what_docstrings_name_is_there() -> None:
-    trees = {dotted(file): ast.parse(file.read_text()) for file in sources("turnwise")}
-    names = {module: names_in(tree) for module, tree in trees.items()}
-    for module, tree in trees.items():
-        for role, target in references(tree):
+def test_what_docstrings_name_is_there(tree: Tree) -> None:
+    trees = {module_of(path): parsed(text) for path, text in tree.package()}
+    names = {module: names_in(syntax) for module, syntax in trees.items()}
+    for module, syntax in trees.items():
+        for role, target in references(syntax):
             owner, _, name = target.rpartition(".")
             if role == "mod":
                 assert target in trees, f"{module} speaks of the module {target}, which is not there"
@@ -392,4 +526,4 @@ def test_what_docstrings_name_is_there() -> None:
             while owner and owner not in trees:
                 owner = owner.rpartition(".")[0]
             assert name in names[owner or module], f"{module} speaks of {target}, which is not there"
-    assert sum(len(list(references(tree))) for tree in trees.values()) > 100
+    assert sum(len(list(references(syntax))) for syntax in trees.values()) > 100
