@@ -79,14 +79,14 @@ class TurnSuffix:
         self._proofs: dict[Shape, Delta | str] = {}
 
     def tail(
-        self, last: Sequence[tuple[str, str]], new: Sequence[Wire], tools: JsonTools, shape: Shape
+        self, calls: Sequence[tuple[str, str]], new: Sequence[Wire], tools: JsonTools, shape: Shape
     ) -> tuple[str, Delta]:
         """Return the text that follows the turn, and how it was rendered.
 
         Raises :class:`CannotExtend` if the shape is not proven or the template raised on these messages.
 
         Args:
-            last: Name and id of each call of the turn.
+            calls: Name and id of each call of the turn.
             new: The new messages in the template's form.
             tools: The tools as JSON.
             shape: Shape of these arguments; ``shape[2]`` numbers the tools.
@@ -98,7 +98,7 @@ class TurnSuffix:
             proof = self._proofs[shape] = self._prove(shape, tools)
         if isinstance(proof, str):
             raise CannotExtend(proof)
-        text = self._render([USER, self._turn(last, called=proof.called), *new], tools if proof.tools else None)
+        text = self._render([USER, self._turn(calls, called=proof.called), *new], tools if proof.tools else None)
         return self._behind(text, called=proof.called), proof
 
     def forget(self) -> None:
@@ -114,12 +114,12 @@ class TurnSuffix:
     def _turn(self, calls: Sequence[tuple[str, str]], *, called: bool) -> Wire:
         if not called:
             return {"role": "assistant", "content": SENTINEL}
-        last = len(calls) - 1
+        last_index = len(calls) - 1
         return {
             "role": "assistant",
             "content": "",
             "tool_calls": [
-                wire_call(name, self._facts.arguments({"a": SENTINEL if number == last else "b"}), call_id)
+                wire_call(name, self._facts.arguments({"a": SENTINEL if number == last_index else "b"}), call_id)
                 for number, (name, call_id) in enumerate(calls)
             ],
         }
@@ -153,9 +153,9 @@ class TurnSuffix:
         turn = self._turn(calls, called=called)
         new, words = self._examples(shape[0], calls)
         tails = []
-        for history, own in self._histories(tools if with_tools else None, tools):
-            head = common_start(self._render(history, own), self._render(history, own, generate=False))
-            text = self._render([*history, turn, *new], own)
+        for history, own_tools in self._histories(tools if with_tools else None, tools):
+            head = common_start(self._render(history, own_tools), self._render(history, own_tools, generate=False))
+            text = self._render([*history, turn, *new], own_tools)
             if not text.startswith(head):
                 raise CannotExtend("depends_on_history")
             if text.count(SENTINEL) > 1:
@@ -170,30 +170,40 @@ class TurnSuffix:
     def _call_id(self, number: int) -> str:
         return f"qzcall00{number % 10}" if self._facts.short_ids else f"functions.qzf{number}:{number}"
 
-    def _histories(self, own: JsonTools | None, tools: JsonTools) -> Iterator[tuple[list[Wire], JsonTools | None]]:
+    def _histories(
+        self, short_tools: JsonTools | None, tools: JsonTools
+    ) -> Iterator[tuple[list[Wire], JsonTools | None]]:
         """Yield a short history and the longest that the template accepts, each with its tools."""
-        yield [USER], own
+        yield [USER], short_tools
         if self._marker is not None:
             # A template may count images, and write their numbers.
-            yield [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": USER["content"]}]}], own
+            yield (
+                [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": USER["content"]}]}],
+                short_tools,
+            )
         system: Wire = {"role": "system", "content": "qzsystem"}
-        reply: Wire = {"role": "assistant", "content": "qzreply"}
+        answer_message: Wire = {"role": "assistant", "content": "qzreply"}
         call = {"role": "assistant", "content": "", "tool_calls": self._facts.assistant(calls=1)["tool_calls"]}
         answer = {"role": "tool", "content": "qzresult", "tool_call_id": self._facts.ids[0], "name": "qzfirst"}
-        exchange: list[Wire] = [USER, call, answer, reply, USER]
-        longer: list[list[Wire]] = [[system, *exchange], exchange, [system, USER, reply, USER], [USER, reply, USER]]
-        taken = 0
+        exchange: list[Wire] = [USER, call, answer, answer_message, USER]
+        longer: list[list[Wire]] = [
+            [system, *exchange],
+            exchange,
+            [system, USER, answer_message, USER],
+            [USER, answer_message, USER],
+        ]
+        accepted = 0
         for history in longer:
             try:
                 self._render(history, tools or None)
-                self._render([*history, reply, USER], tools or None)
+                self._render([*history, answer_message, USER], tools or None)
             except CannotExtend:
                 continue
-            taken += 1
+            accepted += 1
             yield history, tools or None
-            if taken == 2:
+            if accepted == 2:
                 return
-        if taken == 0:
+        if accepted == 0:
             raise CannotExtend("depends_on_history")
 
     def _examples(self, kinds: Sequence[Kind], calls: Sequence[tuple[str, str]]) -> tuple[list[Wire], list[list[str]]]:
@@ -236,12 +246,12 @@ class TurnSuffix:
         reached = 0
         marker = self._marker or ""
         for message in words:
-            places = [tail.find(word) for word in message if word != marker]
-            if any(place < 0 for place in places):
+            positions = [tail.find(word) for word in message if word != marker]
+            if any(position < 0 for position in positions):
                 raise CannotExtend("message_dropped")
-            if places and min(places) < reached:
+            if positions and min(positions) < reached:
                 raise CannotExtend("depends_on_history")
-            reached = max([reached, *places])
+            reached = max([reached, *positions])
         if not marker:
             return
         if tail.count(marker) != sum(message.count(marker) for message in words):
@@ -256,8 +266,8 @@ class TurnSuffix:
         token_ids = self._tokens.encode(tail)
         if token_ids and self._tokens.is_added(token_ids[0]):
             return
-        for before in _BEFORE:
-            if self._tokens.encode(before + tail) != self._tokens.encode(before) + token_ids:
+        for prefix in _BEFORE:
+            if self._tokens.encode(prefix + tail) != self._tokens.encode(prefix) + token_ids:
                 raise CannotExtend("no_bridge")
 
     def _closed(self, turn: Wire, tail: str, called: bool, tools: JsonTools | None) -> Delta:
@@ -267,13 +277,13 @@ class TurnSuffix:
         """
         none = Delta(called, tools is not None, closes=False, lead=0)
         try:
-            own = self._behind(self._render([USER, turn], tools, generate=False), called=called)
+            ending = self._behind(self._render([USER, turn], tools, generate=False), called=called)
         except CannotExtend:
             return none
         if self._tokens.first_added(tail.lstrip()) is not None:
-            closes = self._tokens.first_added(own.lstrip()) is not None
+            closes = self._tokens.first_added(ending.lstrip()) is not None
             return Delta(called, tools is not None, closes, len(tail) - len(tail.lstrip()) if closes else 0)
         stop = self._stops.search(tail) if self._stops else None
-        if stop is None or self._stops is None or self._stops.search(own) is None:
+        if stop is None or self._stops is None or self._stops.search(ending) is None:
             return none
         return Delta(called, tools is not None, closes=True, lead=stop.start())

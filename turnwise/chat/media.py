@@ -19,7 +19,7 @@ _REMEMBERED = 4096
 
 def media_in(messages: Iterable[Canonical]) -> list[MessageMedia]:
     """Return the media of messages, in order."""
-    return [each for message in messages for each in message.media]
+    return [media for message in messages for media in message.media]
 
 
 class MediaPlacer:
@@ -57,7 +57,7 @@ class MediaPlacer:
 
     def check(self, media: Sequence[MessageMedia]) -> None:
         """Raise RenderError if there are media that the model does not take."""
-        refused = sorted({each.kind for each in media} - self.kinds)
+        refused = sorted({part.kind for part in media} - self.kinds)
         if refused:
             raise RenderError(
                 f"the messages hold {len(media)} {refused[0]}(s), but this model takes text only: its directory has no "
@@ -66,7 +66,7 @@ class MediaPlacer:
             )
 
     def fill(self, token_ids: TokenIds, media: Sequence[MessageMedia]) -> tuple[TokenIds, tuple[Media, ...]]:
-        """Return the ids with each image in the place of its marker, and the images with their positions.
+        """Return the ids with each image in place of its marker, and the images with their positions.
 
         Args:
             token_ids: Ids of a rendered text.
@@ -86,22 +86,22 @@ class MediaPlacer:
         pieces: list[TokenIds] = []
         placed: list[Media] = []
         start = length = 0
-        for marker, each in zip(markers, media, strict=True):
-            before, own = token_ids[start:marker], self._place(each)
-            length += len(before)
-            placed.append(Media(each.kind, each.data, length + own.offset, own.length))
-            pieces += (before, own.ids)
-            start, length = marker + 1, length + len(own.ids)
+        for marker, image in zip(markers, media, strict=True):
+            text_ids, placement = token_ids[start:marker], self._place(image)
+            length += len(text_ids)
+            placed.append(Media(image.kind, image.data, length + placement.offset, placement.length))
+            pieces += (text_ids, placement.ids)
+            start, length = marker + 1, length + len(placement.ids)
         return np.concatenate([*pieces, token_ids[start:]]), tuple(placed)
 
     def _place(self, media: MessageMedia) -> PlacedMedia:
-        known = self._known.get(media.digest)
-        if known is None:
+        placement = self._known.get(media.digest)
+        if placement is None:
             assert self._processor is not None
-            known = self._known[media.digest] = self._processor.place(media.kind, media.data)
+            placement = self._known[media.digest] = self._processor.place(media.kind, media.data)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
-        return known
+        return placement
 
     def _miscounted(self, markers: int, images: int) -> str:
         if markers > images:

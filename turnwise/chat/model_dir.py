@@ -94,21 +94,21 @@ def model_settings(path: Path, key: str, *, weights: bool = True) -> dict[str, A
     Raises:
         ConfigError: It is no directory of a model in Hugging Face's format, or has no weights.
     """
-    said = f"{key} is {path}"
+    label = f"{key} is {path}"
     if remedy := _gguf_only(path):
-        raise ConfigError(f"{said}, which {remedy}")
+        raise ConfigError(f"{label}, which {remedy}")
     if not path.is_dir():
-        raise ConfigError(f"{said}: there is no such folder: download the model into it, or name another one")
+        raise ConfigError(f"{label}: there is no such folder: download the model into it, or name another one")
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{said}: no config.json is in it: it must be a model in Hugging Face's format")
+        raise ConfigError(f"{label}: no config.json is in it: it must be a model in Hugging Face's format")
     try:
         settings = orjson.loads((path / "config.json").read_bytes())
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{said}: its config.json is not JSON: {error}") from error
+        raise ConfigError(f"{label}: its config.json is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{said}: its config.json holds no JSON object")
+        raise ConfigError(f"{label}: its config.json holds no JSON object")
     if weights and not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{said}: no *.safetensors is in it: its weights are missing")
+        raise ConfigError(f"{label}: no *.safetensors is in it: its weights are missing")
     return settings
 
 
@@ -166,11 +166,11 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
 def read_templates(path: Path) -> tuple[str | None, str | None]:
     """Return a directory's chat template, and the one for prompts with tools if there are two. Raises RenderError."""
     named: dict[str, str] = {}
-    given = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
-    if isinstance(given, str):
-        named["default"] = given
-    elif isinstance(given, list):
-        named = {str(item.get("name")): str(item.get("template")) for item in given if isinstance(item, dict)}
+    configured = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
+    if isinstance(configured, str):
+        named["default"] = configured
+    elif isinstance(configured, list):
+        named = {str(item.get("name")): str(item.get("template")) for item in configured if isinstance(item, dict)}
     file = path / _TEMPLATE_FILE
     if file.is_file():
         named["default"] = _text(file)
@@ -215,25 +215,25 @@ def trained_digest(path: Path) -> str | None:
     return digest if isinstance(digest, str) else None
 
 
-def check_trained(path: Path, digest: str, given: str | Path | None = None) -> None:
-    """Check a template's digest against that of the model's training; ``given`` is ``renderer.chat_template``.
+def check_trained(path: Path, digest: str, chat_template: str | Path | None = None) -> None:
+    """Check a template's digest against that of the model's training; ``chat_template`` is ``renderer.chat_template``.
 
     Raises RenderError, which names both remedies, if they differ.
     """
     trained = trained_digest(path)
     if trained is None or trained == digest:
         return
-    wanted, on_purpose = f"{FORMAT_FILE}: template: {trained[:12]}...", "renderer.check_template: false"
-    if given is None:
+    saved, on_purpose = f"{FORMAT_FILE}: template: {trained[:12]}...", "renderer.check_template: false"
+    if chat_template is None:
         raise RenderError(
             f"the chat template in {path} (SHA-256 {digest[:12]}...) is not the one that this model was trained with "
-            f"({wanted}): restore that one as {_TEMPLATE_FILE}, or set renderer.chat_template to it; to use this one "
+            f"({saved}): restore that one as {_TEMPLATE_FILE}, or set renderer.chat_template to it; to use this one "
             f"anyway, set {on_purpose}"
         )
-    shown = "a text" if isinstance(given, str) and "{" in given else given
+    source = "a text" if isinstance(chat_template, str) and "{" in chat_template else chat_template
     raise RenderError(
-        f"renderer.chat_template is {shown} (SHA-256 {digest[:12]}...), but the model in {path} was trained with "
-        f"another chat template ({wanted}): remove renderer.chat_template to use the template that was saved with the "
+        f"renderer.chat_template is {source} (SHA-256 {digest[:12]}...), but the model in {path} was trained with "
+        f"another chat template ({saved}): remove renderer.chat_template to use the template that was saved with the "
         f"model; to use this one anyway, set {on_purpose}"
     )
 
@@ -243,36 +243,36 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple
     ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
     for name in (_GENERATION_CONFIG, "config.json"):
         value = (_json(path / name) or {}).get("eos_token_id")
-        given = value if isinstance(value, list) else [value]
-        found = [number for number in given if isinstance(number, int) and not isinstance(number, bool)]
-        if found:
-            ids += found
+        eos_ids = value if isinstance(value, list) else [value]
+        token_ids = [number for number in eos_ids if isinstance(number, int) and not isinstance(number, bool)]
+        if token_ids:
+            ids += token_ids
             break
     return tuple(dict.fromkeys(ids))
 
 
-def most_new_tokens(path: Path) -> int | None:
+def max_new_tokens(path: Path) -> int | None:
     """Return ``max_new_tokens`` of ``generation_config.json``, the model's own limit of a completion; None without one.
 
     Raises:
         ConfigError: It is no positive integer.
     """
     try:
-        given = (_json(path / _GENERATION_CONFIG) or {}).get("max_new_tokens")
+        limit = (_json(path / _GENERATION_CONFIG) or {}).get("max_new_tokens")
     except RenderError as error:
         raise ConfigError(str(error)) from error
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise ConfigError(
-            f"max_new_tokens in {path / _GENERATION_CONFIG} is {given!r}: it must be a positive integer, or absent"
+            f"max_new_tokens in {path / _GENERATION_CONFIG} is {limit!r}: it must be a positive integer, or absent"
         )
-    return given
+    return limit
 
 
-def limit_new_tokens(path: Path, most: int) -> None:
+def limit_new_tokens(path: Path, limit: int) -> None:
     """Write ``max_new_tokens`` into the ``generation_config.json`` of a model directory, beside what is in it."""
     settings = _json(path / _GENERATION_CONFIG) or {}
     file = path / _GENERATION_CONFIG
-    file.write_text(json.dumps({**settings, "max_new_tokens": most}, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({**settings, "max_new_tokens": limit}, indent=2) + "\n", encoding="utf-8")
 
 
 def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
@@ -280,8 +280,8 @@ def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
 
     Raises ConfigError if both have a ``tokenizer.json``, with different vocabularies.
     """
-    mine, theirs = _vocabulary(model), _vocabulary(directory)
-    if mine is not None and theirs is not None and mine != theirs:
+    model_vocabulary, other_vocabulary = _vocabulary(model), _vocabulary(directory)
+    if model_vocabulary is not None and other_vocabulary is not None and model_vocabulary != other_vocabulary:
         raise ConfigError(
             f"{key} is {directory}, whose tokenizer.json has another vocabulary than that of {model}: the same ids "
             "would be other text; choose a model with the same tokenizer"
@@ -292,7 +292,7 @@ def _vocabulary(directory: Path) -> object:
     file = directory / "tokenizer.json"
     try:
         record = orjson.loads(file.read_bytes())
-        added = {each["content"]: each["id"] for each in record.get("added_tokens", ())}
+        added = {token["content"]: token["id"] for token in record.get("added_tokens", ())}
         return record["model"]["vocab"], added
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return None

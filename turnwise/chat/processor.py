@@ -49,7 +49,7 @@ _OTHERS: Final = (
 
 
 class _Family(ABC):
-    """What differs between families: the call of the image processor, and the text that replaces a marker."""
+    """The parts that differ between families: the call of the image processor, and the text that replaces a marker."""
 
     marker: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
@@ -93,18 +93,20 @@ class _Idefics3(_Family):
 
     def text(self, output: Mapping[str, Any]) -> str:
         fake = _token(self.tokens, "fake_image_token", "<fake_token_around_image>")
-        whole = fake + _token(self.tokens, "global_image_token", "<global-img>")
-        places = self.marker * int(self.settings.get("image_seq_len", 169))
+        global_start = fake + _token(self.tokens, "global_image_token", "<global-img>")
+        placeholders = self.marker * int(self.settings.get("image_seq_len", 169))
         rows, columns = int(output["rows"][0][0]), int(output["cols"][0][0])
         tiles = ""
         for row in range(1, rows + 1):
-            tiles += "".join(f"{fake}<row_{row}_col_{column}>{places}" for column in range(1, columns + 1)) + "\n"
-        return f"{tiles}\n{whole}{places}{fake}" if rows or columns else f"{whole}{places}{fake}"
+            tiles += "".join(f"{fake}<row_{row}_col_{column}>{placeholders}" for column in range(1, columns + 1)) + "\n"
+        return (
+            f"{tiles}\n{global_start}{placeholders}{fake}" if rows or columns else f"{global_start}{placeholders}{fake}"
+        )
 
     def features(self, output: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        found = {name: np.ascontiguousarray(output[name][0]) for name in self.names}
+        arrays = {name: np.ascontiguousarray(output[name][0]) for name in self.names}
         # vLLM asks for the number of tiles.
-        return {**found, "num_patches": np.asarray(len(found["pixel_values"]), dtype=np.int64)}
+        return {**arrays, "num_patches": np.asarray(len(arrays["pixel_values"]), dtype=np.int64)}
 
 
 class _InternVL(_Family):
@@ -115,8 +117,8 @@ class _InternVL(_Family):
     def text(self, output: Mapping[str, Any]) -> str:
         start = _token(self.tokens, "start_image_token", "<img>")
         end = _token(self.tokens, "end_image_token", "</img>")
-        each = int(self.settings.get("image_seq_length", 256))
-        return f"{start}{self.marker * (each * int(output['num_patches'][0]))}{end}"
+        tokens_per_patch = int(self.settings.get("image_seq_length", 256))
+        return f"{start}{self.marker * (tokens_per_patch * int(output['num_patches'][0]))}{end}"
 
 
 FAMILIES: Final[Mapping[str, type[_Family]]] = {
@@ -163,23 +165,23 @@ class ImageProcessor(MediaProcessor):
         self._check(kind)
         key = hashlib.sha256(data).digest()
         with self._lock:
-            found = self._placed.get(key)
-            if found is None:
+            placement = self._placed.get(key)
+            if placement is None:
                 self._process(key, data)
-                found = self._placed[key]
+                placement = self._placed[key]
             self._placed.move_to_end(key)
-        return found
+        return placement
 
     def features(self, kind: str, data: bytes) -> Features:
         """Return the arguments of the model's forward for one image."""
         self._check(kind)
         key = hashlib.sha256(data).digest()
         with self._lock:
-            found = self._features.get(key)
-            if found is None:
+            cached = self._features.get(key)
+            if cached is None:
                 return self._process(key, data)
             self._features.move_to_end(key)
-        return found
+        return cached
 
     def describe(self) -> dict[str, Any]:
         """Return family, class and size settings."""
@@ -201,10 +203,10 @@ class ImageProcessor(MediaProcessor):
         for array in features.values():
             array.flags.writeable = False
         ids = as_ids(self._tokenizer.encode(self._family.text(output), add_special_tokens=False).ids)
-        places = np.flatnonzero(ids == self._placeholder)
-        offset, last = int(places[0]), int(places[-1])
+        positions = np.flatnonzero(ids == self._placeholder)
+        offset, last_position = int(positions[0]), int(positions[-1])
         ids.flags.writeable = False
-        self._placed[key] = PlacedMedia(ids, offset, last - offset + 1)
+        self._placed[key] = PlacedMedia(ids, offset, last_position - offset + 1)
         self._features[key] = features
         self._used += _bytes(features)
         while len(self._placed) > _PLACED:
@@ -306,12 +308,12 @@ _PREPROCESSOR: Final = "preprocessor_config.json"
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise RenderError(f"{file} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _token(settings: Mapping[str, Any], name: str, default: str) -> str:

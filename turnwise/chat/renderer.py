@@ -17,9 +17,9 @@ from typing import Any, Literal
 import orjson
 
 from turnwise.chat.formats.core import ChatFormat, TurnText
-from turnwise.chat.formats.detect import Choice, configured, detect, stored
+from turnwise.chat.formats.detect import Choice, configured_format, detect, stored_format
 from turnwise.chat.formats.live import LiveTurn
-from turnwise.chat.formats.tags import Tag, unheld
+from turnwise.chat.formats.tags import Tag, unenforced_keyword
 from turnwise.chat.incremental_render import CannotExtend, Shape, TurnSuffix, kind_of
 from turnwise.chat.media import MediaPlacer, media_in
 from turnwise.chat.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
@@ -53,7 +53,7 @@ class FormatTags:
 
     def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
         """Return ``guide`` with its structural tag, for a completion after ``tail``. Raises StructuredOutputError."""
-        keyword = None if guide.schema is None else unheld(guide.schema)
+        keyword = None if guide.schema is None else unenforced_keyword(guide.schema)
         if keyword is not None:
             raise StructuredOutputError(
                 f"decoding cannot enforce {keyword!r} of a JSON schema: remove it, and check it afterwards"
@@ -69,13 +69,13 @@ class FormatTags:
     def _calls(self, guide: Guide, tools: Sequence[ToolSchema]) -> Tag | None:
         if not guide.calls:
             return None
-        known = {tool.name: tool for tool in tools}
-        missing = [name for name in guide.calls if name not in known]
+        tool_by_name = {tool.name: tool for tool in tools}
+        missing = [name for name in guide.calls if name not in tool_by_name]
         if missing:
             raise StructuredOutputError(
-                f"a call of {missing[0]!r} is required, which is not one of the tools {sorted(known)}"
+                f"a call of {missing[0]!r} is required, which is not one of the tools {sorted(tool_by_name)}"
             )
-        calls = self._format.calls_tag([known[name] for name in guide.calls], guide.most)
+        calls = self._format.calls_tag([tool_by_name[name] for name in guide.calls], guide.most)
         if calls is None:
             raise StructuredOutputError(
                 f"the chat format {self._format.name} has no grammar that calls can be constrained to"
@@ -139,8 +139,8 @@ class TemplateRenderer:
         self._format = choice.format
         self._escape = special_in_text == "escape"
         self._eos = tuple(eos_ids)
-        own = [*facts.stop_tokens(), *(token for token in self._format.extra_stops if token in tokens.added)]
-        self.stop_ids = frozenset([*self._eos, *(tokens.added[token] for token in own)])
+        stop_tokens = [*facts.stop_tokens(), *(token for token in self._format.extra_stops if token in tokens.added)]
+        self.stop_ids = frozenset([*self._eos, *(tokens.added[token] for token in stop_tokens)])
         if not self.stop_ids:
             raise RenderError(
                 "no token ends a turn: the template closes turns with no token, and neither generation_config.json nor "
@@ -152,8 +152,8 @@ class TemplateRenderer:
         self.placed: tuple[Media, ...] = ()
         self.arguments: TemplateArguments = ()
         self.why = ""
-        ended = [tokens.decode([number]) for number in sorted(self.stop_ids)]
-        stops = list(filter(None, dict.fromkeys([*own, *ended])))
+        stop_texts = [tokens.decode([number]) for number in sorted(self.stop_ids)]
+        stops = list(filter(None, dict.fromkeys([*stop_tokens, *stop_texts])))
         self._skeletons = TurnSuffix(facts, tokens, stops, self._placer.marker)
         self._closing = tokens.encode(self._format.closing) if self._format.closing else []
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
@@ -181,11 +181,11 @@ class TemplateRenderer:
         return self._tokens.room
 
     @room.setter
-    def room(self, most: int | None) -> None:
-        self._tokens.room = most
+    def room(self, room: int | None) -> None:
+        self._tokens.room = room
 
     def __copy__(self) -> TemplateRenderer:
-        """Return an equal renderer with caches and counters of its own, which another thread may use."""
+        """Return an equal renderer with separate caches and counters, which another thread may use."""
         tokens = self._tokens.copy()
         other = TemplateRenderer(
             TemplateFacts(self._facts.template, tokens),
@@ -229,26 +229,26 @@ class TemplateRenderer:
     def _variant(self, arguments: TemplateArguments, now: datetime) -> TemplateRenderer:
         base = self._base
         template = base._facts.template
-        # What the run has set anyway is no other prompt.
-        arguments = tuple(each for each in arguments if each not in base._own)
+        # Arguments equal to the run's change no prompt.
+        arguments = tuple(argument for argument in arguments if argument not in base._own)
         key = (arguments, template.date(now))
         if key == (base.arguments, template.date(template.now)):
             return base
-        found = base._variants.get(key)
-        if found is None:
-            found = base._with(arguments, now)
+        variant = base._variants.get(key)
+        if variant is None:
+            variant = base._with(arguments, now)
             if len(base._variants) >= _VARIANTS:
                 base._variants.pop(next(iter(base._variants)))
-            base._variants[key] = found
-        return found
+            base._variants[key] = variant
+        return variant
 
     def _with(self, arguments: TemplateArguments, now: datetime) -> TemplateRenderer:
-        given = argument_values(arguments)
-        for name, value in given.items():
+        values = argument_values(arguments)
+        for name, value in values.items():
             if not self.takes(name, value):
                 why = f"this chat template accepts {', '.join(sorted(self.reads)) or 'no arguments in requests'}"
                 raise RenderError(f"template argument {name}={shown_value(value)}: {why}")
-        template = self._facts.template.given(self._form.uncounted(given), now)
+        template = self._facts.template.with_variables(self._form.uncounted(values), now)
         other = TemplateRenderer(
             TemplateFacts(template, self._tokens),
             self._tokens,
@@ -258,7 +258,7 @@ class TemplateRenderer:
             placer=self._placer,
         )
         if other.stop_ids != self.stop_ids:
-            raise RenderError(f"template arguments {given} change how the chat template ends turns")
+            raise RenderError(f"template arguments {values} change how the chat template ends turns")
         other._base, other.arguments = self, arguments
         return other
 
@@ -337,13 +337,13 @@ class TemplateRenderer:
         canonical = Canonicalizer().reduce(0, message)
         if canonical.role != "assistant":
             raise RenderError(f"a completion must be an assistant message, not one with the role {canonical.role!r}")
-        said = self._facts.said(self._form.message(canonical), self._form.tools(tools)[0])
-        if said is None:
+        text = self._facts.completion_text(self._form.message(canonical), self._form.tools(tools)[0])
+        if text is None:
             raise RenderError(f"this chat template cannot render {shown(canonical)} after its generation prompt")
         called = bool(canonical.calls)
         stop = self._facts.stop_behind(called=called)
         stop_id = self._tokens.added[stop] if stop is not None else min(self.stop_ids)
-        token_ids = as_ids([*self._tokens.encode(self._facts.cut(said, called=called)), stop_id])
+        token_ids = as_ids([*self._tokens.encode(self._facts.cut(text, called=called)), stop_id])
         prompt = as_ids(self._tokens.encode(self._facts.prompt[len(self._facts.head) :]))
         wrong = round_trip_difference(canonical, self.parse(token_ids, prompt, tools), message, self._tokens.seen)
         if wrong:
@@ -388,7 +388,7 @@ class TemplateRenderer:
         return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _piece(self, number: int) -> str:
-        """Return the text of one id, cached; half a character is a character of its own."""
+        """Return the text of one id, cached; half a character counts as a character."""
         piece = self._pieces.get(number)
         if piece is None:
             piece = self._pieces[number] = self._format.marks.read(self._tokens, [number])
@@ -424,7 +424,7 @@ class TemplateRenderer:
         """Return the text of ids, special tokens included (for display, never to re-encode)."""
         return self._tokens.decode(token_ids.tolist())
 
-    # What it is
+    # Description
 
     def describe(self) -> dict[str, Any]:
         """Return the chat format and how it was chosen, as printed at start and saved with a run."""
@@ -518,30 +518,30 @@ def load_renderer(
     )
 
 
-def _template_text(given: str | Path, files: ModelFiles) -> str:
-    if isinstance(given, Path):
+def _template_text(chat_template: str | Path, files: ModelFiles) -> str:
+    if isinstance(chat_template, Path):
         try:
-            return given.read_bytes().decode("utf-8")
+            return chat_template.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"renderer.chat_template is {given}: {error}") from error
-    if any(mark in given for mark in "{\n"):
-        return given
+            raise ConfigError(f"renderer.chat_template is {chat_template}: {error}") from error
+    if any(mark in chat_template for mark in "{\n"):
+        return chat_template
     names = shipped_templates()
-    if given not in names:
-        close = difflib.get_close_matches(given, names, n=1)
+    if chat_template not in names:
+        close = difflib.get_close_matches(chat_template, names, n=1)
         raise ConfigError(
-            f"renderer.chat_template is {given!r}, which is not a shipped template"
+            f"renderer.chat_template is {chat_template!r}, which is not a shipped template"
             f"{f' (did you mean {close[0]}?)' if close else ''}: name one of {', '.join(names)}, or a jinja file "
-            f"(./{given})"
+            f"(./{chat_template})"
         )
     added = {token.content for token in files.tokenizer.get_added_tokens_decoder().values()}
     missing = [token for token in _HEADERS if token not in added]
     if missing:
         raise ConfigError(
-            f"renderer.chat_template is {given!r}, which writes {' and '.join(_HEADERS)}, but the tokenizer of "
+            f"renderer.chat_template is {chat_template!r}, which writes {' and '.join(_HEADERS)}, but the tokenizer of "
             f"{files.path} has no token {' and '.join(missing)}: name a jinja file with this model's own headers"
         )
-    return (TEMPLATES / f"{given}.jinja").read_bytes().decode("utf-8")
+    return (TEMPLATES / f"{chat_template}.jinja").read_bytes().decode("utf-8")
 
 
 def make_renderer(
@@ -566,9 +566,9 @@ def make_renderer(
     )
     facts = TemplateFacts(template, tokens)
     if format != "auto":
-        choice = configured(format, facts, tokens)
+        choice = configured_format(format, facts, tokens)
     elif files.saved_format is not None:
-        choice = stored(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
+        choice = stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
     else:
         choice = detect(facts, tokens)
     try:
@@ -592,7 +592,7 @@ def save_format(renderer: Renderer, model_dir: str | os.PathLike[str]) -> Path:
     path = Path(model_dir) / FORMAT_FILE
     if isinstance(renderer, TemplateRenderer):
         write_templates(path.parent, renderer.template.source, renderer.template.tool_source)
-    about = renderer.describe()
-    kept = {key: about[key] for key in ("format", "markers", "template") if key in about}
-    path.write_text(json.dumps(kept, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    description = renderer.describe()
+    saved = {key: description[key] for key in ("format", "markers", "template") if key in description}
+    path.write_text(json.dumps(saved, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     return path

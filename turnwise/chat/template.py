@@ -1,4 +1,4 @@
-"""A model's own chat template, compiled once, and what is found out about it."""
+"""A model's own chat template, compiled once, and the facts that probing yields about it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# What a plain text offers to a template, without what would let it out of the sandbox (``format`` reads attributes).
+# Methods of texts that templates may call, without those that reach out of the sandbox (``format`` reads attributes).
 _TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 _OBJECT_NAMES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset(("index", "index0", "revindex", "revindex0", "length", "first", "last", "depth", "depth0"))
@@ -84,15 +84,15 @@ def _tojson(
 
 def _arguments(tree: jinja2.nodes.Template) -> set[str]:
     """Return the names that a template reads from outside; those that it also sets only if it tests them."""
-    own = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
-    asked = {
+    assigned = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
+    tested = {
         node.node.name
         for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
     }
     # Last: this compiles the tree, which folds its constants.
     names = jinja2.meta.find_undeclared_variables(tree)
-    return {name for name in names if name not in own or name in asked}
+    return {name for name in names if name not in assigned or name in tested}
 
 
 class ChatTemplate:
@@ -102,7 +102,8 @@ class ChatTemplate:
         source: Jinja text.
         tool_source: A second template, for prompts with tools (``tool_use``).
         variables: Special tokens (``bos_token``) and the run's own arguments (``enable_thinking``).
-        now: Fixed time of ``strftime_now``; default: the time of construction, until :meth:`given` another.
+        now: Fixed time of ``strftime_now``; default: the time of construction, or that of
+            :meth:`with_variables`.
 
     Attributes:
         digest: See :func:`template_digest`.
@@ -166,7 +167,7 @@ class ChatTemplate:
         self.parts = True
         return self._writes_text()
 
-    def given(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
+    def with_variables(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
         """Return this template with further variables, which take precedence, and at another time."""
         other = copy.copy(self)
         other.variables = {**self.variables, **variables}
@@ -244,7 +245,7 @@ def short_id(call_id: str) -> str:
 
 
 class TemplateFacts:
-    """A template and what probing found out about it.
+    """A template and the facts that probing it yields.
 
     Attributes:
         text_arguments: Whether arguments are passed as JSON text, because the template fails on objects.
@@ -286,15 +287,15 @@ class TemplateFacts:
         except RenderError as error:
             raise RenderError(f"the chat template cannot render one user message: {error}") from error
         self.head = common_start(self.prompt, head)
-        self._settle()
+        self._find_call_form()
         self.answer_close: str | None = None
         self.call_close: str | None = None
         self.history_close: str | None = None
         self.followers: tuple[str, str] = ("", "")
-        self._closes()
+        self._find_closes()
         self.probe = self._probe()
 
-    def _settle(self) -> None:
+    def _find_call_form(self) -> None:
         for text_arguments in (False, True):
             for short_ids in (False, True):
                 for need in (False, True):
@@ -329,7 +330,7 @@ class TemplateFacts:
             return value
         return json.dumps(value, ensure_ascii=False)
 
-    def said(self, message: Wire, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    def completion_text(self, message: Wire, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
         """Return what the template writes for an assistant message after the generation prompt, or None."""
         rendered = self._rendered(message, tools)
         if rendered is None:
@@ -338,7 +339,7 @@ class TemplateFacts:
         return text[len(prompt) :] if text.startswith(prompt) else None
 
     def turn(self, message: Wire) -> str | None:
-        """Like :meth:`said`, but from the end of the user message if the generation prompt is omitted."""
+        """Like :meth:`completion_text`, but from the end of the user message if the generation prompt is omitted."""
         rendered = self._rendered(message, None)
         if rendered is None:
             return None
@@ -366,14 +367,14 @@ class TemplateFacts:
         text = text.rstrip()
         return max((token for token in self._tokens.added if text.endswith(token)), key=len, default=None)
 
-    def _closes(self) -> None:
-        own = self.turn(self.assistant(Probe.TEXT))
-        if own is None or Probe.TEXT not in own:
+    def _find_closes(self) -> None:
+        turn = self.turn(self.assistant(Probe.TEXT))
+        if turn is None or Probe.TEXT not in turn:
             raise RenderError(
                 "the chat template cannot render a plain answer, so turns cannot be closed; give a working "
                 "template as chat_template"
             )
-        suffix = own.split(Probe.TEXT, 1)[1]
+        suffix = turn.split(Probe.TEXT, 1)[1]
         self.answer_close = self._tokens.first_added(suffix.lstrip())
         calls = self.turn(self.assistant(calls=1)) or ""
         called = calls.rsplit(Probe.VALUE, 1)[-1] if Probe.VALUE in calls else ""
@@ -406,13 +407,13 @@ class TemplateFacts:
     def stop_tokens(self) -> list[str]:
         """Return the added tokens that end a turn in this template."""
         stops = [token for token in (self.answer_close, self.call_close, *self.followers) if token]
-        inside = [
+        bodies = [
             self.cut(turn, called=bool(calls))
             for calls in (0, 1)
             for thought in ("", Probe.THOUGHT)
             if (turn := self.turn(self.assistant("" if calls else Probe.TEXT, thought=thought, calls=calls)))
         ]
-        if self.history_close and not any(self.history_close in turn for turn in inside):
+        if self.history_close and not any(self.history_close in turn for turn in bodies):
             stops.append(self.history_close)
         return list(dict.fromkeys(stops))
 
@@ -425,8 +426,8 @@ class TemplateFacts:
         answer = self.turn(self.assistant(Probe.TEXT)) or ""
         lead = answer.split(Probe.TEXT, 1)[0]
 
-        def segment(**wanted: Any) -> str | None:
-            turn = self.turn(self.assistant(**wanted))
+        def segment(**arguments: Any) -> str | None:
+            turn = self.turn(self.assistant(**arguments))
             if turn is None:
                 return None
             turn = self.cut(turn, called=True)

@@ -60,15 +60,15 @@ class TemplateForm:
 
     def uncounted(self, value: Any) -> Any:
         """Like :meth:`value`, for what is not part of a message: escapes are not counted."""
-        before = self._tokens.escaped
+        escaped_before = self._tokens.escaped
         safe = self.value(value)
-        self._tokens.escaped = before
+        self._tokens.escaped = escaped_before
         return safe
 
     def call_id(self, call_id: str, name: str, index: int) -> str:
         """Return a call id in the template's form."""
-        own = self._format.call_id(call_id, name, index)
-        return self.text(short_id(own) if self._facts.short_ids else own)
+        format_id = self._format.call_id(call_id, name, index)
+        return self.text(short_id(format_id) if self._facts.short_ids else format_id)
 
     def message(self, message: Canonical) -> Wire:
         """Return a message in the template's form."""
@@ -106,14 +106,14 @@ class TemplateForm:
         if not tools:
             return [], -1
         written = _written(tools)
-        known = self._tools.get(written)
-        if known is None:
+        numbered = self._tools.get(written)
+        if numbered is None:
             if len(self._tools) >= _TOOL_SETS:  # Numbers name proofs, which are forgotten together with them.
                 self._tools.clear()
                 self._forget()
-            known = [self.uncounted(tool.to_json()) for tool in tools], len(self._tools)
-            self._tools[written] = known
-        return known
+            numbered = [self.uncounted(tool.to_json()) for tool in tools], len(self._tools)
+            self._tools[written] = numbered
+        return numbered
 
 
 def _written(tools: Sequence[ToolSchema]) -> bytes:
@@ -124,7 +124,7 @@ def _written(tools: Sequence[ToolSchema]) -> bytes:
         return json.dumps([tool.to_json() for tool in tools]).encode()
 
 
-def spoken(message: Canonical) -> Canonical:
+def unparsable_calls_as_text(message: Canonical) -> Canonical:
     """Return a message with its unparsable calls as text."""
     readable = tuple(call for call in message.calls if call.value is not None)
     if len(readable) == len(message.calls):
@@ -133,30 +133,30 @@ def spoken(message: Canonical) -> Canonical:
     return Canonical(message.role, "\n".join(filter(None, [message.text, *raws])), message.reasoning, readable)
 
 
-def round_trip_difference(wanted: Canonical, found: Message, message: Message, seen: Callable[[str], str]) -> str:
+def round_trip_difference(expected: Canonical, parsed: Message, message: Message, seen: Callable[[str], str]) -> str:
     """Return which part of a message parses back differently, or ``""``.
 
     Args:
-        wanted: The canonical message.
-        found: What was parsed.
+        expected: The canonical message.
+        parsed: What was parsed.
         message: The message before canonicalization: it tells which calls are meant to be invalid.
         seen: Returns a text as the tokenizer normalises it.
     """
-    read = Canonicalizer().reduce(0, found)
+    read = Canonicalizer().reduce(0, parsed)
 
     def same(one: str, other: str) -> bool:
         return one.strip() == other.strip() or seen(one).strip() == other.strip()
 
-    if not same(wanted.text, read.text):
+    if not same(expected.text, read.text):
         return "content"
-    if not same(wanted.reasoning, read.reasoning):
+    if not same(expected.reasoning, read.reasoning):
         return "reasoning_content"
-    if len(read.calls) != len(wanted.calls):
+    if len(read.calls) != len(expected.calls):
         return "tool_calls"
-    spoiled = [isinstance(call, ToolCall) and call.error is not None for call in message.get("tool_calls") or ()]
-    errors = [call.error is not None for call in found.get("tool_calls") or ()]
-    for call, back, spoilt, error in zip(wanted.calls, read.calls, spoiled, errors, strict=True):
-        if spoilt or call.value is None:
+    unusable_calls = [isinstance(call, ToolCall) and call.error is not None for call in message.get("tool_calls") or ()]
+    errors = [call.error is not None for call in parsed.get("tool_calls") or ()]
+    for call, back, unusable, error in zip(expected.calls, read.calls, unusable_calls, errors, strict=True):
+        if unusable or call.value is None:
             if not error:
                 return f"call of {call.name!r}, which is meant to be unusable,"
         elif error or not same(call.name, back.name) or not _same_arguments(call.arguments, back.arguments, seen):
@@ -218,7 +218,7 @@ class TemplateText:
         if text and all(raw in text for raw in raws):
             return text
         # This template has no place for arguments that are not an object: the call is rendered as text.
-        wires = [self._form.message(spoken(message)) for message in messages]
+        wires = [self._form.message(unparsable_calls_as_text(message)) for message in messages]
         return self._template.render(wires, tools, generate=generate)
 
 
@@ -247,10 +247,10 @@ def tool_response_ids(
             f"answers: {len(answers)} answers to {len(calls)} calls; give each call's, in the order of the calls"
         )
     ids = [call.id or f"call{number:05d}" for number, call in enumerate(calls)]
-    last = Canonical(
+    caller = Canonical(
         "assistant",
         "",
-        calls=tuple(CanonicalCall(call.name, "{}", {}, each) for call, each in zip(calls, ids, strict=True)),
+        calls=tuple(CanonicalCall(call.name, "{}", {}, call_id) for call, call_id in zip(calls, ids, strict=True)),
     )
     new = [
         Canonical("tool", text, answers=number, call_id=ids[number], call_name=calls[number].name)
@@ -258,10 +258,10 @@ def tool_response_ids(
     ]
     tail = renderer.render([Canonical("user", "?")], tools)
     # How a turn with a call ends in this format; the call's content does not matter to what follows.
-    ended = renderer.completion(
+    token_ids = renderer.completion(
         {"role": "assistant", "content": "", "tool_calls": [ToolCall(ids[0], calls[0].name, {})]}, tools
     )
-    following = renderer.extend(tail, ended, last, new, tools)
+    following = renderer.extend(tail, token_ids, caller, new, tools)
     if following is None:
         names = ", ".join(call.name for call in calls)
         raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")

@@ -72,7 +72,7 @@ def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Return the function that encodes one text, without special tokens. It raises RenderError for a panic."""
     if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
-        # A fifth quicker, because it tells no offsets, and other threads run meanwhile. Only batches have it, and with
+        # A fifth faster, as it computes no offsets, and other threads run meanwhile. Only batches have it, and with
         # parallelism on they go through a pool of threads, which forbids this process to fork.
         batch = tokenizer.encode_batch_fast
 
@@ -133,7 +133,7 @@ def _borders(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not isinstance(tokenizer, tokenizers.Tokenizer) or tokenizer.truncation is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
-    # What looks at its neighbours may be another one behind a cut.
+    # Matches of a token that looks at its neighbours may differ behind a cut.
     if tokenizer.encode_special_tokens or any(token.lstrip or token.single_word for token in added):
         return None
     return alternatives(token.content for token in added if token.content and not token.normalized)
@@ -141,8 +141,8 @@ def _borders(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 def _state(component: Any) -> dict[str, Any]:
     """Return the configuration of a tokenizer's component."""
-    found: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
-    return found
+    state: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
+    return state
 
 
 def _keeps_all(state: Mapping[str, Any]) -> bool:
@@ -154,17 +154,17 @@ def _keeps_all(state: Mapping[str, Any]) -> bool:
     )
 
 
-def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+def _cached(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
     """Return an encoder with a small cache: the episodes of a group begin with one prompt."""
 
     @functools.lru_cache(maxsize=_REMEMBERED)
-    def known(text: str) -> tuple[int, ...]:
+    def encode_cached(text: str) -> tuple[int, ...]:
         return tuple(encode(text))
 
-    def remembering(text: str) -> list[int]:
-        return list(known(text)) if len(text) <= _REMEMBERED_LENGTH else encode(text)
+    def cached(text: str) -> list[int]:
+        return list(encode_cached(text)) if len(text) <= _REMEMBERED_LENGTH else encode(text)
 
-    return remembering
+    return cached
 
 
 class Tokens:
@@ -192,7 +192,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._encode = _remembering(_encoder(tokenizer))
+        self._encode = _cached(_encoder(tokenizer))
         self.added: dict[str, int] = {
             token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
         }
@@ -219,7 +219,7 @@ class Tokens:
         return None
 
     def copy(self) -> Tokens:
-        """Return the same tokens with a counter and caches of their own, for another thread."""
+        """Return the same tokens with a separate counter and caches, for another thread."""
         other = Tokens(self._tokenizer)
         other._longest = self._longest
         return other
@@ -280,8 +280,8 @@ class Tokens:
     def _encode_pieces(self, text: str) -> list[int]:
         if self._borders is None:
             return self._encode(text)
-        found = itertools.islice(self._borders.finditer(text), _MOST_PIECES)
-        starts = [match.start() for match in found if match.start() > 0]
+        matches = itertools.islice(self._borders.finditer(text), _MOST_PIECES)
+        starts = [match.start() for match in matches if match.start() > 0]
         token_ids: list[int] = []
         for start, end in itertools.pairwise([0, *starts, len(text)]):
             token_ids += self._encode(text[start:end])
@@ -310,11 +310,11 @@ class Tokens:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, added tokens included; unknown ids are skipped."""
-        known = list(token_ids)
+        numbers = list(token_ids)
         try:
-            return self._decode(known)
+            return self._decode(numbers)
         except OverflowError:
-            return self._decode([number for number in known if 0 <= number < 2**32])
+            return self._decode([number for number in numbers if 0 <= number < 2**32])
 
     def decode_plain(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from turnwise.chat.model_dir import most_new_tokens
+from turnwise.chat.model_dir import max_new_tokens
 from turnwise.config import ConfigPath
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
@@ -228,7 +228,7 @@ class EvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:
         if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
-            own = None if self.model is None else most_new_tokens(self.model)
+            own = None if self.model is None else max_new_tokens(self.model)
             most = EVAL_MAX_TOKENS_PER_TURN if own is None else own
             self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": most})
         return self

@@ -74,16 +74,16 @@ class Canonical:
 
     def parts(self) -> list[str | MessageMedia]:
         """Return texts, none of them empty, and media in the order in which the message holds them."""
-        found: list[str | MessageMedia] = []
+        parts: list[str | MessageMedia] = []
         start = 0
-        for each in self.media:
-            if each.at > start:
-                found.append(self.text[start : each.at])
-            found.append(each)
-            start = each.at
+        for media in self.media:
+            if media.at > start:
+                parts.append(self.text[start : media.at])
+            parts.append(media)
+            start = media.at
         if start < len(self.text):
-            found.append(self.text[start:])
-        return found
+            parts.append(self.text[start:])
+        return parts
 
     def to_template(self) -> dict[str, Any]:
         """Return the message in the form of chat templates (OpenAI's, with arguments as an object).
@@ -245,12 +245,12 @@ class Canonicalizer:
         self._fresh += len(canonical.calls)
         self._note(message, canonical)
 
-    def resume(self, messages: Sequence[Mapping[str, Any]], known: Sequence[Canonical]) -> None:
-        """Advance past the first ``len(known)`` of ``messages``, whose canonical forms are known."""
-        self._before = known
-        turns = (index for index in reversed(range(len(known))) if is_turn(known[index]))
-        for index in range(next(turns, 0), len(known)):
-            self._note(messages[index], known[index])
+    def resume(self, messages: Sequence[Mapping[str, Any]], forms: Sequence[Canonical]) -> None:
+        """Advance past the first ``len(forms)`` of ``messages``, whose canonical forms are known."""
+        self._before = forms
+        turns = (index for index in reversed(range(len(forms))) if is_turn(forms[index]))
+        for index in range(next(turns, 0), len(forms)):
+            self._note(messages[index], forms[index])
 
     def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
         """Return the canonical form of ``messages[index]``.
@@ -283,16 +283,16 @@ class Canonicalizer:
             self._answered.add(canonical.answers)
 
     def _assistant(self, form: Canonical) -> Canonical:
-        known = self._recognise and self._recognise([call.id for call in form.calls], form)
-        if known:
-            return known
+        turn = self._recognise and self._recognise([call.id for call in form.calls], form)
+        if turn:
+            return turn
         calls = []
         for number, call in enumerate(form.calls):
-            own = "" if self._recognise is not None else call.id
-            calls.append(replace(call, id=own or self._made_id("m", number)))
+            call_id = "" if self._recognise is not None else call.id
+            calls.append(replace(call, id=call_id or self._issue_id("m", number)))
         return replace(form, calls=tuple(calls)) if calls else form
 
-    def _made_id(self, letter: str, number: int) -> str:
+    def _issue_id(self, letter: str, number: int) -> str:
         """Return a call id of nine letters and digits, which every chat template accepts."""
         count = sum(len(form.calls) for form in self._before) + self._fresh
         return f"{letter}{count + number:08d}"
@@ -301,13 +301,15 @@ class Canonicalizer:
         named = message.get("tool_call_id")
         numbers = range(len(self._calls))
         unanswered = [number for number in numbers if number not in self._answered]
-        meant = [number for number in numbers if named and self._named[number] == named]
-        position = next((number for number in [*(n for n in meant if n in unanswered), *meant, *unanswered]), None)
+        candidates = [number for number in numbers if named and self._named[number] == named]
+        position = next(
+            (number for number in [*(n for n in candidates if n in unanswered), *candidates, *unanswered]), None
+        )
         if position is None:
             # It answers no call that could name it: what is rendered is made from what is compared.
             name = clean(message.get("name") or "")
-            made = self._made_id("n", 0)
-            return Canonical("tool", text, name=name, answers=-1, call_id=made, call_name=name, media=media)
+            issued_id = self._issue_id("n", 0)
+            return Canonical("tool", text, name=name, answers=-1, call_id=issued_id, call_name=name, media=media)
         call = self._calls[position]
         return Canonical("tool", text, answers=position, call_id=call.id, call_name=call.name, media=media)
 
@@ -319,7 +321,7 @@ def is_turn(message: Canonical) -> bool:
 
 def unplaced(messages: Iterable[Canonical]) -> tuple[Media, ...]:
     """Return the images of messages, without a place in ids."""
-    return tuple(Media(each.kind, each.data, 0, 0) for message in messages for each in message.media)
+    return tuple(Media(media.kind, media.data, 0, 0) for message in messages for media in message.media)
 
 
 def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:
@@ -341,12 +343,12 @@ _MOST_CHARACTERS = 2**16
 _MOST_LEVELS = 100
 
 
-def template_arguments(given: Mapping[str, Any] | None) -> TemplateArguments:
+def template_arguments(arguments: Mapping[str, Any] | None) -> TemplateArguments:
     """Return template arguments in comparable form, without Nones. Raises RenderError if not JSON or too large."""
-    if not given:
+    if not arguments:
         return ()
-    found = []
-    for name, value in sorted(given.items()):
+    pairs = []
+    for name, value in sorted(arguments.items()):
         if value is None:
             continue
         try:
@@ -358,15 +360,15 @@ def template_arguments(given: Mapping[str, Any] | None) -> TemplateArguments:
                 f"template argument {name}: must be JSON of at most {_MOST_CHARACTERS} characters and {_MOST_LEVELS} "
                 f"levels, not {shown(value)}"
             )
-        found.append((name, text))
-    return tuple(found)
+        pairs.append((name, text))
+    return tuple(pairs)
 
 
 def _levels(value: Any) -> int:
-    inside, levels = [value], 0
-    while inside := [each for each in inside if isinstance(each, (dict, list, tuple))]:
+    containers, levels = [value], 0
+    while containers := [value for value in containers if isinstance(value, (dict, list, tuple))]:
         levels += 1
-        inside = [item for each in inside for item in (each.values() if isinstance(each, dict) else each)]
+        containers = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
     return levels
 
 

@@ -39,7 +39,7 @@ class MediaProcessor(Protocol):
     """Kinds of media that the model takes: ``image``."""
 
     def marker(self, kind: str) -> str:
-        """Return the text that the model's chat template writes for one item; it is a token of its own.
+        """Return the text that the model's chat template writes for one item: a single token.
 
         Raises:
             RenderError: The model takes no media of this kind.

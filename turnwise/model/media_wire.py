@@ -65,11 +65,11 @@ class WireImage:
 
 def features_digest(features: Features) -> str:
     """Return the SHA-256 of model inputs in hexadecimal: names, types, shapes and bytes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in sorted(features.items()):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 class MediaEncoder:
@@ -84,12 +84,12 @@ class MediaEncoder:
         self._digests: OrderedDict[str, str] = OrderedDict()
         self._items: OrderedDict[str, str] = OrderedDict()
 
-    def encode(self, media: Sequence[Media], known: Container[str] = ()) -> dict[str, Any] | None:
+    def encode(self, media: Sequence[Media], sent: Container[str] = ()) -> dict[str, Any] | None:
         """Return ``features`` of a request; None without media.
 
         Args:
             media: Media of the prompt.
-            known: Hashes of images whose inputs the server keeps: they are left out.
+            sent: Hashes of images whose inputs the server keeps: they are left out.
 
         Raises:
             RequestRefused: The client has no processor of the model.
@@ -104,20 +104,20 @@ class MediaEncoder:
                 "name a model directory with a processor of images"
             )
         hashes: dict[str, list[str]] = {}
-        places: dict[str, list[dict[str, int]]] = {}
+        placeholders: dict[str, list[dict[str, int]]] = {}
         items: dict[str, list[str | None]] = {}
-        for each in sorted(media, key=lambda item: item.position):
-            digest, item = self._item(each, processor, known)
-            hashes.setdefault(each.kind, []).append(digest)
-            places.setdefault(each.kind, []).append({"offset": each.position, "length": each.length})
-            items.setdefault(each.kind, []).append(item)
-        return {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": items}
+        for part in sorted(media, key=lambda item: item.position):
+            digest, item = self._item(part, processor, sent)
+            hashes.setdefault(part.kind, []).append(digest)
+            placeholders.setdefault(part.kind, []).append({"offset": part.position, "length": part.length})
+            items.setdefault(part.kind, []).append(item)
+        return {"mm_hashes": hashes, "mm_placeholders": placeholders, "kwargs_data": items}
 
-    def _item(self, media: Media, processor: MediaProcessor, known: Container[str]) -> tuple[str, str | None]:
+    def _item(self, media: Media, processor: MediaProcessor, sent: Container[str]) -> tuple[str, str | None]:
         """Return the hash of an item's inputs, and the inputs as text if they are not known."""
         with self._lock:
             digest = self._digests.get(media.digest)
-            if digest is not None and digest in known:
+            if digest is not None and digest in sent:
                 return digest, None
             text = None if digest is None else self._items.get(digest)
             if digest is None or text is None:
@@ -131,59 +131,62 @@ class MediaEncoder:
                 self._used -= len(self._items.popitem(last=False)[1])
             while len(self._digests) > _DIGESTS:
                 self._digests.popitem(last=False)
-        return digest, None if digest in known else text
+        return digest, None if digest in sent else text
 
 
 def decode_features(
-    given: Any, tokens: int, kept: Callable[[str], Features | None] = lambda _: None
+    wire: Any, tokens: int, cached: Callable[[str], Features | None] = lambda _: None
 ) -> list[WireImage]:
     """Return the images of ``features`` in a request, in order.
 
     Args:
-        given: The field.
+        wire: The field.
         tokens: Number of ids of the prompt.
-        kept: Returns the inputs of an image by its hash, where they were kept.
+        cached: Returns the inputs of an image by its hash, where they were kept.
 
     Raises:
         FeaturesError: It is malformed; its field is ``features.mm_hashes`` where an image without data is not kept.
     """
-    if not isinstance(given, dict):
-        raise FeaturesError("features", f"features must be an object, not {shown(given)}")
-    parts = [given.get(name) for name in ("mm_hashes", "mm_placeholders", "kwargs_data")]
+    if not isinstance(wire, dict):
+        raise FeaturesError("features", f"features must be an object, not {shown(wire)}")
+    parts = [wire.get(name) for name in ("mm_hashes", "mm_placeholders", "kwargs_data")]
     if not all(isinstance(part, dict) and list(part) == ["image"] for part in parts):
         raise FeaturesError(
             "features", "features must have mm_hashes, mm_placeholders and kwargs_data, each with lists of 'image' only"
         )
-    hashes, places, items = (part["image"] for part in parts if isinstance(part, dict))
-    if not all(isinstance(each, list) and len(each) == len(hashes) for each in (hashes, places, items)):
+    hashes, ranges, items = (part["image"] for part in parts if isinstance(part, dict))
+    if not all(isinstance(column, list) and len(column) == len(hashes) for column in (hashes, ranges, items)):
         raise FeaturesError("features", "the lists of mm_hashes, mm_placeholders and kwargs_data differ in length")
     images = []
-    for number, (digest, place, item) in enumerate(zip(hashes, places, items, strict=True)):
-        images.append(_image(number, digest, place, item, tokens, kept))
+    for number, (digest, position, item) in enumerate(zip(hashes, ranges, items, strict=True)):
+        images.append(_image(number, digest, position, item, tokens, cached))
     images.sort(key=lambda image: image.offset)
-    for before, after in itertools.pairwise(images):
-        if before.offset + before.length > after.offset:
+    for preceding, following in itertools.pairwise(images):
+        if preceding.offset + preceding.length > following.offset:
             raise FeaturesError(
                 "features.mm_placeholders",
-                f"the images at {before.offset} and {after.offset} overlap: their placeholders must be apart",
+                f"the images at {preceding.offset} and {following.offset} overlap: their placeholders must be apart",
             )
     return images
 
 
 def _image(
-    number: int, digest: Any, place: Any, item: Any, tokens: int, kept: Callable[[str], Features | None]
+    number: int, digest: Any, position: Any, item: Any, tokens: int, cached: Callable[[str], Features | None]
 ) -> WireImage:
     if not isinstance(digest, str) or not digest:
         raise FeaturesError("features.mm_hashes", f"image {number} has the hash {shown(digest)}, which is no text")
-    offset, length = (place.get(name) for name in ("offset", "length")) if isinstance(place, dict) else (None, None)
+    offset, length = (
+        (position.get(name) for name in ("offset", "length")) if isinstance(position, dict) else (None, None)
+    )
     if type(offset) is not int or type(length) is not int or not 0 <= offset < offset + length <= tokens:
         raise FeaturesError(
             "features.mm_placeholders",
-            f"image {number} has the placeholders {shown(place)}, which are not within the {tokens} ids of the prompt",
+            f"image {number} has the placeholders {shown(position)}, "
+            f"which are not within the {tokens} ids of the prompt",
         )
     field = "features.kwargs_data"
     if item is None:
-        if (features := kept(digest)) is None:
+        if (features := cached(digest)) is None:
             raise FeaturesError("features.mm_hashes", f"image {number} is not kept here: send its kwargs_data")
         return WireImage(digest, offset, length, features)
     if not isinstance(item, str):
@@ -219,7 +222,7 @@ def decode_item(text: str) -> dict[str, npt.NDArray[np.generic]]:
         value, end = _read(memoryview(raw), 0, 0)
         if end != len(raw) or not isinstance(value, dict):
             raise FormatError("kwargs_data holds more than one map")
-        found = {}
+        arrays = {}
         for name, entry in value.items():
             dtype, shape, data = entry["data"]
             if dtype not in _DTYPES:
@@ -229,8 +232,8 @@ def decode_item(text: str) -> dict[str, npt.NDArray[np.generic]]:
             if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
                 raise FormatError(f"{name} has {len(data)} bytes, which is not the size of {dtype} {shown(shape)}")
             # A copy: bytes within a message need not be aligned.
-            found[str(name)] = np.frombuffer(data.tobytes(), dtype=dtype).reshape(shape)
-        return found
+            arrays[str(name)] = np.frombuffer(data.tobytes(), dtype=dtype).reshape(shape)
+        return arrays
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
         raise FormatError(f"kwargs_data is not the MessagePack of model inputs: {error!r}") from error
 
@@ -248,13 +251,13 @@ def _write(value: Any, parts: list[bytes]) -> None:
         parts += [b"\xc9" + struct.pack(">Ib", value.nbytes, _RAW), value.tobytes()]
     elif isinstance(value, dict):
         parts.append(b"\xdf" + struct.pack(">I", len(value)))
-        for key, each in value.items():
+        for key, item in value.items():
             _write(key, parts)
-            _write(each, parts)
+            _write(item, parts)
     else:
         parts.append(b"\xdd" + struct.pack(">I", len(value)))
-        for each in value:
-            _write(each, parts)
+        for item in value:
+            _write(item, parts)
 
 
 _NUMBERS: Final = {

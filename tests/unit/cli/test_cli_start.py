@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from support.processes.warm import run_command
-from turnwise.chat.model_dir import most_new_tokens
+from turnwise.chat.model_dir import max_new_tokens
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import EnvSpec, check_env, registration
@@ -127,7 +127,7 @@ def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> 
     evaluation = load_config(EvalConfig, overrides=[f"model={tmp_path / 'moved'}", "rollout.env.name=lookup"])
     assert evaluation.rollout.max_tokens_per_turn == moved.rollout.max_tokens_per_turn
     load_model(moved.policy.model.path).save_hf(tmp_path / "trained")
-    assert most_new_tokens(tmp_path / "trained") == moved.rollout.max_tokens_per_turn
+    assert max_new_tokens(tmp_path / "trained") == moved.rollout.max_tokens_per_turn
 
 
 def test_it_has_the_tasks_and_the_settings_that_the_model_was_made_with(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
 from support.engine.grammar_walks import CALLS, HELD, SAYING, SCHEMA, TOOLS, WITHOUT_CALLS, check, says, walker
 from support.property_tests import examples
 from turnwise.chat.formats import tags
-from turnwise.chat.formats.tags import unheld
+from turnwise.chat.formats.tags import unenforced_keyword
 from turnwise.chat.renderer import load_renderer
 from turnwise.engine.structured_output import grammar_of
 from turnwise.errors import StructuredOutputError
@@ -112,7 +112,7 @@ def test_a_schema_that_nothing_would_be_held_to_is_refused(schema: dict[str, Any
     ],
 )
 def test_a_schema_that_can_be_held_to_is_not_refused(schema: Any) -> None:
-    assert unheld(schema) is None
+    assert unenforced_keyword(schema) is None
 
 
 def test_a_call_of_no_tool_is_refused() -> None:
@@ -129,9 +129,9 @@ def test_strings_of_limited_length_keep_their_limit_where_markers_would_be_exclu
 
 def test_a_limit_of_calls_is_one_of_the_grammar() -> None:
     call = tags.text("x")
-    assert tags.joined(call, None, 1) == call
+    assert tags.repeated(call, None, 1) == call
     for most in (2, 3, 5):
-        nested = json.dumps(tags.joined(call, tags.text(";"), most))
+        nested = json.dumps(tags.repeated(call, tags.text(";"), most))
         assert nested.count('"x"') == most
 
 

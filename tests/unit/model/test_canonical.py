@@ -181,7 +181,7 @@ def test_the_message_that_was_said_is_known_only_as_long_as_it_is_the_same() -> 
     for edited, same in ((1, True), (True, False), (2, False)):
         history = History()
         history.reduce(first)
-        history.register_reply(snapshot(said), form)
+        history.register_returned(snapshot(said), form)
         echo = {**said, "tool_calls": [ToolCall("c0", "f", {"x": edited})]}
         reduced = history.reduce([*first, echo, result])
         assert (reduced[1] is form) is same

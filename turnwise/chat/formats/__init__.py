@@ -44,10 +44,10 @@ def register_format(cls: F) -> F:
         )
     if inspect.isabstract(cls):
         raise RegistryError(f"chat format {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-    held = FORMATS.setdefault(name, cls)
-    if held is not cls and (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+    registered = FORMATS.setdefault(name, cls)
+    if registered is not cls and (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
         raise RegistryError(
-            f"chat format {name!r} is taken by {held.__module__}:{held.__qualname__}: choose another name"
+            f"chat format {name!r} is taken by {registered.__module__}:{registered.__qualname__}: choose another name"
         )
     FORMATS[name] = cls
     return cls
@@ -68,10 +68,10 @@ def find_format(name: str) -> type[ChatFormat]:
         raise RegistryError(
             f"format: {name!r} is unknown{hint}; allowed: auto, {', '.join(FORMATS)}, or a custom one as pkg.mod:Class"
         )
-    found: Any = load_object(name, "chat format")
+    loaded: Any = load_object(name, "chat format")
     # A checkpoint names its format by its own name.
-    made: type[ChatFormat] = register_format(found)
-    return made
+    chat_format: type[ChatFormat] = register_format(loaded)
+    return chat_format
 
 
 __all__ = ["FORMATS", "Block", "ChatFormat", "Parsed", "Probe", "TurnText", "find_format", "register_format"]

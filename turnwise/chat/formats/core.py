@@ -228,11 +228,11 @@ class ChatFormat(ABC):
             settled=self.settled_by(prefix),
         )
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
-        """Return the tag of 1 to ``most`` calls of these tools; None if there is no such grammar."""
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:  # noqa: ARG002
+        """Return the tag of 1 to ``limit`` calls of these tools; None if there is no such grammar."""
         return None
 
-    def _beside_tag(self, calls: Tag) -> Tag:
+    def _text_and_calls_tag(self, calls: Tag) -> Tag:
         """Return the tag of text, calls, or text followed by calls."""
         text = tags.free(*map(self.marks.plain, self._openers))
         return tags.either(text, tags.sequence(text, calls))
@@ -240,7 +240,7 @@ class ChatFormat(ABC):
     def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
         """Return the tag of a turn after generation prompt ``prefix``; ``calls`` is the tag of its calls, if any."""
         markers = [*map(self.marks.plain, self._openers), self.markers.get(OPEN, ""), self.closing]
-        body = tags.held_tag(guide, calls, self._beside_tag, [each for each in markers if each])
+        body = tags.guided_tag(guide, calls, self._text_and_calls_tag, [marker for marker in markers if marker])
         if not self._open or self.settled_by(prefix):
             return tags.sequence(tags.BLANK, body)
         close = tags.sequence(tags.marked(self.closing, self._added), tags.BLANK)
@@ -330,8 +330,8 @@ class _Scan:
 
     def _next_block(self, position: int, limit: int) -> int:
         if self._openers:
-            found = [at for at in (self._text.find(opener, position, limit) for opener in self._openers) if at >= 0]
-            return min(found, default=-1)
+            starts = [at for at in (self._text.find(opener, position, limit) for opener in self._openers) if at >= 0]
+            return min(starts, default=-1)
         if self._parsed.calls or "".join(self._content).strip():
             return -1
         start = skip_blanks(self._text, position)

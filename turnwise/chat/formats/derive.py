@@ -24,13 +24,13 @@ class JsonSpan:
     end: int
 
 
-def holds(value: Json, wanted: Mapping[str, Any]) -> bool:
+def holds(value: Json, arguments: Mapping[str, Any]) -> bool:
     """Return whether the arguments occur somewhere in a JSON value."""
-    if value == wanted:
+    if value == arguments:
         return True
     if isinstance(value, dict):
-        return any(holds(item, wanted) for item in value.values())
-    return isinstance(value, list) and any(holds(item, wanted) for item in value)
+        return any(holds(item, arguments) for item in value.values())
+    return isinstance(value, list) and any(holds(item, arguments) for item in value)
 
 
 def json_span(text: str | None, arguments: Mapping[str, Any]) -> JsonSpan | None:
@@ -58,8 +58,8 @@ def json_keys(call: Json, name: str, arguments: Mapping[str, Any]) -> tuple[str,
 
 def common_start(one: str, other: str) -> str:
     """Return the common prefix of two texts."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
+    for index, (first, second) in enumerate(zip(one, other, strict=False)):
+        if first != second:
             return one[:index]
     return min(one, other, key=len)
 
@@ -99,6 +99,6 @@ def reasoning_markers(probe: Probe) -> dict[str, str]:
         return {}
     behind = text[end:].lstrip()[len(closer) :].lstrip()
     if behind and not behind.startswith((probe.TEXT, probe.FIRST)) and first_marker(behind, probe.added):
-        # There is structure between reasoning and answer: not a pair of markers.
+        # Markup between reasoning and answer: not a pair of markers.
         return {}
     return {OPEN: opener, CLOSE: closer}

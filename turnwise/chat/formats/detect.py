@@ -14,7 +14,7 @@ from turnwise.chat.tokens import Tokens
 from turnwise.errors import ConfigError, RegistryError, RenderError
 from turnwise.types import ToolCall, ToolSchema
 
-_USUAL = ("<think>", "</think>")
+_USUAL_MARKERS = ("<think>", "</think>")
 _TOOLS = tuple(
     ToolSchema(
         name,
@@ -60,49 +60,51 @@ def _conversations(facts: TemplateFacts) -> dict[str, tuple[Wire, Parsed]]:
     }
 
 
-def _same(found: Parsed, wanted: Parsed) -> bool:
-    calls = [(call.name, call.arguments, call.error) for call in found.calls]
+def _equal(parsed: Parsed, expected: Parsed) -> bool:
+    calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
     return (
-        found.content == wanted.content
-        and found.reasoning == wanted.reasoning
-        and calls == [(call.name, call.arguments, None) for call in wanted.calls]
+        parsed.content == expected.content
+        and parsed.reasoning == expected.reasoning
+        and calls == [(call.name, call.arguments, None) for call in expected.calls]
     )
 
 
 def prove(chat_format: ChatFormat, facts: TemplateFacts, tokens: Tokens) -> tuple[list[str], list[str]]:
-    """Parse what the template renders; return the names of the conversations that agree, and of the others."""
+    """Parse what the template renders; return the conversations that parse back equal, and those that do not."""
     generation = facts.prompt[len(facts.head) :]
     agreed: list[str] = []
-    others: list[str] = []
-    for name, (message, wanted) in _conversations(facts).items():
-        said, begun = facts.said(message), generation
-        if said is None and (turn := facts.turn(message)) is not None:
+    unproven: list[str] = []
+    for name, (message, expected) in _conversations(facts).items():
+        text, prefix = facts.completion_text(message), generation
+        if text is None and (turn := facts.turn(message)) is not None:
             # The generation prompt opens reasoning that a history leaves out: calls are read all the same.
-            begun = _common(generation, turn, tokens)
-            said = turn[len(begun) :]
-        good = said is not None and _same(_read_back(chat_format, said, begun, wanted, facts, tokens), wanted)
-        (agreed if good else others).append(name)
-    return agreed, others
+            prefix = _common_prefix(generation, turn, tokens)
+            text = turn[len(prefix) :]
+        parses_back = text is not None and _equal(
+            _read_back(chat_format, text, prefix, expected, facts, tokens), expected
+        )
+        (agreed if parses_back else unproven).append(name)
+    return agreed, unproven
 
 
-def _common(one: str, other: str, tokens: Tokens) -> str:
+def _common_prefix(one: str, other: str, tokens: Tokens) -> str:
     """Return the common prefix of two texts, without a part of an added token."""
     common = ""
-    for left, right in zip(split_added(one, tokens.added), split_added(other, tokens.added), strict=False):
-        if left != right:
-            whole = left in tokens.added or right in tokens.added
-            return common if whole else common + common_start(left, right)
-        common += left
+    for first, second in zip(split_added(one, tokens.added), split_added(other, tokens.added), strict=False):
+        if first != second:
+            is_token = first in tokens.added or second in tokens.added
+            return common if is_token else common + common_start(first, second)
+        common += first
     return common
 
 
 def _read_back(
-    chat_format: ChatFormat, said: str, begun: str, wanted: Parsed, facts: TemplateFacts, tokens: Tokens
+    chat_format: ChatFormat, turn_text: str, prefix_text: str, expected: Parsed, facts: TemplateFacts, tokens: Tokens
 ) -> Parsed:
     marks = chat_format.marks
-    prefix = marks.read(tokens, tokens.encode(begun))
-    text = marks.read(tokens, tokens.encode(facts.cut(said, called=bool(wanted.calls))))
-    stop = facts.stop_behind(called=bool(wanted.calls))
+    prefix = marks.read(tokens, tokens.encode(prefix_text))
+    text = marks.read(tokens, tokens.encode(facts.cut(turn_text, called=bool(expected.calls))))
+    stop = facts.stop_behind(called=bool(expected.calls))
     if stop is not None and marks.holds(tokens.added[stop]):
         text += marks.of(stop)
     return chat_format.parse(TurnText(text, prefix, chat_format.opened_by(prefix), True), _TOOLS)
@@ -110,23 +112,23 @@ def _read_back(
 
 def _reasoning(facts: TemplateFacts, tokens: Tokens) -> dict[str, str]:
     """Return the template's reasoning markers, else the usual ones if the vocabulary has them."""
-    found = reasoning_markers(facts.probe)
-    if found:
-        return found
+    derived = reasoning_markers(facts.probe)
+    if derived:
+        return derived
     generation = facts.prompt[len(facts.head) :]
-    if all(token in tokens.added for token in _USUAL) or generation.rstrip().endswith(_USUAL[0]):
-        return {OPEN: _USUAL[0], CLOSE: _USUAL[1]}
+    if all(token in tokens.added for token in _USUAL_MARKERS) or generation.rstrip().endswith(_USUAL_MARKERS[0]):
+        return {OPEN: _USUAL_MARKERS[0], CLOSE: _USUAL_MARKERS[1]}
     return {}
 
 
-def _made(
+def _build_format(
     format_class: type[ChatFormat], markers: Mapping[str, str], facts: TemplateFacts, tokens: Tokens
 ) -> ChatFormat:
     reasoning = {} if format_class.whole_turn else _reasoning(facts, tokens)
     return format_class({**markers, **reasoning}, tokens.added)
 
 
-def _needed(facts: TemplateFacts) -> list[str]:
+def _required_conversations(facts: TemplateFacts) -> list[str]:
     """Return the conversations that the template writes in full, which a format must parse back."""
     needed = ["answer"]
     if facts.probe.one is not None and Probe.FIRST in facts.probe.one:
@@ -138,36 +140,36 @@ def _needed(facts: TemplateFacts) -> list[str]:
 
 def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
     """Return the only format that parses what the template renders. Raises RenderError for none or several."""
-    found: list[Choice] = []
+    choices: list[Choice] = []
     tried: list[str] = []
-    needed = _needed(facts)
+    needed = _required_conversations(facts)
     for name, format_class in FORMATS.items():
         markers = format_class.detect(facts.probe)
         if markers is None:
             continue
-        chat_format = _made(format_class, markers, facts, tokens)
-        agreed, others = prove(chat_format, facts, tokens)
+        chat_format = _build_format(format_class, markers, facts, tokens)
+        agreed, unproven = prove(chat_format, facts, tokens)
         missing = [conversation for conversation in needed if conversation not in agreed]
         if missing:
             tried.append(f"{name} (does not read back: {', '.join(missing)})")
         else:
-            found.append(Choice(chat_format, "auto", tuple(agreed), tuple(others)))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        seen = f"{', '.join(choice.format.name for choice in found)} all parse what the template writes"
+            choices.append(Choice(chat_format, "auto", tuple(agreed), tuple(unproven)))
+    if len(choices) == 1:
+        return choices[0]
+    if choices:
+        seen = f"{', '.join(choice.format.name for choice in choices)} all parse what the template writes"
     else:
         wrote = facts.probe.one is not None and Probe.FIRST in facts.probe.one
-        shown = f"a call is written as {(facts.probe.one or '')[:200]!r}" if wrote else "calls are not written"
-        if facts.said(facts.assistant(Probe.TEXT)) is None:
-            shown += f", and an answer does not follow the generation prompt: {facts.probe.answer[:200]!r}"
-        seen = shown + (f"; tried: {', '.join(tried)}" if tried else "")
+        description = f"a call is written as {(facts.probe.one or '')[:200]!r}" if wrote else "calls are not written"
+        if facts.completion_text(facts.assistant(Probe.TEXT)) is None:
+            description += f", and an answer does not follow the generation prompt: {facts.probe.answer[:200]!r}"
+        seen = description + (f"; tried: {', '.join(tried)}" if tried else "")
     raise RenderError(
         f"format: auto cannot detect this model's chat format: {seen}. Set `format:` to one of {', '.join(FORMATS)}"
     )
 
 
-def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
+def configured_format(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
     """Return the configured format, with the template's own markers if it shows any.
 
     Raises:
@@ -178,12 +180,12 @@ def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
     except (ConfigError, RegistryError) as error:
         raise RenderError(str(error)) from error
     markers = format_class.detect(facts.probe) or dict(format_class.defaults)
-    chat_format = _made(format_class, markers, facts, tokens)
-    agreed, others = prove(chat_format, facts, tokens)
-    return Choice(chat_format, "config", tuple(agreed), tuple(others))
+    chat_format = _build_format(format_class, markers, facts, tokens)
+    agreed, unproven = prove(chat_format, facts, tokens)
+    return Choice(chat_format, "config", tuple(agreed), tuple(unproven))
 
 
-def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
+def stored_format(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
     """Return the format that a checkpoint was saved with. Raises RenderError for an invalid file."""
     name, markers = saved.get("format"), saved.get("markers")
     format_class = FORMATS.get(name) if isinstance(name, str) else None
@@ -196,5 +198,5 @@ def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: To
     if missing or not all(isinstance(value, str) for value in markers.values()):
         raise RenderError(f"{path}: the markers of {name} must be strings and hold {', '.join(missing) or 'text'}")
     chat_format = format_class(markers, tokens.added)
-    agreed, others = prove(chat_format, facts, tokens)
-    return Choice(chat_format, path, tuple(agreed), tuple(others))
+    agreed, unproven = prove(chat_format, facts, tokens)
+    return Choice(chat_format, path, tuple(agreed), tuple(unproven))

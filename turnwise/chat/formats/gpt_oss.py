@@ -16,7 +16,7 @@ from turnwise.chat.formats import tags
 from turnwise.chat.formats.core import INSIDE_REASONING, ChatFormat, Parsed, Probe, TurnText
 from turnwise.chat.formats.derive import split_added
 from turnwise.chat.formats.json_calls import named_arguments
-from turnwise.chat.formats.live import Kind, Live, StreamedTurn, held
+from turnwise.chat.formats.live import Kind, Live, StreamedTurn, partial_match_start
 from turnwise.chat.formats.tags import Tag
 from turnwise.chat.tokens import Marks
 from turnwise.types import Guide, ToolCall, ToolSchema
@@ -64,8 +64,8 @@ class GptOss(ChatFormat):
         if len(reason[at:]) != 9 or at < 3 or reason[at - 3] != channel or reason[at + 4] != channel:
             return None
         recipient = re.match(rf"\s*to=(\S*?){probe.FIRST}$", call[0])
-        wanted = {channel, message, stop, reason[at + 1], reason[at + 2], probe.call_close}
-        if recipient is None or len(call) < 4 or not wanted <= set(probe.added):
+        expected = {channel, message, stop, reason[at + 1], reason[at + 2], probe.call_close}
+        if recipient is None or len(call) < 4 or not expected <= set(probe.added):
             return None
         return {
             **cls.defaults,
@@ -86,30 +86,32 @@ class GptOss(ChatFormat):
 
     def opened_by(self, prefix: str) -> bool:
         """Return whether a generation prompt ends inside a reasoning message."""
-        header, _, _, closed = self._last(prefix)
+        header, _, _, closed = self._last_message(prefix)
         return not closed and self._reasons(header)
 
     def reasoning_open(self, turn: TurnText) -> bool:
         """Return whether the turn ends inside a reasoning message."""
-        header, body, ended_by, _ = self._last(self._whole(turn))
+        header, body, ended_by, _ = self._last_message(self._with_prefix(turn))
         ends = (None, self._mark("return")) if turn.stopped else (None,)
         return self._reasons(header) and body is not None and ended_by in ends
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:  # noqa: ARG002
         """Return the tag of one call, whose end is the turn's; the recipient may precede or follow the channel."""
         constrain = self.markers["constrain"]
         marked = [tags.marked(constrain, self._added)] if constrain in self._added else []
-        own = tags.sequence(tags.text(" "), *marked, tags.text("json"), self._marked("message"))
+        after_channel = tags.sequence(tags.text(" "), *marked, tags.text("json"), self._marked("message"))
         templates = tags.sequence(self._marked("channel"), tags.text("commentary json"), self._marked("message"))
         to = [tags.text(f" to={self.markers['recipient']}{tool.name}") for tool in tools]
-        said = [tags.arguments(tool, self._controls()) for tool in tools]
+        arguments = [tags.arguments(tool, self._controls()) for tool in tools]
         return tags.either(
             tags.sequence(
                 self._marked("channel"),
                 tags.text("commentary"),
-                tags.either(*(tags.sequence(name, own, each) for name, each in zip(to, said, strict=True))),
+                tags.either(
+                    *(tags.sequence(name, after_channel, body) for name, body in zip(to, arguments, strict=True))
+                ),
             ),
-            *(tags.sequence(name, templates, each) for name, each in zip(to, said, strict=True)),
+            *(tags.sequence(name, templates, body) for name, body in zip(to, arguments, strict=True)),
         )
 
     def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
@@ -121,14 +123,18 @@ class GptOss(ChatFormat):
             return tags.either(tags.sequence(*final, tags.free(*self._controls())), calls)
 
         if guide.schema is None or (calls is not None and not guide.text):
-            body = tags.held_tag(guide, calls, beside, ())
+            body = tags.guided_tag(guide, calls, beside, ())
         else:
-            said = tags.sequence(*final, tags.json_value(guide.schema, self._controls()))
-            body = said if calls is None else tags.either(said, calls)
-        role = tags.text(self.marks.plain(self._begun(prefix)).removeprefix(self.markers["start"]) or "assistant")
-        after = (self._marked("end"), self._marked("start"), role)
+            schema_turn = tags.sequence(*final, tags.json_value(guide.schema, self._controls()))
+            body = schema_turn if calls is None else tags.either(schema_turn, calls)
+        role = tags.text(
+            self.marks.plain(self._open_message(prefix)).removeprefix(self.markers["start"]) or "assistant"
+        )
+        next_message = (self._marked("end"), self._marked("start"), role)
         thought = tags.free(*self._controls())
-        thoughts = tags.star(tags.sequence(channel, tags.text(self.markers["analysis"]), message, thought, *after))
+        thoughts = tags.star(
+            tags.sequence(channel, tags.text(self.markers["analysis"]), message, thought, *next_message)
+        )
         return tags.sequence(thoughts, body)
 
     def _controls(self) -> list[str]:
@@ -138,23 +144,23 @@ class GptOss(ChatFormat):
     def live(self, prefix: str) -> Live:
         """Return the incremental parser of a turn after this generation prompt."""
         ends = (self._start, *self._ends)
-        return _LiveMessages(self.marks, self._begun(prefix), self._split, ends, self._message, self._kind)
+        return _LiveMessages(self.marks, self._open_message(prefix), self._split, ends, self._message, self._kind)
 
-    def _kind(self, header: str, *, whole: bool, first: bool) -> Kind | None:
-        """Return the kind of a message by its header, None for a call; ``whole``: with a body, ``first``: of a turn."""
+    def _kind(self, header: str, *, has_body: bool, first: bool) -> Kind | None:
+        """Return the kind of a message by its header, None for a call; ``first``: it is the first of the turn."""
         if self._reasons(header):
-            return "reasoning" if whole else None
+            return "reasoning" if has_body else None
         recipient = _RECIPIENT.search(self.marks.plain(header))
         if recipient is not None and recipient[1] != "assistant":
             return None
-        return "text" if whole or (first and self._channel not in header) else None
+        return "text" if has_body or (first and self._channel not in header) else None
 
-    def _begun(self, prefix: str) -> str:
+    def _open_message(self, prefix: str) -> str:
         start = prefix.rfind(self._start)
         return prefix[start:] if start >= 0 else ""
 
-    def _whole(self, turn: TurnText) -> str:
-        return self._begun(turn.prefix) + turn.text
+    def _with_prefix(self, turn: TurnText) -> str:
+        return self._open_message(turn.prefix) + turn.text
 
     def _messages(self, text: str) -> list[tuple[str, str | None, str | None]]:
         """Return (header, body or None, end marker or None) of each message of a text."""
@@ -164,14 +170,14 @@ class GptOss(ChatFormat):
             end = self._split.search(text, position + (1 if text.startswith(self._start, position) else 0))
             stop = end.start() if end else len(text)
             piece = text[position:stop].removeprefix(self._start)
-            header, found, body = piece.partition(self._message)
+            header, separator, body = piece.partition(self._message)
             if piece:
                 ended_by = end[0] if end and end[0] in self._ends else None
-                messages.append((header, body if found else None, ended_by))
+                messages.append((header, body if separator else None, ended_by))
             position = len(text) if end is None else (end.end() if end[0] in self._ends else stop)
         return messages
 
-    def _last(self, text: str) -> tuple[str, str | None, str | None, bool]:
+    def _last_message(self, text: str) -> tuple[str, str | None, str | None, bool]:
         messages = self._messages(text)
         if not messages:
             return "", None, None, True
@@ -187,20 +193,20 @@ class GptOss(ChatFormat):
         parsed = Parsed()
         content: list[str] = []
         thoughts: list[str] = []
-        whole, begun, at = self._whole(turn), len(self._begun(turn.prefix)), 0
-        messages = self._messages(whole)
+        text_of_turn, offset, at = self._with_prefix(turn), len(self._open_message(turn.prefix)), 0
+        messages = self._messages(text_of_turn)
         for number, (header, body, ended_by) in enumerate(messages):
-            last = number == len(messages) - 1
+            is_last = number == len(messages) - 1
             recipient = _RECIPIENT.search(self.marks.plain(header))
             reasons = self._reasons(header)
             text = self.marks.plain(body or "")
             if body is not None:
-                start = whole.index(self._message + body, at) + len(self._message)
+                start = text_of_turn.index(self._message + body, at) + len(self._message)
                 at = start + len(body)
             if reasons:
                 thoughts.append(text)
-                if body and at > begun:
-                    parsed.spans.append((max(start - begun, 0), at - begun))
+                if body and at > offset:
+                    parsed.spans.append((max(start - offset, 0), at - offset))
             if recipient is None or recipient[1] == "assistant":
                 if not reasons and body is not None:
                     content.append(text)
@@ -208,10 +214,10 @@ class GptOss(ChatFormat):
                     # A model that left the format out: plain text is an answer, but not the role's name.
                     content.append(self.marks.plain(header).removeprefix("assistant"))
                 continue
-            closed = ended_by is not None or turn.stopped or not last
+            closed = ended_by is not None or turn.stopped or not is_last
             if not closed:
                 continue
-            call = self._call(recipient[1], body, unclosed=ended_by is None and not (last and turn.stopped))
+            call = self._call(recipient[1], body, unclosed=ended_by is None and not (is_last and turn.stopped))
             parsed.calls.append(replace(call, error=INSIDE_REASONING) if reasons else call)
         parsed.content = "\n".join(filter(None, (text.strip() for text in content)))
         parsed.reasoning = "\n".join(filter(None, (text.strip() for text in thoughts)))
@@ -226,7 +232,7 @@ class GptOss(ChatFormat):
 
 
 class _KindOf(Protocol):
-    def __call__(self, header: str, *, whole: bool, first: bool) -> Kind | None: ...
+    def __call__(self, header: str, *, has_body: bool, first: bool) -> Kind | None: ...
 
 
 class _LiveMessages(Live):
@@ -244,9 +250,9 @@ class _LiveMessages(Live):
     __slots__ = ("_body", "_ends", "_first", "_fresh", "_inside", "_kind", "_kind_of", "_split")
 
     def __init__(
-        self, marks: Marks, begun: str, split: re.Pattern[str], ends: tuple[str, ...], body: str, kind: _KindOf
+        self, marks: Marks, open_message: str, split: re.Pattern[str], ends: tuple[str, ...], body: str, kind: _KindOf
     ) -> None:
-        super().__init__(marks, begun)
+        super().__init__(marks, open_message)
         self._split = split
         self._ends = ends
         self._body = body
@@ -259,9 +265,9 @@ class _LiveMessages(Live):
     def step(self, text: str) -> StreamedTurn | None:
         if self.position >= len(text):
             return None
-        return self._said(text) if self._inside else self._header(text)
+        return self._read_body(text) if self._inside else self._read_header(text)
 
-    def _header(self, text: str) -> StreamedTurn | None:
+    def _read_header(self, text: str) -> StreamedTurn | None:
         begin, start = self._ends[0], self.position
         end = self._split.search(text, start + 1 if text.startswith(begin, start) else start)
         body = text.find(self._body, start, end.start() if end else len(text))
@@ -269,10 +275,10 @@ class _LiveMessages(Live):
             return None
         stop = body if end is None or body >= 0 else end.start()
         header = text[start:stop].removeprefix(begin)
-        whole = body >= 0
-        self._kind = self._kind_of(header, whole=whole, first=self._first)
-        self._first = self._first and not (header or whole)
-        if whole:
+        has_body = body >= 0
+        self._kind = self._kind_of(header, has_body=has_body, first=self._first)
+        self._first = self._first and not (header or has_body)
+        if has_body:
             self._inside = self._fresh = True
             self.position = stop + len(self._body)
             return StreamedTurn("text", "")
@@ -280,10 +286,10 @@ class _LiveMessages(Live):
         # A model that left the format out: plain text is an answer, but not the role's name.
         return StreamedTurn("text", header.removeprefix("assistant") if self._kind else "", fresh=True)
 
-    def _said(self, text: str) -> StreamedTurn | None:
+    def _read_body(self, text: str) -> StreamedTurn | None:
         start = self.position
         end = self._split.search(text, start)
-        stop = end.start() if end else held(text, start, self._ends)
+        stop = end.start() if end else partial_match_start(text, start, self._ends)
         if end is None and stop == start:
             return None
         self.position = stop if end is None else self._behind(end)

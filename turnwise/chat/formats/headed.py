@@ -28,13 +28,13 @@ def _derive(probe: Probe) -> dict[str, str] | None:
         return None
     if first is None or second is None or probe.FIRST not in probe.one[: span.start]:
         return None
-    before, after = probe.one[: span.start].strip(), probe.one[span.end :].strip()
+    head_text, tail_text = probe.one[: span.start].strip(), probe.one[span.end :].strip()
     between = probe.two[first.end : second.start]
-    section, close = first_marker(before, probe.added), last_marker(after, probe.added)
+    section, close = first_marker(head_text, probe.added), last_marker(tail_text, probe.added)
     if section not in probe.added or close not in probe.added or section in between:
         return None
-    head = before.removeprefix(section).strip()
-    tail = after.removesuffix(close).strip()
+    head = head_text.removeprefix(section).strip()
+    tail = tail_text.removesuffix(close).strip()
     opener, closer = first_marker(head, probe.added), last_marker(tail, probe.added)
     if opener not in probe.added or closer not in probe.added or opener not in between or closer not in between:
         return None
@@ -78,8 +78,8 @@ class _Reader:
                 return Block(limit, (*calls, ToolCall("", "", {}, rest, error)), closed=False)
             inner = begin + len(self._open)
             close = text.find(self._close, inner, limit)
-            again = text.find(self._open, inner, limit)
-            ends = [at for at in (close, again, end) if at >= 0]
+            next_open = text.find(self._open, inner, limit)
+            ends = [at for at in (close, next_open, end) if at >= 0]
             if close < 0 or min(ends) != close:
                 stop = min(ends, default=limit)
                 error = f"the call was not closed with {self._plain(self._close)}"
@@ -115,22 +115,22 @@ class _Headed(ChatFormat):
     numbered: ClassVar[bool]
     """Whether a number follows the name."""
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]
         # A fence is on its own lines.
         line = [tags.text("\n")] if self.markers["after_json"] else []
         header = [tags.text(":"), tags.pattern("[0-9]{1,2}")] if self.numbered else line
-        before = [self._marked("before_json"), *line] if self.markers["before_json"] else []
-        after = [*line, self._marked("after_json")] if self.markers["after_json"] else []
+        json_prefix = [self._marked("before_json"), *line] if self.markers["before_json"] else []
+        json_suffix = [*line, self._marked("after_json")] if self.markers["after_json"] else []
         kind = [self._marked("before_name")] if self.markers["before_name"] else []
         called = tags.either(
             *(
-                tags.sequence(tags.text(tool.name), *header, *before, tags.arguments(tool, excludes), *after)
+                tags.sequence(tags.text(tool.name), *header, *json_prefix, tags.arguments(tool, excludes), *json_suffix)
                 for tool in tools
             )
         )
         call = tags.sequence(self._marked("open"), *kind, called, self._marked("close"))
-        calls = tags.joined(call, tags.BLANK, most)
+        calls = tags.repeated(call, tags.BLANK, limit)
         return tags.sequence(self._marked("section_open"), calls, self._marked("section_close"))
 
 
@@ -212,5 +212,5 @@ class Kimi(_Headed):
 
     def call_id(self, call_id: str, name: str, index: int) -> str:
         """Return the model's own id if it is one, else an id of its syntax."""
-        own = self.markers["before_name"] + name
-        return call_id if re.fullmatch(re.escape(own) + r":\d+", call_id) else f"{own}:{index}"
+        own_prefix = self.markers["before_name"] + name
+        return call_id if re.fullmatch(re.escape(own_prefix) + r":\d+", call_id) else f"{own_prefix}:{index}"

@@ -62,21 +62,21 @@ class Hermes(ChatFormat):
         text, start, limit = region.text, region.start, region.limit
         inner = start + len(self._begin)
         close = self._closing(text, inner, limit)
-        again = text.find(self._begin, inner, limit)
-        if close < 0 or 0 <= again < close:
-            end = again if again >= 0 else limit
+        next_open = text.find(self._begin, inner, limit)
+        if close < 0 or 0 <= next_open < close:
+            end = next_open if next_open >= 0 else limit
             raw = self.marks.plain(text[inner:end])
             call = self._calls.broken(raw, f"the call was not closed with {self.markers['close']}")
             return Block(end, (call,), closed=False)
         return Block(close + len(self._end), (self._calls.read(self.marks.plain(text[inner:close])),))
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         """Return the tag of objects, each between its markers."""
         name, arguments = self.markers["name"], self.markers["arguments"]
         excludes = self.markers["open"], self.markers["close"]
         objects = tags.either(*(tags.json_call(tool, name, arguments, excludes) for tool in tools))
         call = tags.sequence(self._marked("open"), tags.BLANK, objects, tags.BLANK, self._marked("close"))
-        return tags.joined(call, tags.BLANK, most)
+        return tags.repeated(call, tags.BLANK, limit)
 
     def _closing(self, text: str, inner: int, limit: int) -> int:
         """Return where the closing marker is, after the object, whose strings may contain a plain-text marker."""

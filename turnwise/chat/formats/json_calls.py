@@ -149,12 +149,12 @@ class JsonCalls:
         """Return the arguments as sampled, or the whole text if they cannot be located."""
         if self._arguments not in value:
             return raw.strip()
-        wanted = value[self._arguments]
+        arguments = value[self._arguments]
         for match in islice(self._arguments_at.finditer(raw), _PLACES):
             try:
-                found, end = decode_at(raw, match.end())
+                value_at, end = decode_at(raw, match.end())
             except ValueError:
                 continue
-            if found == wanted:
+            if value_at == arguments:
                 return raw[match.end() : end]
         return raw.strip()

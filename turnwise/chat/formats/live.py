@@ -33,23 +33,23 @@ class Live(ABC):
 
     __slots__ = ("_text", "marks", "position")
 
-    def __init__(self, marks: Marks, begun: str = "") -> None:
+    def __init__(self, marks: Marks, prefix: str = "") -> None:
         self.marks = marks
         self.position = 0
-        self._text = begun
+        self._text = prefix
 
     def feed(self, more: str) -> list[StreamedTurn]:
         """Append text; return what is now certain, in order, with markers spelled out."""
         if not more:
             return []
-        # What was walked over is never looked at again.
+        # Text behind the position is never read again.
         self.forget(self.position)
         self._text += more
-        said: list[StreamedTurn] = []
+        pieces: list[StreamedTurn] = []
         while (piece := self.step(self._text)) is not None:
             if piece.text:
-                said.append(StreamedTurn(piece.kind, self.marks.plain(piece.text), piece.fresh))
-        return said
+                pieces.append(StreamedTurn(piece.kind, self.marks.plain(piece.text), piece.fresh))
+        return pieces
 
     def forget(self, count: int) -> None:
         """Drop the first characters of the text."""
@@ -61,7 +61,7 @@ class Live(ABC):
         """Advance from ``position`` as far as is certain; None if nowhere."""
 
 
-def held(text: str, start: int, strings: Sequence[str]) -> int:
+def partial_match_start(text: str, start: int, strings: Sequence[str]) -> int:
     """Return where a text, from ``start`` on, may begin one of the strings; else its end."""
     end = len(text)
     longest = max((len(string) for string in strings), default=1) - 1
@@ -116,24 +116,24 @@ class LiveScan(Live):
             self.position = len(text)
         if self.position >= len(text):
             return None
-        return self._thought(text) if self._thinking else self._answer(text)
+        return self._read_thought(text) if self._thinking else self._read_answer(text)
 
-    def _thought(self, text: str) -> StreamedTurn | None:
+    def _read_thought(self, text: str) -> StreamedTurn | None:
         start = self.position
         close = text.find(self._close, start)
         if close >= 0:
             self._thinking = False
             return self._take(close, self._close, "reasoning")
-        end = held(text, start, (self._close,))
+        end = partial_match_start(text, start, (self._close,))
         return self._take(end, "", "reasoning") if end > start else None
 
-    def _answer(self, text: str) -> StreamedTurn | None:
+    def _read_answer(self, text: str) -> StreamedTurn | None:
         # Blocks come first: in a format's own parse they win where two markers start at one position.
         markers = [marker for marker in (*self._openers, self._open, self._close) if marker]
         searched = max(self.position, self._searched)
-        places = [(at, marker) for marker in markers if (at := text.find(marker, searched)) >= 0]
-        first, marker = min(places, key=lambda place: place[0], default=(len(text), ""))
-        certain = held(text, searched, markers)
+        matches = [(at, marker) for marker in markers if (at := text.find(marker, searched)) >= 0]
+        first, marker = min(matches, key=lambda match: match[0], default=(len(text), ""))
+        certain = partial_match_start(text, searched, markers)
         if certain < first:
             first, marker = certain, ""
         if not self._begun and not self._begins_nothing(text[self.position : first]):
@@ -200,18 +200,18 @@ class LiveTurn:
         self._ended = False
         self._run: list[int] = []
         self._read = 0
-        self._kinds = {"text": _Shown(), "reasoning": _Shown()}
+        self._kinds = {"text": _KindStream(), "reasoning": _KindStream()}
 
     def feed(self, token_ids: Sequence[int]) -> list[StreamedTurn]:
         """Return what further ids make certain, merging neighbours of one kind."""
-        said: list[StreamedTurn] = []
+        turns: list[StreamedTurn] = []
         for piece in self._live.feed("".join(self._texts(token_ids))):
             text = self._kinds[piece.kind].more(piece, self._stops if piece.kind == "text" else ())
-            if text and said and said[-1].kind == piece.kind:
-                said[-1] = StreamedTurn(piece.kind, said[-1].text + text)
+            if text and turns and turns[-1].kind == piece.kind:
+                turns[-1] = StreamedTurn(piece.kind, turns[-1].text + text)
             elif text:
-                said.append(StreamedTurn(piece.kind, text))
-        return said
+                turns.append(StreamedTurn(piece.kind, text))
+        return turns
 
     def _texts(self, token_ids: Sequence[int]) -> Iterator[str]:
         marks = self._live.marks
@@ -219,41 +219,41 @@ class LiveTurn:
             if self._ended:
                 return
             if number in self._stop_ids:
-                # What a format makes of its end is for the parse of the whole.
+                # How a format reads its end is decided by the parse of the whole turn.
                 self._ended = True
-                yield self._grown(flush=True)
+                yield self._new_text(flush=True)
             elif marks.holds(number):
-                yield self._grown(flush=True)
+                yield self._new_text(flush=True)
                 yield marks.read(self._tokens, [number])
                 self._run, self._read = [], 0
             else:
                 self._run.append(number)
         if not self._ended:
-            yield self._grown()
+            yield self._new_text()
 
-    def _grown(self, *, flush: bool = False) -> str:
+    def _new_text(self, *, flush: bool = False) -> str:
         """Return the text that the newest ids add, decoding only what affects it (``flush``: half characters, too)."""
         if self._read == len(self._run):
             return ""
-        before = self._tokens.decode_behind(self._run[: self._read])
+        old_text = self._tokens.decode_behind(self._run[: self._read])
         now = self._tokens.decode_behind(self._run)
-        if not flush and (now.endswith(_BROKEN) or not now.startswith(before)):
+        if not flush and (now.endswith(_BROKEN) or not now.startswith(old_text)):
             return ""
         del self._run[: self._read]
         self._read = len(self._run)
-        return now[len(before) :]
+        return now[len(old_text) :]
 
 
-class _Shown:
-    """What was emitted of one kind, and what is held back."""
+class _KindStream:
+    """The emitted and the held-back text of one kind."""
 
-    __slots__ = ("_begins", "_ended", "_held", "_shown")
+    __slots__ = ("_begins", "_emitted", "_ended", "_held")
 
     def __init__(self) -> None:
         self._begins = True
         self._ended = False
         self._held = ""
-        self._shown = False
+        self._emitted = False
 
     def more(self, piece: StreamedTurn, stops: Sequence[str]) -> str:
         if self._ended:
@@ -266,12 +266,12 @@ class _Shown:
             if not text:
                 return ""
             self._begins = False
-            if self._shown or self._held:
+            if self._emitted or self._held:
                 text = "\n" + text
         text = self._held + text
-        places = [at for stop in stops if (at := text.find(stop)) >= 0]
-        self._ended = bool(places)
-        shown = text[: min(places) if places else held(text, 0, stops)].rstrip()
-        self._held = text[len(shown) :]
-        self._shown = self._shown or bool(shown)
-        return shown
+        stop_starts = [at for stop in stops if (at := text.find(stop)) >= 0]
+        self._ended = bool(stop_starts)
+        certain = text[: min(stop_starts) if stop_starts else partial_match_start(text, 0, stops)].rstrip()
+        self._held = text[len(certain) :]
+        self._emitted = self._emitted or bool(certain)
+        return certain

@@ -52,13 +52,13 @@ class Llama3Json(ChatFormat):
         """Return True after the marker; an object may be a call."""
         return text.startswith("{") or (bool(self._begin) and text.startswith(self._begin))
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         """Return the tag of objects separated by semicolons."""
         name, arguments = self.markers["name"], self.markers["arguments"]
         call = tags.either(*(tags.json_call(tool, name, arguments, ()) for tool in tools))
-        return tags.joined(call, tags.text("; "), most)
+        return tags.repeated(call, tags.text("; "), limit)
 
-    def _beside_tag(self, calls: Tag) -> Tag:
+    def _text_and_calls_tag(self, calls: Tag) -> Tag:
         """Return the tag of calls, or of text that does not begin like one."""
         return tags.either(calls, tags.pattern(r"[^{\s](.|\n)*"))
 
@@ -83,12 +83,12 @@ class Llama3Json(ChatFormat):
                 break
             calls.append(self._calls.read(raw))
             end = position = stop
-            after = skip_blanks(text, stop)
-            if text.startswith(";", after):
-                after = skip_blanks(text, after + 1)
-            if self._begin and text.startswith(self._begin, after):
-                after += len(self._begin)
-            if not text.startswith("{", after):
+            next_start = skip_blanks(text, stop)
+            if text.startswith(";", next_start):
+                next_start = skip_blanks(text, next_start + 1)
+            if self._begin and text.startswith(self._begin, next_start):
+                next_start += len(self._begin)
+            if not text.startswith("{", next_start):
                 break
-            position = after
+            position = next_start
         return Block(end, tuple(calls)) if calls else None

@@ -43,16 +43,16 @@ class Mistral(ChatFormat):
         span = json_span(probe.one, probe.arguments)
         if probe.one is None or span is None or probe.one[span.end :].strip():
             return None
-        before = probe.one[: span.start].strip()
+        prefix = probe.one[: span.start].strip()
         if isinstance(span.value, list) and len(span.value) == 1:
             keys = json_keys(span.value[0], probe.FIRST, probe.arguments)
-            if keys is None or not before:
+            if keys is None or not prefix:
                 return None
             id_key = next((key for key, value in span.value[0].items() if value == probe.ids[0]), "")
-            return {"open": before, "separator": "", "name": keys[0], "arguments": keys[1], "id": id_key}
-        if span.value != probe.arguments or before.count(probe.FIRST) != 1:
+            return {"open": prefix, "separator": "", "name": keys[0], "arguments": keys[1], "id": id_key}
+        if span.value != probe.arguments or prefix.count(probe.FIRST) != 1:
             return None
-        opener, separator = (part.strip() for part in before.split(probe.FIRST))
+        opener, separator = (part.strip() for part in prefix.split(probe.FIRST))
         if opener not in probe.added or (separator and separator not in probe.added):
             return None
         return {**cls.defaults, "open": opener, "separator": separator, "id": ""}
@@ -61,20 +61,20 @@ class Mistral(ChatFormat):
         """Return the marker of a list or call."""
         return (self._mark("open"),)
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         """Return the tag of a list, recognised by its call ids, or of single calls, by their separator, or None."""
         name, arguments, call_id = (self.markers[key] for key in ("name", "arguments", "id"))
         opener = self._marked("open")
         excludes = (self.markers["open"],)
         if call_id:
             objects = [tags.json_call(tool, name, arguments, excludes, id_key=call_id) for tool in tools]
-            calls = tags.joined(tags.either(*objects), tags.text(", "), most)
+            calls = tags.repeated(tags.either(*objects), tags.text(", "), limit)
             return tags.sequence(opener, tags.optional(tags.text(" ")), tags.text("["), calls, tags.text("]"))
         if not self._separator:
             return None
         between = self._marked("separator")
         named = (tags.sequence(tags.text(tool.name), between, tags.arguments(tool, excludes)) for tool in tools)
-        return tags.joined(tags.sequence(opener, tags.either(*named)), None, most)
+        return tags.repeated(tags.sequence(opener, tags.either(*named)), None, limit)
 
     def block(self, region: Region) -> Block | None:
         """Parse what follows the marker."""
@@ -110,8 +110,8 @@ class Mistral(ChatFormat):
         return Block(limit, (*calls, self._calls.broken(self.marks.plain(rest), error)), closed=False)
 
     def _named(self, text: str, start: int, limit: int) -> Block:
-        again = text.find(self._begin, start, limit)
-        end = again if again >= 0 else limit
+        next_open = text.find(self._begin, start, limit)
+        end = next_open if next_open >= 0 else limit
         brace = text.find("{", start, end)
         at = text.find(self._separator, start, end) if self._separator else brace
         if at < 0 or brace < 0:

@@ -44,19 +44,20 @@ class Reader:
             self.position += 1
         return self._text[self.position] if self.position < self._end else ""
 
-    def take(self, wanted: str) -> bool:
+    def take(self, character: str) -> bool:
         """Consume a character if it is the next one."""
-        if self.peek() != wanted:
+        if self.peek() != character:
             return False
         self.position += 1
         return True
 
-    def need(self, wanted: str) -> None:
+    def need(self, character: str) -> None:
         """Consume a character. Raises Unreadable if another one follows."""
-        if not self.take(wanted):
-            found = self.peek()
+        if not self.take(character):
+            following = self.peek()
             raise Unreadable(
-                f"expected {wanted!r}, found {found!r}" if found else f"{wanted!r} is missing", at_end=not found
+                f"expected {character!r}, found {following!r}" if following else f"{character!r} is missing",
+                at_end=not following,
             )
 
     def name(self) -> str:
@@ -78,8 +79,8 @@ class Reader:
         while not self.take(")"):
             key = self.name()
             if not key or self.peek() != "=":
-                found = self.peek()
-                raise Unreadable("arguments are written as name=value", at_end=not found)
+                following = self.peek()
+                raise Unreadable("arguments are written as name=value", at_end=not following)
             self.need("=")
             arguments[key] = self.value(0)
             if not self.take(","):
@@ -201,19 +202,19 @@ class Pythonic(ChatFormat):
         """Return the markers around a list of calls in Python's syntax."""
         if probe.one is None:
             return None
-        found = re.search(rf"\[\s*{probe.FIRST}\s*\(", probe.one)
-        if found is None:
+        match = re.search(rf"\[\s*{probe.FIRST}\s*\(", probe.one)
+        if match is None:
             return None
-        reader = Reader(probe.one, found.start() + 1, len(probe.one))
+        reader = Reader(probe.one, match.start() + 1, len(probe.one))
         try:
             name, arguments = reader.call()
             reader.need("]")
         except Unreadable:
             return None
-        before, after = probe.one[: found.start()].strip(), probe.one[reader.position :].strip()
-        if name != probe.FIRST or arguments != probe.arguments or bool(before) != bool(after):
+        prefix, suffix = probe.one[: match.start()].strip(), probe.one[reader.position :].strip()
+        if name != probe.FIRST or arguments != probe.arguments or bool(prefix) != bool(suffix):
             return None
-        return {"open": before, "close": after}
+        return {"open": prefix, "close": suffix}
 
     def openers(self) -> tuple[str, ...]:
         """Return the marker, if there is one; else the list is the whole text."""
@@ -232,9 +233,9 @@ class Pythonic(ChatFormat):
             return self._list(text, start, limit, None) if _BEGINS.match(text, start) else None
         inner = start + len(self._begin)
         close = text.find(self._end, inner, limit)
-        again = text.find(self._begin, inner, limit)
-        if close < 0 or 0 <= again < close:
-            end = again if again >= 0 else limit
+        next_open = text.find(self._begin, inner, limit)
+        if close < 0 or 0 <= next_open < close:
+            end = next_open if next_open >= 0 else limit
             block = self._list(text, inner, end, None)
             if not block.closed:
                 return Block(end, block.calls, closed=False)

@@ -31,20 +31,20 @@ def coerce(text: str, types: frozenset[str]) -> Json:
     try:
         value = decode_whole(stripped)
     except ValueError:
-        value = _spoken(stripped, types)
+        value = _parse_word(stripped, types)
     if not types:
         return value if value is not _NOTHING and not isinstance(value, str) else text
     if value is not _NOTHING and not isinstance(value, str):
-        fitting = _fit(value, types)
-        if fitting is not _NOTHING:
-            return fitting
+        converted = _as_type(value, types)
+        if converted is not _NOTHING:
+            return converted
     return text
 
 
 _NOTHING = object()
 
 
-def _spoken(text: str, types: frozenset[str]) -> Json:
+def _parse_word(text: str, types: frozenset[str]) -> Json:
     word = text.lower()
     if "boolean" in types and word in ("true", "false"):
         return word == "true"
@@ -53,7 +53,7 @@ def _spoken(text: str, types: frozenset[str]) -> Json:
     return _NOTHING
 
 
-def _fit(value: Json, types: frozenset[str]) -> Json:
+def _as_type(value: Json, types: frozenset[str]) -> Json:
     """Return the value in one of the allowed types, or ``_NOTHING``."""
     kind = type_of(value)
     if kind in types:
@@ -72,13 +72,13 @@ KEYS = ("section_open", "section_close", "open", "close", "head", "first", "valu
 
 def derive(probe: Probe) -> dict[str, str] | None:
     """Return the grammar of a template, or None if it writes calls in another way."""
-    places = _places(probe)
-    if places is None or probe.bare is None or probe.one is None:
+    positions = _positions(probe)
+    if positions is None or probe.bare is None or probe.one is None:
         return None
-    name, key, value, number_key, number = places
+    name, key, value, number_key, number = positions
     one = probe.one
-    before = one[:name]
-    after = one[number + len(str(probe.NUMBER)) :]
+    prefix = one[:name]
+    suffix = one[number + len(str(probe.NUMBER)) :]
     first = one[name + len(probe.FIRST) : key]
     separator = one[key + len(probe.KEY) : value]
     following = one[value + len(probe.VALUE) : number_key]
@@ -87,39 +87,39 @@ def derive(probe: Probe) -> dict[str, str] | None:
     if probe.FIRST not in probe.bare:
         return None
     empty = probe.bare.split(probe.FIRST, 1)[1]
-    opener, closer = first_marker(before, probe.added), last_marker(after, probe.added)
+    opener, closer = first_marker(prefix, probe.added), last_marker(suffix, probe.added)
     if not opener or not closer:
         return None
     grammar = {"section_open": "", "section_close": "", "open": opener, "close": closer}
-    before, after, empty = _behind(before, opener), _ahead(after, closer), _ahead(empty, closer)
+    prefix, suffix, empty = _behind(prefix, opener), _ahead(suffix, closer), _ahead(empty, closer)
     if probe.two is not None and probe.two.count(opener) == 1:
         # One pair of markers around all calls: each call has its own pair within.
-        inner = last_marker(after, probe.added)
-        head = before.strip()
+        inner = last_marker(suffix, probe.added)
+        head = prefix.strip()
         if not inner or not head:
             return None
         grammar |= {"section_open": opener, "section_close": closer, "open": head, "close": inner}
-        before, after, empty = "", _ahead(after, inner), _ahead(empty, inner)
+        prefix, suffix, empty = "", _ahead(suffix, inner), _ahead(empty, inner)
     return grammar | {
-        "head": before.lstrip(),
+        "head": prefix.lstrip(),
         "first": first,
         "value": separator,
         "next": following,
-        "end": after,
+        "end": suffix,
         "empty": empty,
     }
 
 
-def _places(probe: Probe) -> list[int] | None:
+def _positions(probe: Probe) -> list[int] | None:
     """Return the positions of name, key, value, key and value in a call, in this order, or None."""
     if probe.one is None:
         return None
     words = [probe.FIRST, probe.KEY, probe.VALUE, probe.NUMBER_KEY, str(probe.NUMBER)]
     if any(probe.one.count(word) != 1 for word in words):
         return None
-    places = [probe.one.index(word) for word in words]
-    quoted = probe.one[places[2] - 1 : places[2]] in ('"', "'")
-    return places if places == sorted(places) and not quoted else None
+    positions = [probe.one.index(word) for word in words]
+    quoted = probe.one[positions[2] - 1 : positions[2]] in ('"', "'")
+    return positions if positions == sorted(positions) and not quoted else None
 
 
 def _behind(text: str, marker: str) -> str:
@@ -211,9 +211,9 @@ class Tagged:
         """Parse the call whose opening marker is at ``start``."""
         inner = start + len(self.open)
         close = text.find(self.close, inner, limit)
-        again = text.find(self.open, inner, limit)
-        if close < 0 or 0 <= again < close:
-            end = again if again >= 0 else limit
+        next_open = text.find(self.open, inner, limit)
+        if close < 0 or 0 <= next_open < close:
+            end = next_open if next_open >= 0 else limit
             broken = self.read(text[inner:end], tools)
             error = f"the call was not closed with {self.plain(self.close)}"
             return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
@@ -251,16 +251,16 @@ def tagged_block(call: Tagged, region: Region) -> Block:
 
 
 def tagged_calls(
-    markers: Mapping[str, str], added: Mapping[str, int], tools: Sequence[ToolSchema], most: int | None
+    markers: Mapping[str, str], added: Mapping[str, int], tools: Sequence[ToolSchema], limit: int | None
 ) -> Tag:
-    """Return the tag of 1 to ``most`` calls, by a grammar (see :data:`KEYS`)."""
+    """Return the tag of 1 to ``limit`` calls, by a grammar (see :data:`KEYS`)."""
     grammar = _Grammar(markers, added)
     inner = tags.either(*(tags.sequence(tags.text(tool.name), grammar.parameters(tool)) for tool in tools))
-    before = [grammar.tag("open")]
+    opening = [grammar.tag("open")]
     if markers["head"]:
         # An element that holds the name may be on its own line.
-        before += [tags.BLANK, grammar.tag("head")]
-    calls = tags.joined(tags.sequence(*before, inner, grammar.tag("close")), tags.BLANK, most)
+        opening += [tags.BLANK, grammar.tag("head")]
+    calls = tags.repeated(tags.sequence(*opening, inner, grammar.tag("close")), tags.BLANK, limit)
     if not markers["section_open"]:
         return calls
     return tags.sequence(grammar.tag("section_open"), tags.BLANK, calls, tags.BLANK, grammar.tag("section_close"))
@@ -277,8 +277,8 @@ class _Grammar:
         # The text after a value, whether or not another parameter follows.
         wall = ""
         for one, other in zip(*(split_added(markers[key], added) for key in ("next", "end")), strict=False):
-            whole = one in added or other in added
-            wall += (one if one == other else "") if whole else common_start(one, other)
+            is_token = one in added or other in added
+            wall += (one if one == other else "") if is_token else common_start(one, other)
             if one != other:
                 break
         self._wall = wall
@@ -293,23 +293,25 @@ class _Grammar:
         return tags.either(*(self._shape(tool, shape) for shape in shapes(tool.parameters)))
 
     def _shape(self, tool: ToolSchema, shape: Shape) -> Tag:
-        begun, none = self.tag("end"), self.tag("empty")
+        more_tag, empty_tag = self.tag("end"), self.tag("empty")
         for key, schema in reversed(shape.properties.items()):
             wall = tags.marked(self._wall, self._added)
             pair = (tags.text(key), self.tag("value"), self._value(tool, schema), wall)
-            first = tags.sequence(self.tag("first"), *pair, begun)
-            more = tags.sequence(self.tag("next"), *pair, begun)
+            first = tags.sequence(self.tag("first"), *pair, more_tag)
+            more = tags.sequence(self.tag("next"), *pair, more_tag)
             if key in shape.required:
-                begun, none = more, first
+                more_tag, empty_tag = more, first
             else:
-                begun, none = tags.either(more, begun), tags.either(first, none)
-        return none
+                more_tag, empty_tag = tags.either(more, more_tag), tags.either(first, empty_tag)
+        return empty_tag
 
     def _value(self, tool: ToolSchema, schema: Any) -> Tag:
         """Return the tag of a value: raw text for strings, JSON for anything else."""
         choices = choices_of(schema, tool.parameters) or []
-        if any(isinstance(each, str) for each in choices):
-            return tags.either(*(tags.text(each if isinstance(each, str) else json.dumps(each)) for each in choices))
+        if any(isinstance(choice, str) for choice in choices):
+            return tags.either(
+                *(tags.text(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
+            )
         types = types_of(schema, tool.parameters)
         if not types or "string" in types:
             return tags.free(self._word)
@@ -332,9 +334,9 @@ class TaggedFormat(ChatFormat):
         """Return the opening marker of the section, or of a call where calls share no section."""
         return (self._mark("section_open") or self._mark("open"),)
 
-    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         """Return the tag of calls, with parameters in the order of the schema."""
-        return tagged_calls(self.markers, self._added, tools, most)
+        return tagged_calls(self.markers, self._added, tools, limit)
 
     def block(self, region: Region) -> Block | None:
         """Parse one call, or the section."""

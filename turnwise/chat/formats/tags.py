@@ -29,34 +29,34 @@ class Shape:
 
 def shapes(parameters: Mapping[str, Any]) -> list[Shape]:
     """Return the parameter sets that a schema allows, one per alternative; more than 16 are merged into one."""
-    found: list[Shape] = []
+    distinct: list[Shape] = []
     for shape in _shapes(parameters, parameters, {}):
         unnamed: dict[str, Any] = {key: {} for key in sorted(shape.required - shape.properties.keys())}
-        whole = Shape({**shape.properties, **unnamed}, shape.required)
-        if whole not in found:
-            found.append(whole)
-    return found
+        complete = Shape({**shape.properties, **unnamed}, shape.required)
+        if complete not in distinct:
+            distinct.append(complete)
+    return distinct
 
 
 def names_all(parameters: Mapping[str, Any]) -> bool:
     """Return whether a schema names all its parameters at the top, so that it can be closed to others."""
     properties, required = parameters.get("properties"), parameters.get("required")
     named = properties if isinstance(properties, Mapping) else {}
-    wanted = required if isinstance(required, list) else []
-    return not any(word in parameters for word in _COMPOSED) and all(key in named for key in wanted)
+    required_names = required if isinstance(required, list) else []
+    return not any(word in parameters for word in _COMPOSED) and all(key in named for key in required_names)
 
 
 def parameter_types(tools: Sequence[ToolSchema], name: str) -> dict[str, frozenset[str]]:
     """Return the allowed JSON types of each parameter of a tool; empty for any."""
-    found: dict[str, frozenset[str]] = {}
+    types_by_name: dict[str, frozenset[str]] = {}
     root = next((tool.parameters for tool in tools if tool.name == name), {})
     for shape in shapes(root):
         for key, schema in shape.properties.items():
             types = types_of(schema, root)
             # One alternative that allows any value allows it.
-            known = found.get(key, types)
-            found[key] = known | types if known and types else frozenset()
-    return found
+            known_types = types_by_name.get(key, types)
+            types_by_name[key] = known_types | types if known_types and types else frozenset()
+    return types_by_name
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
@@ -69,47 +69,49 @@ def choices_of(schema: Any, root: Mapping[str, Any]) -> list[Json] | None:
     return next(_choices(schema, root, set()), None)
 
 
-def _shapes(node: Any, root: Mapping[str, Any], known: dict[str, list[Shape]], depth: int = _DEPTH) -> list[Shape]:
+def _shapes(node: Any, root: Mapping[str, Any], resolved: dict[str, list[Shape]], depth: int = _DEPTH) -> list[Shape]:
     if not isinstance(node, Mapping) or depth == 0:
         return [Shape()]
     properties, required = node.get("properties"), node.get("required")
     named = dict(properties) if isinstance(properties, Mapping) else {}
-    wanted = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
-    found = [Shape(named, frozenset(wanted))]
-    options = [_referred(node["$ref"], root, known, depth)] if isinstance(node.get("$ref"), str) else []
+    required_names = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    combined = [Shape(named, frozenset(required_names))]
+    options = [_referred_shapes(node["$ref"], root, resolved, depth)] if isinstance(node.get("$ref"), str) else []
     groups = [[part] for part in node["allOf"]] if isinstance(node.get("allOf"), list) else []
     groups += [node[word] for word in ("anyOf", "oneOf") if isinstance(node.get(word), list) and node[word]]
-    options += [[shape for part in group for shape in _shapes(part, root, known, depth - 1)] for group in groups]
-    for others in options:
-        found = _few([_merged(one, other) for one in found for other in _few(others)])
-    return found
+    options += [[shape for part in group for shape in _shapes(part, root, resolved, depth - 1)] for group in groups]
+    for alternatives_of_part in options:
+        combined = _merge_many([_merge(one, other) for one in combined for other in _merge_many(alternatives_of_part)])
+    return combined
 
 
-def _referred(reference: str, root: Mapping[str, Any], known: dict[str, list[Shape]], depth: int) -> list[Shape]:
-    if reference not in known:
+def _referred_shapes(
+    reference: str, root: Mapping[str, Any], resolved: dict[str, list[Shape]], depth: int
+) -> list[Shape]:
+    if reference not in resolved:
         # A schema that refers to itself adds nothing to itself.
-        known[reference] = [Shape()]
-        known[reference] = _shapes(_resolve(reference, root), root, known, depth - 1)
-    return known[reference]
+        resolved[reference] = [Shape()]
+        resolved[reference] = _shapes(_resolve(reference, root), root, resolved, depth - 1)
+    return resolved[reference]
 
 
-def _merged(one: Shape, other: Shape) -> Shape:
+def _merge(one: Shape, other: Shape) -> Shape:
     properties = dict(one.properties)
     for key, schema in other.properties.items():
-        known = properties.get(key, schema)
-        properties[key] = schema if known == schema else {"allOf": [known, schema]}
+        earlier = properties.get(key, schema)
+        properties[key] = schema if earlier == schema else {"allOf": [earlier, schema]}
     return Shape(properties, one.required | other.required)
 
 
-def _few(found: list[Shape]) -> list[Shape]:
-    if len(found) <= _MOST_SHAPES:
-        return found
+def _merge_many(alternative_shapes: list[Shape]) -> list[Shape]:
+    if len(alternative_shapes) <= _MOST_SHAPES:
+        return alternative_shapes
     properties: dict[str, Any] = {}
-    for shape in found:
+    for shape in alternative_shapes:
         for key, schema in shape.properties.items():
             # What the alternatives say differently is not known.
             properties[key] = schema if properties.get(key, schema) == schema else {}
-    return [Shape(properties, frozenset.intersection(*(shape.required for shape in found)))]
+    return [Shape(properties, frozenset.intersection(*(shape.required for shape in alternative_shapes)))]
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = _DEPTH) -> Iterator[str]:
@@ -128,7 +130,9 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = _D
         for word in ("anyOf", "oneOf", "allOf"):
             for branch in schema[word] if isinstance(schema.get(word), list) else ():
                 yield from _types(branch, root, seen, depth - 1)
-        yield from (kind for part in _new(schema, root, seen) for kind in _types(part, root, seen, depth - 1))
+        yield from (
+            kind for part in _unseen_references(schema, root, seen) for kind in _types(part, root, seen, depth - 1)
+        )
     if schema.get("nullable") is True:
         yield "null"
 
@@ -142,11 +146,11 @@ def _choices(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 
         yield schema["enum"]
     else:
         together = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
-        for part in [*together, *_new(schema, root, seen)]:
+        for part in [*together, *_unseen_references(schema, root, seen)]:
             yield from _choices(part, root, seen, depth - 1)
 
 
-def _new(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any]:
+def _unseen_references(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any]:
     """Return the schemas that a schema refers to, unless seen (references may be cyclic)."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or reference in seen:
@@ -177,7 +181,7 @@ KINDS = frozenset(
 )
 """What a tag's ``type`` may be."""
 
-_UNHELD = frozenset(
+_UNENFORCED = frozenset(
     {
         "not", "if", "then", "else", "contains", "minContains", "maxContains", "multipleOf", "dependentSchemas",
         "dependentRequired", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
@@ -208,7 +212,7 @@ def json_value(schema: Mapping[str, Any], excludes: Sequence[str] = ()) -> Tag:
 
 def free(*excludes: str) -> Tag:
     """Return the tag of any text without these strings."""
-    return {"type": "any_text", "excludes": [each for each in excludes if each]}
+    return {"type": "any_text", "excludes": [text for text in excludes if text]}
 
 
 def pattern(regex: str) -> Tag:
@@ -241,30 +245,32 @@ def star(part: Tag) -> Tag:
 
 def marked(literal: str, added: Mapping[str, int]) -> Tag:
     """Return the tag of a literal: added tokens as ids, the rest as text."""
-    known = alternatives(added)
-    pieces = [piece for piece in re.split(f"({known.pattern})", literal) if piece] if known else [literal]
+    token_pattern = alternatives(added)
+    pieces = (
+        [piece for piece in re.split(f"({token_pattern.pattern})", literal) if piece] if token_pattern else [literal]
+    )
     pieces = pieces or [literal]
-    return sequence(*({"type": "token", "token": added[each]} if each in added else text(each) for each in pieces))
+    return sequence(*({"type": "token", "token": added[piece]} if piece in added else text(piece) for piece in pieces))
 
 
-def joined(part: Tag, separator: Tag | None, most: int | None) -> Tag:
-    """Return the tag of a part repeated 1 to ``most`` times (None: unbounded) with a separator."""
-    if most == 1:
+def repeated(part: Tag, separator: Tag | None, limit: int | None) -> Tag:
+    """Return the tag of a part repeated 1 to ``limit`` times (None: unbounded) with a separator."""
+    if limit == 1:
         return part
     following = part if separator is None else sequence(separator, part)
-    if most is None:
+    if limit is None:
         return sequence(part, star(following))
     rest = optional(following)
-    for _ in range(most - 2):
+    for _ in range(limit - 2):
         rest = optional(sequence(following, rest))
     return sequence(part, rest)
 
 
-def unheld(schema: Any) -> str | None:
+def unenforced_keyword(schema: Any) -> str | None:
     """Return the first keyword of a JSON schema that engines accept but do not enforce, or None."""
     for node in _schemas(schema):
         for key, value in node.items():
-            if key in _UNHELD and value not in (True, {}):
+            if key in _UNENFORCED and value not in (True, {}):
                 return key
         if node.get("uniqueItems") is True:
             return "uniqueItems"
@@ -277,19 +283,19 @@ def unheld(schema: Any) -> str | None:
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     """Yield a JSON schema and its subschemas, excluding values of ``enum``, ``const`` and the like."""
-    left = [schema]
-    while left:
-        node = left.pop()
+    pending = [schema]
+    while pending:
+        node = pending.pop()
         if not isinstance(node, Mapping):
             continue
         yield node
         for key, value in node.items():
             if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
-                left.extend(value.values() if isinstance(value, Mapping) else ())
+                pending.extend(value.values() if isinstance(value, Mapping) else ())
             elif key in ("items", "additionalProperties", "not", "contains"):
-                left.extend(value if isinstance(value, list) else [value])
+                pending.extend(value if isinstance(value, list) else [value])
             elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-                left.extend(value if isinstance(value, list) else ())
+                pending.extend(value if isinstance(value, list) else ())
 
 
 def _keywords(schema: Any) -> Iterable[str]:
@@ -313,18 +319,18 @@ def json_call(tool: ToolSchema, name_key: str, arguments_key: str, excludes: Seq
     return sequence(text(begin), arguments(tool, excludes), end)
 
 
-def held_tag(guide: Guide, calls: Tag | None, beside: Callable[[Tag], Tag], markers: Sequence[str]) -> Tag:
+def guided_tag(guide: Guide, calls: Tag | None, with_text: Callable[[Tag], Tag], markers: Sequence[str]) -> Tag:
     """Return the tag of what follows a turn's reasoning.
 
     Args:
         guide: The structured output.
         calls: The tag of its calls, if allowed.
-        beside: Returns the tag of free text or calls.
+        with_text: Returns the tag of free text or calls.
         markers: Texts that JSON strings must not contain.
     """
     if calls is not None and not guide.text:
         return calls
     if guide.schema is None:
-        return free() if calls is None else beside(calls)
-    said = json_value(guide.schema, markers)
-    return said if calls is None else either(said, calls)
+        return free() if calls is None else with_text(calls)
+    value_tag = json_value(guide.schema, markers)
+    return value_tag if calls is None else either(value_tag, calls)
