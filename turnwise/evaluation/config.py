@@ -15,8 +15,8 @@ from turnwise.chat.model_dir import max_new_tokens
 from turnwise.config import ConfigPath
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.rollout.branching.search import ENVIRONMENT, LIKELIHOOD, SearchConfig
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.search.config import ENVIRONMENT, LIKELIHOOD, SearchConfig
 from turnwise.tasks.config import TasksConfig
 
 Count = Annotated[int, Field(ge=0)]

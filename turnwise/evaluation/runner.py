@@ -45,12 +45,12 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
+from turnwise.rollout.branching.strategies import SearchStrategy
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.preflight import load_checked
-from turnwise.rollout.search.core import Searcher
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -324,7 +324,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console = console or Console()
     if config.search is not None:
         # A scorer that cannot be loaded is an error before a model is served.
-        Searcher(config.search)
+        SearchStrategy(config.search)
     folder = output_directory(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))

@@ -13,7 +13,7 @@ from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
 from turnwise.gateway.errors import Lenient
-from turnwise.rollout.tree import TreeConfig
+from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
@@ -222,7 +222,7 @@ class RolloutConfig(BaseModel):
             are played by ``main``.
         frozen: Further policies by name; their sessions are recorded and audited, never trained.
         group_reward: Rewards trajectories by comparison within their group.
-        tree: Forks the episodes of training rollouts at some of their turns (``rollout/tree.py``); by default none.
+        tree: Forks the episodes of training rollouts at some of their turns; by default none.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -22,8 +22,8 @@ from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
+    from turnwise.rollout.branching.search import SearchConfig
     from turnwise.rollout.config import RolloutConfig
-    from turnwise.rollout.search.config import SearchConfig
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")

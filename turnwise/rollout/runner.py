@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.agents.core import Agent, Episode, OpenSession, ToolThreadLost, check_owners
-from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.forks import EpisodeRecord
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
@@ -38,46 +38,49 @@ from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.agent_table import AgentTable
+from turnwise.rollout.branching.branches import AgentFork, TreeBranch, merge_branches, tree_metrics, tree_of_forks
+from turnwise.rollout.branching.search import SearchConfig
+from turnwise.rollout.branching.strategies import (
+    BranchAttempt,
+    BranchingStrategy,
+    BranchLimits,
+    BranchRunner,
+    ForkPoint,
+    SearchStrategy,
+    TreeStrategy,
+)
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
-from turnwise.rollout.growth import ForkAt, Grown, OwnFork, fold, grow, with_own_forks
-from turnwise.rollout.search.config import SearchConfig
-from turnwise.rollout.search.core import Searcher, check_forks
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.seeding import stable_hash
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
-from turnwise.trajectory import WHY_UNFORKED, Trajectory
+from turnwise.trajectory import Trajectory
 from turnwise.types import Branch, Message, Search, StopReason
 
 
 @dataclass(slots=True)
 class _Run:
-    """State of one running episode, or of a branch of one."""
+    """State of one running episode, or of a branch of one.
+
+    Attributes:
+        forked_envs: Forks of its environment, at branch points and of the agent's own forks; closed with it.
+    """
 
     spec: EpisodeSpec
     sessions: EpisodeSessions
     agent: Agent | None = None
     record: EpisodeRecord | None = None
-    fork: ForkAt | None = None
+    fork: ForkPoint | None = None
     branches: dict[str, list[Branch]] = field(default_factory=dict)
     search: Search | None = None
-    # Of the environment, at the points of the tree; closed with it.
-    forks: list[Env] = field(default_factory=list)
-    # Those that the agent made itself.
-    own_forks: list[OwnFork] = field(default_factory=list)
+    forked_envs: list[Env] = field(default_factory=list)
+    agent_forks: list[AgentFork] = field(default_factory=list)
     env: Env | None = None
     episode: Episode | None = None
     stop_reason: StopReason = StopReason.COMPLETED
     error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def _branch_of(run: _Run, fork: ForkAt) -> _Run:
-    """Return the state of a branch of a running episode."""
-    assert fork.of.record is not None
-    return _Run(run.spec, run.sessions, run.agent, fork.of.record.fork(fork.point), fork)
 
 
 class EpisodeRunner:
@@ -90,8 +93,8 @@ class EpisodeRunner:
         policy: Name of the policy that client and renderer belong to.
         policies: Further policies by name; those of ``rollout.frozen`` are never trained.
         search: How sampled episodes of evaluations are searched.
-        recover: Awaited after an inference failure in a branch of a tree, before it is grown again; without it such a
-            failure is that of the episode.
+        recover: Awaited after an inference failure in a branch, before its next attempt; without it such a failure is
+            that of the episode.
     """
 
     def __init__(
@@ -109,12 +112,12 @@ class EpisodeRunner:
         search: SearchConfig | None = None,
         recover: Callable[[InferenceError], Awaitable[None]] | None = None,
     ) -> None:
-        self._search = None if search is None else Searcher(search, executor)
+        self._tree = None if config.tree is None else TreeStrategy(config.tree)
+        self._search = None if search is None else SearchStrategy(search, executor)
+        # As many branches as episodes: those of one tree run at the same time.
+        self._branch_limits = BranchLimits(asyncio.Semaphore(config.concurrency), config.retries, recover)
         self._policy = policy
-        self._recover = recover
-        # As many branches as episodes: those of one tree grow at the same time.
-        self._branch_slots = asyncio.Semaphore(config.concurrency)
-        self._further = {name: Sampler.of(each, config) for name, each in (policies or {}).items()}
+        self._further = {name: Sampler.of(served, config) for name, served in (policies or {}).items()}
         self._config = config
         self._client = client
         self._renderer = renderer
@@ -132,7 +135,7 @@ class EpisodeRunner:
             lenient=config.gateway.lenient,
         )
         self._agents = AgentTable(config)
-        self._held: set[str] = set()
+        self._registered_envs: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)
         self._sandboxes = SandboxManager(config.sandbox)
         self._spare: Env | None = None
@@ -153,10 +156,11 @@ class EpisodeRunner:
             await self._sandboxes.check()
         try:
             self._spare = await self._make(name, {})
-            self._hold(name, self._spare)
+            self._register_env(name, self._spare)
             self._check_roles(self._spare)
-            search = None if self._search is None else self._search.config
-            check_forks(self._config, search, self._spare, self._agents.own())
+            for strategy in (self._tree, self._search):
+                if strategy is not None:
+                    strategy.check(self._spare, name, self._agents.own(), self._config.agent.name)
         except ConfigError:
             await self.close()
             raise
@@ -172,7 +176,7 @@ class EpisodeRunner:
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""
         await self._agents.close()
-        for gateway in (self.gateway, *(each.gateway for each in self._further.values())):
+        for gateway in (self.gateway, *(sampler.gateway for sampler in self._further.values())):
             await gateway.close()
         await self._close_spare()
         await self._sandboxes.close()
@@ -192,21 +196,18 @@ class EpisodeRunner:
             CancelledError: The caller was cancelled; raised after the environment is closed and the trajectories are
                 written.
         """
-        run = _Run(spec, self._sessions(spec), agent)
-        trained, search = spec.partition == "train" and not spec.baseline, self._searched(spec)
-        if (self._config.tree is not None and trained) or (search is not None and search.config.forks):
+        run = _Run(spec, self._open_sessions(spec), agent)
+        strategy = self._strategy(spec)
+        if strategy is not None and strategy.forks:
             run.record = EpisodeRecord()
         started = time.monotonic()
         try:
-            if search is not None:
-                await self._recorded(run, self._find(run, search))
-            else:
-                await self._play(run)
-                if run.record is not None and run.error is None:
-                    await self._recorded(run, self._grow(run))
+            await self._run_and_score(run)
+            if strategy is not None and run.error is None:
+                await self._expand(run, strategy)
         finally:
-            run.forks += [] if run.record is None else [point.env for point in run.record.points]
-            interrupted = await self._close(run)
+            run.forked_envs += _point_envs(run)
+            interrupted = await self._close_run(run)
             run.metrics["seconds"] = time.monotonic() - started
             run.metrics["temperature"] = self._temperature(spec)
             trajectories = self._trajectories(run)
@@ -217,14 +218,19 @@ class EpisodeRunner:
                 raise asyncio.CancelledError
         return EpisodeOutcome(trajectories, run.error)
 
-    def _searched(self, spec: EpisodeSpec) -> Searcher | None:
-        """Return what searches an episode: a sampled one of an evaluation; a greedy one has no other ways."""
-        return self._search if spec.partition != "train" and spec.temperature is None and not spec.baseline else None
+    def _strategy(self, spec: EpisodeSpec) -> BranchingStrategy | None:
+        """Return what adds branches to an episode: a tree in training, a search to a sampled one of an evaluation."""
+        if spec.baseline:
+            return None
+        if spec.partition == "train":
+            return self._tree
+        # All branches of a greedy episode would be the same.
+        return self._search if spec.temperature is None else None
 
-    async def _play(self, run: _Run) -> None:
-        """Act and score; what is raised becomes the run's error, but for the cancellation of the caller."""
+    async def _run_and_score(self, run: _Run) -> None:
+        """Run the agent and score; an exception becomes the run's error, except the cancellation of the caller."""
         try:
-            await self._act(run)
+            await self._run_agent(run)
             await self._score(run)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -244,99 +250,49 @@ class EpisodeRunner:
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
 
-    async def _grow(self, run: _Run, search: Searcher | None = None) -> None:
-        """Grow the branches of a tree, or the ways of a search, and note them in the episode."""
+    async def _expand(self, run: _Run, strategy: BranchingStrategy) -> None:
+        """Run an episode's branches and merge them into it; a failure becomes the run's error."""
         assert run.episode is not None
-        first = Grown(run.episode, run.stop_reason)
-
-        async def branch(parent: Grown, index: int, point: BranchPoint, number: int) -> Grown | None:
-            fork = ForkAt(parent.episode, point, number)
-            async with self._branch_slots:
-                return await self._way(run, partial(_branch_of, run, fork), index, fork)
-
-        async def again(number: int) -> Grown | None:
-            async with self._branch_slots:
-                return await self._way(run, lambda: _Run(run.spec, run.sessions.way(number), run.agent), 0)
-
-        config = self._config.tree if search is None else search.config
-        assert config is not None
-        if isinstance(config, SearchConfig) and config.samples is not None:
-            unfit = 0
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(again(number)) for number in range(1, config.samples)]
-            tree = [first, *(grown for task in asked if (grown := task.result()) is not None)]
-        else:
-            seed = stable_hash("tree", run.spec.sampling_seed)
-            config = config.tree() if isinstance(config, SearchConfig) else config
-            tree, unfit = await grow(first, config, seed, branch)
+        branches = BranchRunner(run.episode, partial(self._run_branch, run), self._branch_limits)
+        first = TreeBranch(run.episode, run.stop_reason)
         try:
-            if search is not None:
-                await self._choose(run, search, tree)
-        finally:
-            self._fold(run, tree, unfit)
-
-    def _fold(self, run: _Run, tree: Sequence[Grown], unfit: int = 0) -> None:
-        """Note the ways through an episode in it, and how many did not fit the budget."""
-        assert run.episode is not None
-        if len(tree) > 1 or run.metrics.get("tree/failures"):
-            # What a branch sampled that failed for good is in the session, and in none of these.
-            run.branches = fold(tree)
-        records = [grown.episode.record for grown in tree if grown.episode.record is not None]
-        refusals = sum(record.refusals for record in records)
-        if refusals and len(tree) == 1:
-            run.episode.turn_notes.setdefault(("main", None), {}).setdefault(WHY_UNFORKED, records[0].refused)
-        counts = {"tree/branches": len(tree), "tree/refusals": refusals, "tree/over_budget": unfit}
-        run.metrics |= {name: float(count) for name, count in counts.items()}
-
-    async def _find(self, run: _Run, search: Searcher) -> None:
-        """Play the ways of a search, and choose one."""
-        await self._play(run)
-        if run.error is None:
-            await self._grow(run, search)
-
-    async def _recorded(self, run: _Run, playing: Awaitable[None]) -> None:
-        """Await a part of an episode; a failure becomes the run's error."""
-        try:
-            await playing
+            tree, over_budget = await strategy.expand(first, run.spec.sampling_seed, branches)
+            try:
+                frozen = {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
+                run.search = await strategy.choose(run.spec.task, tree, frozen)
+            finally:
+                if len(tree) > 1 or branches.failures:
+                    # Tokens of a branch that failed for good are in the session, and in none of the branches.
+                    run.branches = merge_branches(tree)
+                run.metrics |= tree_metrics(tree, over_budget)
+            if run.search is not None:
+                run.stop_reason = tree[run.search.chosen].stop_reason
         except (TurnwiseError, ExceptionGroup) as error:
             run.stop_reason, run.error = StopReason.ERROR, first_of(error)
         except asyncio.CancelledError:
             run.stop_reason = StopReason.CANCELLED
             raise
+        finally:
+            if branches.failures:
+                run.metrics["tree/failures"] = float(branches.failures)
 
-    async def _choose(self, run: _Run, search: Searcher, tree: Sequence[Grown]) -> None:
-        frozen = {name for name, (_, policy) in run.sessions.opened.items() if policy in self._config.frozen}
-        run.search = await search.choose(run.spec.task, tree, frozen)
-        run.stop_reason = tree[run.search.chosen].stop_reason
+    async def _run_branch(self, run: _Run, number: int, fork: ForkPoint | None) -> BranchAttempt:
+        """Run a branch of an episode once, from a fork on or from its reset."""
+        if fork is None:
+            branch = _Run(run.spec, run.sessions.from_reset(number), run.agent)
+        else:
+            assert fork.origin.record is not None
+            branch = _Run(run.spec, run.sessions, run.agent, fork.origin.record.fork(fork.point), fork)
+        try:
+            await self._run_and_score(branch)
+        finally:
+            # Further branches may begin at the points of one that succeeded: they are closed with the episode.
+            (run if branch.error is None else branch).forked_envs += _point_envs(branch)
+            if await self._close_run(branch):
+                raise asyncio.CancelledError
+        return BranchAttempt(branch.episode, branch.stop_reason, branch.error)
 
-    async def _way(self, run: _Run, make: Callable[[], _Run], index: int, fork: ForkAt | None = None) -> Grown | None:
-        """Play a way, again from its beginning after an infrastructure failure; None where it failed for good."""
-        noted = run.episode if fork is None else fork.of
-        assert noted is not None
-        for _ in range(self._config.retries + 1):
-            branch = make()
-            try:
-                await self._play(branch)
-            finally:
-                # Later branches may begin at its points.
-                keeps = run if branch.error is None else branch
-                keeps.forks += [] if branch.record is None else [point.env for point in branch.record.points]
-                if await self._close(branch):
-                    raise asyncio.CancelledError
-            error = branch.error
-            if error is None and branch.episode is not None:
-                return Grown(branch.episode, branch.stop_reason, index, None if fork is None else fork.point)
-            run.metrics["tree/failures"] = run.metrics.get("tree/failures", 0.0) + 1
-            noted.turn_notes.setdefault(("main", None), {})[WHY_UNFORKED] = f"{type(error).__name__}: {error}"
-            if isinstance(error, InferenceError):
-                if self._recover is None:
-                    raise error
-                await self._recover(error)
-            if not (isinstance(error, TurnwiseError) and error.retryable):
-                break
-        return None
-
-    async def _act(self, run: _Run) -> None:
+    async def _run_agent(self, run: _Run) -> None:
         agent = run.agent or self._agents.of(run.spec.task)
         timeout = self._config.episode_timeout
         scope = asyncio.timeout(timeout)
@@ -353,7 +309,7 @@ class EpisodeRunner:
             if run.episode is None:
                 name = run.spec.task.env or self._config.env.name
                 raise EnvError(f"environment {name!r} did not reset within {timeout} s") from None
-            for episode in (run.episode, *(fork.episode for fork in run.own_forks)):
+            for episode in (run.episode, *(fork.episode for fork in run.agent_forks)):
                 if not episode.ended:
                     episode.finish(StopReason.TIMEOUT)
 
@@ -361,34 +317,33 @@ class EpisodeRunner:
         spec, config = run.spec, self._config
         name = spec.task.env or config.env.name
         run.env = await self._make(name, spec.task.env_config)
-        self._hold(name, run.env)
+        self._register_env(name, run.env)
         run.env.guest_mounts = agent.sandbox_mounts()
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         if run.record is not None:
             run.record.observation = snapshot(observation)
-        forked = run.record is not None or self._searched(run.spec) is not None
-        own = None if forked else partial(self._fork, run)
+        open_fork = None if self._strategy(spec) is not None else partial(self._fork, run)
         # A fork that the agent makes may have opened a session of the name before.
-        opens = partial(run.sessions.open_beside, -1)
-        return self._episode(run, run.env, observation, info, opens, deadline, open_fork=own)
+        open_session = partial(run.sessions.open_beside, -1)
+        return self._episode(run, run.env, observation, info, open_session, deadline, open_fork=open_fork)
 
     async def _fork(self, run: _Run, origin: Episode) -> Episode:
         """Return a fork of a running episode, which its agent drives."""
         env = await invoke(origin.env, "fork", executor=self._executor)
-        run.forks.append(env)
-        made = run.sessions.fork_all(origin, len(run.own_forks))
+        run.forked_envs.append(env)
+        made = run.sessions.fork_all(origin, len(run.agent_forks))
         fork = self._episode(
             run,
             env,
             snapshot(origin.observation),
             dict(origin.info),
-            partial(run.sessions.open_beside, len(run.own_forks)),
+            partial(run.sessions.open_beside, len(run.agent_forks)),
             origin.deadline,
             open_fork=partial(self._fork, run),
             origin=origin,
             sessions=made,
         )
-        run.own_forks.append(OwnFork.of(fork, origin, run.own_forks))
+        run.agent_forks.append(AgentFork.of(fork, origin, run.agent_forks))
         return fork
 
     async def _forked(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
@@ -402,7 +357,7 @@ class EpisodeRunner:
             return run.sessions.fork(name, policy, fork.point, fork.number)
 
         run.env = await invoke(fork.point.env, "fork", executor=self._executor)
-        return self._episode(run, run.env, record.observation, dict(fork.of.info), open_session, deadline)
+        return self._episode(run, run.env, record.observation, dict(fork.origin.info), open_session, deadline)
 
     def _episode(
         self,
@@ -451,13 +406,13 @@ class EpisodeRunner:
         env.count_tokens, env.sandboxes = self._renderer.count, self._sandboxes
         return env
 
-    def _hold(self, name: str, env: Env) -> None:
-        if name not in self._held:
+    def _register_env(self, name: str, env: Env) -> None:
+        if name not in self._registered_envs:
             for renderer in (self._renderer, *(each.renderer for each in self._further.values())):
                 check_media(name, env.toolset(), renderer.media)
-            self._held.add(name)
+            self._registered_envs.add(name)
 
-    def _sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
+    def _open_sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
         return EpisodeSessions(
             self._client,
             self._renderer,
@@ -481,22 +436,22 @@ class EpisodeRunner:
         run.stop_reason = episode.stop_reason
         try:
             async with asyncio.timeout(self._config.score_timeout) as scope:
-                for each in (episode, *(fork.episode for fork in run.own_forks if fork.used(run.own_forks))):
+                for each in (episode, *(fork.episode for fork in run.agent_forks if fork.used(run.agent_forks))):
                     await each.score()
                     check_owners(each.rewards, each.sessions)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise EnvError(f"scoring did not end within {self._config.score_timeout} s") from None
-        ways = with_own_forks(Grown(episode, run.stop_reason), run.own_forks)
-        if len(ways) > 1:
-            run.branches = fold(ways)
+        tree = tree_of_forks(TreeBranch(episode, run.stop_reason), run.agent_forks)
+        if len(tree) > 1:
+            run.branches = merge_branches(tree)
 
-    async def _close(self, run: _Run) -> bool:
+    async def _close_run(self, run: _Run) -> bool:
         """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
         if run.env is None:
             return False
-        closing = asyncio.ensure_future(self._close_all([run.env, *run.forks]))
+        closing = asyncio.ensure_future(self._close_all([run.env, *run.forked_envs]))
         interrupted = False
         # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
@@ -549,3 +504,8 @@ class EpisodeRunner:
             frozen=self._config.frozen,
             branches=run.branches,
         )
+
+
+def _point_envs(run: _Run) -> list[Env]:
+    """Return the forks of an environment that were made at the points where an episode may branch."""
+    return [] if run.record is None else [point.env for point in run.record.points]

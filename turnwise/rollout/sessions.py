@@ -19,8 +19,8 @@ from turnwise.gateway.proxy.session import TextSession
 from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
+from turnwise.rollout.branching.branches import leave_out_failed
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.growth import leave_out_failed
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Trajectory
 from turnwise.types import Branch, SamplingParams
@@ -113,12 +113,12 @@ class EpisodeSessions:
             max_turns=config.max_turns,
         )
 
-    def way(self, number: int) -> EpisodeSessions:
-        """Return the sessions of the episode's n-th way from its reset on, recorded in the same trees."""
-        made = copy.copy(self)
-        made._of, made._number = self, number
-        made.opened, made._gateways, made._endpoints, made._base = {}, {}, {}, None
-        return made
+    def from_reset(self, number: int) -> EpisodeSessions:
+        """Return the sessions of the episode's n-th branch from its reset on, recorded in the same trees."""
+        sessions = copy.copy(self)
+        sessions._of, sessions._number = self, number
+        sessions.opened, sessions._gateways, sessions._endpoints, sessions._base = {}, {}, {}, None
+        return sessions
 
     def open(self, name: str, policy: str) -> Session:
         """Open a session."""

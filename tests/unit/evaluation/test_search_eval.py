@@ -222,8 +222,8 @@ def test_what_does_not_go_with_a_search_is_refused(changes: dict[str, Any], said
 
 
 def test_a_scorer_that_cannot_be_used_is_refused() -> None:
-    from turnwise.rollout.search.config import SearchConfig
-    from turnwise.rollout.search.core import Searcher
+    from turnwise.rollout.branching.search import SearchConfig
+    from turnwise.rollout.branching.strategies import SearchStrategy
 
     for scorer, said in (
         ("nothing", "there is no reward function 'nothing'"),
@@ -232,7 +232,7 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
         (f"{Path(__file__)}:wants_env", "takes 'env'"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Searcher(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
+            SearchStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
 
 
 def spoken(messages: list[Message]) -> float:

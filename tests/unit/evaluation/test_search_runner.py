@@ -32,10 +32,10 @@ from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
+from turnwise.rollout.branching.search import SearchConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
-from turnwise.rollout.search.config import SearchConfig
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory, TrajectoryGroup, branch_paths

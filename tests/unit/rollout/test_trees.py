@@ -30,10 +30,10 @@ from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
+from turnwise.rollout.branching.tree import CHOOSERS, TreeConfig, TreeTurn
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
-from turnwise.rollout.tree import CHOOSERS, TreeConfig, TreeTurn
 from turnwise.sandboxes import SandboxProcess
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool

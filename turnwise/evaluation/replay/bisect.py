@@ -28,8 +28,8 @@ from turnwise.evaluation.replay.replay import RecordedClient, spec_of
 from turnwise.evaluation.runner import open_model
 from turnwise.inference.config import InferenceConfig
 from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.rollout.runner import EpisodeRunner
-from turnwise.rollout.tree import TreeConfig
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.trajectory import WHY_UNFORKED, Trajectory

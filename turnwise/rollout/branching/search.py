@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from turnwise.config import ConfigReference
-from turnwise.rollout.tree import TreeConfig
+from turnwise.rollout.branching.tree import TreeConfig
 
 ENVIRONMENT: Final = "environment"
 LIKELIHOOD: Final = "likelihood"

@@ -11,7 +11,7 @@ from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import GIVEN, Attempt, Part, ReadyPart, grade, ready_part
 from turnwise.envs.rewards.groups import conversation_of
 from turnwise.errors import ConfigError, EnvError, ScorerError
-from turnwise.rollout.search.config import ENVIRONMENT, LIKELIHOOD, ScorerConfig
+from turnwise.rollout.branching.search import ENVIRONMENT, LIKELIHOOD, ScorerConfig
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import text_of

@@ -1,0 +1,230 @@
+"""Strategies that add branches to an episode that has ended: a tree in training, a search in an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.forks import BranchPoint
+from turnwise.envs.core import Env
+from turnwise.errors import ConfigError, InferenceError, TurnwiseError
+from turnwise.rollout.branching.branches import TreeBranch, expand, unmerged_trajectories
+from turnwise.rollout.branching.scorers import Scorer
+from turnwise.rollout.branching.search import SearchConfig
+from turnwise.rollout.branching.tree import TreeConfig
+from turnwise.seeding import stable_hash
+from turnwise.tasks.core import Task
+from turnwise.trajectory import WHY_UNFORKED
+from turnwise.types import Search, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where a fork begins: at a point of another episode, as the n-th branch of its tree."""
+
+    origin: Episode
+    point: BranchPoint
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class BranchAttempt:
+    """An attempt at a branch, closed: its episode (None where the reset failed), why it ended, and what failed."""
+
+    episode: Episode | None
+    stop_reason: StopReason
+    error: Exception | None
+
+
+RunBranch: TypeAlias = Callable[[int, ForkPoint | None], Awaitable[BranchAttempt]]
+"""Runs the n-th branch of an episode once: from a fork on, or from the reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLimits:
+    """What the branches of all episodes share.
+
+    Attributes:
+        slots: Held by every running branch.
+        retries: Further attempts at a branch after an infrastructure failure.
+        recover: Awaited after an inference failure, before the next attempt; without it such a failure is that of the
+            episode.
+    """
+
+    slots: asyncio.Semaphore
+    retries: int
+    recover: Callable[[InferenceError], Awaitable[None]] | None
+
+
+class BranchRunner:
+    """Runs the branches of one episode, each again after an infrastructure failure.
+
+    Attributes:
+        failures: Attempts that failed.
+    """
+
+    def __init__(self, first: Episode, run_once: RunBranch, limits: BranchLimits) -> None:
+        self._first = first
+        self._run_once = run_once
+        self._limits = limits
+        self.failures = 0
+
+    async def run_fork(self, parent: TreeBranch, index: int, point: BranchPoint, number: int) -> TreeBranch | None:
+        """Run a fork of a branch, given with its index; None where it failed for good.
+
+        Raises:
+            InferenceError: The server failed, and is not recovered here.
+        """
+        fork = ForkPoint(parent.episode, point, number)
+        return await self._run(number, fork, parent.episode, index)
+
+    async def run_again(self, number: int) -> TreeBranch | None:
+        """Run the episode again from its reset; as :meth:`run_fork`."""
+        return await self._run(number, None, self._first, 0)
+
+    async def _run(self, number: int, fork: ForkPoint | None, parent: Episode, index: int) -> TreeBranch | None:
+        async with self._limits.slots:
+            for _ in range(self._limits.retries + 1):
+                attempt = await self._run_once(number, fork)
+                error = attempt.error
+                if error is None and attempt.episode is not None:
+                    point = None if fork is None else fork.point
+                    return TreeBranch(attempt.episode, attempt.stop_reason, index, point)
+                self.failures += 1
+                parent.turn_notes.setdefault(("main", None), {})[WHY_UNFORKED] = f"{type(error).__name__}: {error}"
+                if isinstance(error, InferenceError):
+                    if self._limits.recover is None:
+                        raise error
+                    await self._limits.recover(error)
+                if not (isinstance(error, TurnwiseError) and error.retryable):
+                    break
+        return None
+
+
+class BranchingStrategy(ABC):
+    """Adds branches to an episode that has ended.
+
+    Attributes:
+        key: The configuration key that asks for it, as messages name it.
+        instead: What to do where environment or agent cannot be forked.
+        forks: Whether branches begin in the middle of the episode, which is recorded for it.
+    """
+
+    key: str
+    instead: str
+    forks: bool
+
+    @abstractmethod
+    async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
+        """Run the branches of an episode.
+
+        Args:
+            first: The episode.
+            seed: Its sampling seed.
+            branches: Runs them.
+
+        Returns:
+            All branches, the episode first, and the number of those that did not fit the budget.
+        """
+
+    async def choose(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> Search | None:
+        """Return the choice of a branch; None where all of them count.
+
+        Args:
+            task: The task.
+            tree: The branches.
+            frozen: Sessions whose policy is never trained.
+
+        Raises:
+            ScorerError: A branch got no score.
+        """
+        del task, tree, frozen
+        return None
+
+    def check(self, env: Env, env_name: str, agent: Agent, agent_name: str) -> None:
+        """Check that environment and agent can be forked. Raises ConfigError."""
+        if not self.forks:
+            return
+        if not env.supports_fork:
+            raise ConfigError(
+                f"{self.key}: environment {env_name!r} cannot be forked ({type(env).__qualname__}.forks is None): "
+                f'write its fork(), set forks = "replay" if its answers depend on seed and actions alone, or '
+                f"{self.instead}"
+            )
+        if not agent.forkable:
+            raise ConfigError(
+                f"{self.key}: the agent {agent_name!r} is a program of its own, which cannot be forked: choose an "
+                f"agent that runs in this process, or {self.instead}"
+            )
+
+
+class TreeStrategy(BranchingStrategy):
+    """A tree: forks of the episode at some of its turns, all of which are trained."""
+
+    key = "rollout.tree"
+    instead = "leave rollout.tree out"
+    forks = True
+
+    def __init__(self, config: TreeConfig) -> None:
+        self._config = config
+
+    async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
+        """Fork the episode at the turns that ``where`` chooses."""
+        return await expand(first, self._config, stable_hash("tree", seed), branches.run_fork)
+
+    def check(self, env: Env, env_name: str, agent: Agent, agent_name: str) -> None:
+        """Check also that ``where`` can be loaded. Raises ConfigError."""
+        self._config.chooser()
+        super().check(env, env_name, agent, agent_name)
+
+
+class SearchStrategy(BranchingStrategy):
+    """A search: branches of the episode, of which a scorer chooses one.
+
+    Args:
+        config: The search.
+        executor: Runs a scorer that is a plain function.
+
+    Raises:
+        ConfigError: Scorer or ``where`` cannot be loaded.
+    """
+
+    instead = "choose kind best_of_n"
+
+    def __init__(self, config: SearchConfig, executor: Executor | None = None) -> None:
+        self.key = f"search.kind {config.kind}"
+        self._config = config
+        self._scorer = Scorer(config.scorer, executor)
+        self._tree = config.tree() if config.kind == "tree" else None
+        self.forks = self._tree is not None
+        if self._tree is not None:
+            self._tree.chooser("search.where")
+
+    async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
+        """Run the episode again, or fork it at the turns that ``where`` chooses."""
+        if self._tree is not None:
+            return await expand(first, self._tree, stable_hash("tree", seed), branches.run_fork)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(branches.run_again(number)) for number in range(1, self._config.samples or 1)]
+        return [first, *(branch for task in running if (branch := task.result()) is not None)], 0
+
+    async def choose(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> Search:
+        """Return the choice of the branch with the highest score, the first of several."""
+        scores = await self._score_branches(task, tree, frozen)
+        best = max(range(len(scores)), key=scores.__getitem__)
+        return Search(self._config.kind, self._config.scorer.function, best, tuple(scores))
+
+    async def _score_branches(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> list[float]:
+        scoring = [self._scorer.score(task, branch) for branch in unmerged_trajectories(tree, frozen)]
+        scores: list[float] = []
+        # Every scorer comes to its end, also where one of them fails.
+        for score in await asyncio.gather(*scoring, return_exceptions=True):
+            if isinstance(score, BaseException):
+                raise score
+            scores.append(score)
+        return scores

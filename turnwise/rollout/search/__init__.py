@@ -1,1 +1,0 @@
-"""Searches: several ways through an episode of an evaluation, one of which a scorer chooses."""
