@@ -63,14 +63,14 @@ async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
     result["parts"] = parts(tensors, model)
     if vllm_python is not None:
         given = {"engine": "vllm", "dtype": "float32", "max_context": 1024, "kv_tokens": 8192}
-        config = InferenceConfig.model_validate({**given, "vllm": {"python": vllm_python}})
+        config = InferenceConfig.model_validate({**given, "server": {"python": vllm_python}})
         vllm = VLLMReplica(model, config, log_file=_log("vllm"))
         async with launched(vllm):
             await vllm.prepare_updates()
             found = await updates(tensors, vllm, repeats)
             found["still_s"] = await standstill(tensors, vllm)
         result |= {"vllm": found, "ratio_vllm": _ratio(found), "still_vllm": _still(found)}
-        result["vllm_version"] = (await find_install(config.vllm)).version
+        result["vllm_version"] = (await find_install(config.server)).version
     size = sum(each.nbytes for each in tensors.values())
     report({**result, "bytes": size, "machine": machine("turnwise", "torch", "transformers", "numpy")})
 

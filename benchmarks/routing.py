@@ -36,8 +36,9 @@ from harness.agent_sessions import COSTS, Session, Simulation, sessions
 from harness.measure import cached, machine, parse, parser, report
 from turnwise.inference.builtin import forked_servers
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig, RoutingConfig
+from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
+from turnwise.inference.routing import RoutingOptions
 from turnwise.types import SamplingParams, TokenPrompt
 
 SETTINGS: dict[str, Any] = {
@@ -85,7 +86,7 @@ async def play(
         return rng.integers(2, settings["vocabulary"], count).astype(np.int32)
 
     prompts = [ids(settings["prompt_tokens"]) for _ in range(settings["groups"])]
-    routing = RoutingConfig(policy=policy, prefix_tokens=settings["kv_tokens"])
+    routing = RoutingOptions(policy=policy, prefix_tokens=settings["kv_tokens"])
     client, latencies = HTTPClient(fleet.client.urls, routing=routing), []
 
     async def converse(name: str, session: Session) -> None:

@@ -240,7 +240,7 @@ async def run(model: Path, config: InferenceConfig, turns: int, new: int, repeat
                     print(line, file=sys.stderr, flush=True)
         finally:
             await bench.close()
-    install = await find_install(config.vllm)
+    install = await find_install(config.server)
     return result(samples, model, config, turns, new, install.version)
 
 
@@ -312,7 +312,7 @@ def main() -> None:
             "dtype": "float32",
             "kv_tokens": 65536,
             "threads": THREADS,
-            "vllm": {"python": arguments.vllm_python},
+            "server": {"python": arguments.vllm_python},
         }
     )
     turns, new = (2, 4) if arguments.quick else (4, 16)

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inference.config import RoutingConfig
-from turnwise.inference.routing import BLOCK, Assignment, RoutedRequest, Router, prefix_hashes
+from turnwise.inference.routing import BLOCK, Assignment, RoutedRequest, Router, RoutingOptions, prefix_hashes
 
 COSTS = {"step": 4.5e-3, "prefilled": 0.35e-3, "running": 0.3e-3}
 """Seconds of a step, and more for each prefilled token and each running sequence."""
@@ -101,7 +100,7 @@ class Simulation:
         prompts = [self._ids(settings["prompt_tokens"]) for _ in range(settings["groups"])]
         self._histories = [prompts[each.group] for each in self._sessions]
         self._turns = [0] * len(self._sessions)
-        self._router = Router(settings["replicas"], RoutingConfig(policy=policy, prefix_tokens=settings["kv_tokens"]))
+        self._router = Router(settings["replicas"], RoutingOptions(policy=policy, prefix_tokens=settings["kv_tokens"]))
         self._servers = [_Server(settings["kv_tokens"] // BLOCK) for _ in range(settings["replicas"])]
         # (time, order, whether a server steps or a session asks, its number)
         self._events = [(0.0, number, False, number) for number in range(len(self._sessions))]

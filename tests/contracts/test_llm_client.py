@@ -47,7 +47,7 @@ async def served_by_vllm(home: Path) -> AsyncIterator[LLMClient]:
     # Its kernels for CPUs know few sizes of heads.
     directory = save_model(make_model("qwen3", head_dim=32), home / "model")
     config = vllm_config(max_context=CONTEXT)
-    config.vllm.arguments.append("--skip-tokenizer-init")
+    config.server.arguments.append("--skip-tokenizer-init")
     replica = VLLMReplica(directory, config, log_file=home / "server.log")
     await replica.launch()
     client = HTTPClient([replica.url])

@@ -69,11 +69,11 @@ async def in_flight(replica: BuiltinReplica) -> None:
 
 @pytest.mark.long
 async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
-    lookup_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lookup_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step 2, with requests in flight and without patience: the episodes are done again, by the same weights."""
-    changes = {"steps": 3, "inference": {"retries": 0}}
-    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 0)
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, steps=3) as (run, gate):
         [replica] = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
@@ -118,9 +118,11 @@ def versions(trajectory: Any) -> set[int]:
 
 
 @pytest.mark.long
-async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
-    changes = {"inference": {"retries": 60, "retry_wait": 0.5}}
-    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
+async def test_with_retries_of_requests_no_episode_notices(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 60)
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3) as (run, gate):
         [replica] = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
@@ -161,8 +163,11 @@ async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_pa
 
 
 @pytest.mark.long
-async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_model: Path, tmp_path: Path) -> None:
-    changes = {"steps": 3, "checkpoint": {"every": 10}, "inference": {"retries": 0}}
+async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 0)
+    changes = {"steps": 3, "checkpoint": {"every": 10}}
 
     async def train_and_kill_twice() -> None:
         async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
@@ -285,7 +290,7 @@ async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_ba
 @pytest.mark.long
 async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path, tmp_path: Path) -> None:
     """Also who asks while it goes on, and with a second server that lives."""
-    fleet = ReplicaSet(InferenceConfig(replicas=2, close_timeout=0.5, max_restarts=2), lookup_model, logs=tmp_path)
+    fleet = ReplicaSet(InferenceConfig(replicas=2, max_restarts=2), lookup_model, logs=tmp_path)
     await fleet.launch()
     try:
         dead, alive = fleet.replicas

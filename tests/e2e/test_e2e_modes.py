@@ -134,7 +134,7 @@ async def test_an_interrupt_waits_for_the_update_and_the_run_goes_on(
 async def test_a_server_that_dies_during_an_update_comes_back_with_its_weights(
     lookup_model: Path, tmp_path: Path
 ) -> None:
-    config = held_run(lookup_model, tmp_path, "colocate", inference={"retries": 60, "retry_wait": 0.5})
+    config = held_run(lookup_model, tmp_path, "colocate")
     with held(2) as hold:
         async with open_run(config, tmp_path / "run", silent()) as run:
             training = asyncio.create_task(train_as_configured(run))

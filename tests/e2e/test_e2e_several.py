@@ -110,7 +110,7 @@ def test_what_cannot_play_is_said_before_anything_starts(
 
 def test_an_endpoint_that_does_not_answer_is_named(lookup_model: Path, tmp_path: Path) -> None:
     # Port 9 of the loopback is nobody's.
-    frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9", "inference": {"retries": 0}}}
+    frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9"}}
     settings = {
         "model": str(lookup_model), "tasks": "turnwise.envs.library.lookup:tasks?n=1", "out": str(tmp_path / "out"),
         "rollout": {**rollout(others="past"), "frozen": frozen},

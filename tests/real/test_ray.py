@@ -109,8 +109,8 @@ def on_cluster(cluster: ThreeNodes, **changes: Any) -> dict[str, Any]:
     """Return the keys of a run with two replicas, two workers and two ranks on the cluster."""
     return {
         "placement": "ray",
-        "ray": {"address": cluster.address, "workers": {"min": 2, "reissues": 1000}, "restarts": 1000},
-        "inference": {"replicas": 2, "retries": 1, "max_restarts": 1000},
+        "ray": {"address": cluster.address, "workers": {"min": 2}},
+        "inference": {"replicas": 2, "max_restarts": 1000},
         "policies": {"main": {"engine": "fsdp", "engine_options": {"ranks": 2}, "model": {"threads": 2}}},
         **changes,
     }
@@ -296,7 +296,7 @@ def test_vllm_servers_are_actors_too(
 ) -> None:
     # Not by its fixture, with which the test would run in another worker, and start a cluster there.
     checkpoint = shared(tmp_path_factory, "vllm-checkpoint", train_checkpoint) / MODEL
-    keys = on_cluster(cluster, inference={"engine": "vllm", "vllm": {"python": vllm_python()}})
+    keys = on_cluster(cluster, inference={"engine": "vllm", "server": {"python": vllm_python()}})
     del keys["policies"]
     config = train_config(checkpoint, tmp_path, steps=1, **keys)
     with training(config) as process:

@@ -56,7 +56,7 @@ def test_one_step_of_it_is_sampled_by_vllm(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "smollm2" / "main.py"), "--smoke", "--warm", str(run)]
     command += ["--model", str(run.parent / "model"), "--runs", str(tmp_path), "--name", "vllm"]
     # All else is the example's own; the entropy term gives an update even where all rewards are equal.
-    command += ["inference.engine=vllm", f"inference.vllm.python={vllm_python()}", "algorithm.entropy_coef=0.01"]
+    command += ["inference.engine=vllm", f"inference.server.python={vllm_python()}", "algorithm.entropy_coef=0.01"]
     command += ["algorithm.drop_zero_variance=false"]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -59,7 +59,7 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
     directory = save_model(model, tmp_path / "model")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    fleet = ReplicaSet(vllm_config(retries=400), directory, logs=tmp_path / "logs", adapters={"solver": 2, "critic": 5})
+    fleet = ReplicaSet(vllm_config(), directory, logs=tmp_path / "logs", adapters={"solver": 2, "critic": 5})
     solver_1, tuned_1 = version_of(model, SOLVER, 1, tmp_path)
     solver_2, tuned_2 = version_of(model, SOLVER, 2, tmp_path)
     critic_7, critical = version_of(model, CRITIC, 7, tmp_path)

@@ -44,7 +44,7 @@ def trained(metrics: Path) -> int:
 
 def on_vllm() -> list[str]:
     """Return what the command line says besides an example's own files."""
-    return ["inference.engine=vllm", f"inference.vllm.python={vllm_python()}"]
+    return ["inference.engine=vllm", f"inference.server.python={vllm_python()}"]
 
 
 def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
         batch={"groups": 16, "max_tokens_per_micro_batch": 4096},
         eval={"tasks": "turnwise.envs.library.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
         # All else are the defaults of a run with the built-in server.
-        inference={"engine": "vllm", "replicas": 2, "vllm": {"python": vllm_python()}},
+        inference={"engine": "vllm", "replicas": 2, "server": {"python": vllm_python()}},
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     with training(config) as process:

@@ -32,7 +32,7 @@ async def test_images_are_seen_and_weights_follow(tmp_path: Path) -> None:
     directory, other = model(tmp_path / "model", 0), model(tmp_path / "other", 1)
     arguments = ["--skip-mm-profiling", "--limit-mm-per-prompt", '{"image": 4}']
     config = vllm_config(max_context=256, kv_tokens=4096, max_seqs=4)
-    config.vllm.arguments.extend(arguments)
+    config.server.arguments.extend(arguments)
     server = VLLMReplica(directory, config, name="vision", weight_version=3, log_file=tmp_path / "server.log")
     client: HTTPClient | None = None
     try:

@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Serve a model until interrupted: generation at /inference/v1/generate, /v1/models, weight updates, control."""
     from turnwise.config import load_config
-    from turnwise.inference.config import InferenceConfig, RewardServerConfig
+    from turnwise.inference.config import RewardServerConfig, ServeConfig
 
     # JSON is YAML, and keeps a text a text whatever it says.
     options: dict[str, Any] = {"host": host, "port": port}
@@ -51,7 +51,7 @@ def serve(
 
         serve_reward(RewardServerSpec(model=model.absolute(), name=name, config=settings))
         return
-    config = load_config(InferenceConfig, overrides=given)
+    config = load_config(ServeConfig, overrides=given)
     _log_to_terminal(config.log_level)
     if config.engine != "builtin":
         import asyncio

@@ -32,7 +32,7 @@ from turnwise.engine.structured_output import GrammarCache, GrammarState, struct
 from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.inference import wire
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import ServeConfig
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.placement.usage import process_memory
@@ -361,7 +361,7 @@ class ServerSpec(BaseModel):
     name: str | None = None
     weight_version: int = 0
     adapters: tuple[str, ...] = ()
-    config: InferenceConfig = InferenceConfig()
+    config: ServeConfig = ServeConfig()
     paused: bool = False
     report_fd: int | None = None
     lifeline_fd: int | None = None

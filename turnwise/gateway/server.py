@@ -34,6 +34,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
 from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
+from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT
 from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.placement.core import Inherited
@@ -314,9 +315,9 @@ class GatewayProcess(LaunchedServer):
             f"the gateway of {config.url or config.model}",
             log_file=Path(log_file or config.out / "logs" / "gateway.log"),
             # As long as the slowest engine may take.
-            launch_timeout=config.inference.launch_timeout or 900.0,
+            launch_timeout=ENGINE_LAUNCH_TIMEOUT,
             # What is open is written down first, and servers that it launched are ended before it.
-            close_timeout=(config.inference.close_timeout or 20.0) + 10,
+            close_timeout=ENGINE_CLOSE_TIMEOUT + 10,
         )
         super().__init__(process, config.host, config.port)
 

@@ -15,9 +15,8 @@ import orjson
 
 from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
-from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed, Connections, Response
-from turnwise.inference.routing import HealthChecks, RoutedRequest, Router
+from turnwise.inference.routing import HealthChecks, RoutedRequest, Router, RoutingOptions
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo, ServedName
 from turnwise.model.media import MediaProcessor
@@ -34,6 +33,10 @@ from turnwise.types import (
     VersionSpan,
 )
 
+RETRIES = 5
+"""Retries of a request after a connection error."""
+RETRY_WAIT = 0.1
+"""Seconds before the first retry; doubled each time, at most 2."""
 _EMPTY_ABORTS = 100
 _ABORT_WAIT = 0.05
 _log = logging.getLogger(__name__)
@@ -138,10 +141,10 @@ class HTTPClient(LLMClient):
         *,
         model: str | None = None,
         names: Callable[[str], ServedName] | None = None,
-        retries: int = 5,
-        retry_wait: float = 0.1,
+        retries: int | None = None,
+        retry_wait: float = RETRY_WAIT,
         headers: dict[str, str] | None = None,
-        routing: RoutingConfig | None = None,
+        routing: RoutingOptions | None = None,
         processor: MediaProcessor | None = None,
     ) -> None:
         """Create a client; connections are opened on demand.
@@ -150,7 +153,7 @@ class HTTPClient(LLMClient):
             urls: Base URLs, such as ``http://127.0.0.1:8000``; ValueError if empty.
             model: Sent as ``model`` to servers of several models.
             names: Returns what is sent to a server, by its URL, in the place of ``model``.
-            retries: Retries after a connection error.
+            retries: Retries after a connection error; None for :data:`RETRIES`.
             retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
             routing: How requests are divided among the servers.
@@ -160,10 +163,10 @@ class HTTPClient(LLMClient):
             raise ValueError("urls is empty: name at least one server")
         self._urls = [url.rstrip("/") for url in urls]
         self._names = names or (lambda _: ServedName(model))
-        self._retries = retries
+        self._retries = RETRIES if retries is None else retries
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._routing = routing or RoutingConfig()
+        self._routing = routing or RoutingOptions()
         self._media = MediaEncoder(processor)
         # Hashes of the images that each server keeps; None for a server that keeps none.
         self._kept: dict[str, set[str] | None] = {}

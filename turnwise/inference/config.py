@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.placement.devices import AUTO, check_device
@@ -21,116 +22,53 @@ HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
 """A host name or address without scheme and port; ``*`` stands for any part."""
 
 
-_VLLM_ARGUMENTS = (
-    "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
-    "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enforce-eager", "no-enforce-eager",
-    "enable-scale-out", "logprobs-mode", "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level",
-    "tensor-parallel-size", "kv-cache-memory-bytes", "weight-transfer-config", "enable-lora", "max-lora-rank",
-    "max-loras", "max-cpu-loras", "lora-modules",
-)  # fmt: skip
-
-
-class VLLMConfig(BaseModel):
-    """Settings of vLLM servers besides those that every engine has.
+class EngineServerConfig(BaseModel):
+    """Servers of vLLM and SGLang, besides the settings of every engine.
 
     Attributes:
-        python: Interpreter of the environment with vLLM. None takes that of the environment variable
-            ``TURNWISE_VLLM_PYTHON``, else this process's own if it has vLLM, else ``.venv-vllm/bin/python`` in the
-            working directory or above it.
+        python: Interpreter of the environment with the engine. None takes that of the environment variable
+            ``TURNWISE_VLLM_PYTHON`` or ``TURNWISE_SGLANG_PYTHON``, else this process's own if it has the engine, else
+            ``.venv-vllm/bin/python`` or ``.venv-sglang/bin/python`` in the working directory or above it.
         tensor_parallel: GPUs of one server, among which its matrices are divided.
-        gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to vLLM.
-        eager: Disable compilation and CUDA graphs: minutes faster to start, slower steps on a GPU. None: on a CPU.
-        arguments: Further arguments of ``vllm serve``, such as ``--quantization=fp8``.
+        gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to the
+            engine.
+        arguments: Further arguments of ``vllm serve`` (``--quantization=fp8``) or ``sglang.launch_server``
+            (``--attention-backend=triton``).
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "eager": "write --enforce-eager (vLLM) or --disable-cuda-graph (SGLang) in arguments"
+    }
 
     python: ConfigPath | None = None
     tensor_parallel: int = Field(default=1, ge=1)
     gpus: list[Annotated[int, Field(ge=0)]] = []
-    eager: bool | None = None
     arguments: list[str] = []
-
-    @field_validator("arguments")
-    @classmethod
-    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
-        return _without_reserved(arguments, _VLLM_ARGUMENTS)
-
-
-_SGLANG_ARGUMENTS = (
-    "model", "model-path", "served-model-name", "host", "port", "dtype", "device", "context-length",
-    "max-running-requests", "max-total-tokens", "chunked-prefill-size", "disable-radix-cache", "disable-cuda-graph",
-    "sampling-defaults", "weight-version", "enable-metrics", "log-level", "tp-size", "tensor-parallel-size",
-    "stream-output", "incremental-streaming-output",
-)  # fmt: skip
-
-
-class SGLangConfig(BaseModel):
-    """Settings of SGLang servers besides those that every engine has.
-
-    Attributes:
-        python: Interpreter of the environment with SGLang. None takes that of the environment variable
-            ``TURNWISE_SGLANG_PYTHON``, else this process's own if it has SGLang, else ``.venv-sglang/bin/python`` in
-            the working directory or above it.
-        tensor_parallel: GPUs of one server, among which its matrices are divided.
-        gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to
-            SGLang.
-        eager: Disable CUDA graphs: faster to start, slower steps.
-        arguments: Further arguments of ``sglang.launch_server``, such as ``--attention-backend=triton``.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    python: ConfigPath | None = None
-    tensor_parallel: int = Field(default=1, ge=1)
-    gpus: list[Annotated[int, Field(ge=0)]] = []
-    eager: bool = False
-    arguments: list[str] = []
-
-    @field_validator("arguments")
-    @classmethod
-    def _no_reserved_arguments(cls, arguments: list[str]) -> list[str]:
-        return _without_reserved(arguments, _SGLANG_ARGUMENTS)
-
-
-def _without_reserved(arguments: list[str], reserved: tuple[str, ...]) -> list[str]:
-    for argument in arguments:
-        name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
-        if argument.startswith("--") and name in reserved:
-            raise ValueError(f"arguments without {argument!r}, which is set by a key of its own or by training")
-    return arguments
 
 
 class RoutingConfig(BaseModel):
-    """How requests are divided among several servers.
+    """Limits of a client's requests.
 
     Attributes:
-        policy: ``affinity`` prefers the server of the session, then the longest shared prefix, then the fewest tokens
-            in flight; ``least_loaded`` goes by tokens in flight alone, ``round_robin`` takes servers in turn.
-        imbalance: How far a server may be ahead of the least loaded one to be taken for its cache: its tokens in flight
-            may be more by the tokens found there plus this share of the mean over servers.
-        prefix_tokens: Tokens of prompts that each server is assumed to cache.
         max_requests: Maximum requests in flight on one server, of each client; further ones wait in order of arrival.
             None for no limit.
         deadline: Seconds until a completion fails, waiting included; None for no limit.
-        resume_tokens: Tokens after which servers report a completion that they are sampling, so that it is resumed from
-            them if its server dies; 0 to sample such a completion again.
-        eject_after: Failed connections or health checks in a row after which a server gets no more requests.
-        health_interval: Seconds between health checks, which also readmit a server.
-        health_timeout: Seconds within which a server has to answer one.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "policy": "requests go by session, then by shared prefix, then by load",
+        "imbalance": "it is a constant (turnwise/inference/routing.py)",
+        "prefix_tokens": "it is a constant (turnwise/inference/routing.py)",
+        "resume_tokens": "it is a constant (turnwise/inference/routing.py)",
+        "eject_after": "it is a constant (turnwise/inference/routing.py)",
+        "health_interval": "it is a constant (turnwise/inference/routing.py)",
+        "health_timeout": "it is a constant (turnwise/inference/routing.py)",
+    }
 
-    policy: Literal["affinity", "least_loaded", "round_robin"] = "affinity"
-    imbalance: float = Field(default=0.5, ge=0, allow_inf_nan=False)
-    prefix_tokens: int = Field(default=131072, ge=0)
     max_requests: int | None = Field(default=None, ge=1)
     deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    resume_tokens: int = Field(default=64, ge=0)
-    eject_after: int = Field(default=2, ge=1)
-    health_interval: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    health_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
 
 
 class InferenceConfig(BaseModel):
@@ -151,26 +89,26 @@ class InferenceConfig(BaseModel):
             ``max_context`` tokens if that is more.
         max_batch_tokens: Maximum tokens of one forward pass; longer prompts are prefilled in chunks.
         prefix_cache: Whether KV caches of shared prefixes are reused.
-        host: Address that the server binds.
-        port: Port that the server binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Built-in
-            servers only.
-        log_level: Of the server's log file.
-        launch_timeout: Seconds until a server that does not become ready counts as failed; None for the engine's:
-            180, vLLM and SGLang 900.
-        close_timeout: Seconds before a server that does not stop is killed; None for the engine's: 5, vLLM and SGLang
-            20.
-        retries: Retries of a client after a connection error.
-        retry_wait: Seconds before the first retry; doubled each time.
-        max_restarts: Restarts of a server within ``restart_window``; one more death ends the run.
-        restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
-        routing: How requests are divided among several servers, and how long they may take.
-        vllm: Settings of ``engine: vllm`` alone.
-        sglang: Settings of ``engine: sglang`` alone.
+        max_restarts: Restarts of a server within an hour; one more death ends the run.
+        routing: Limits of the requests to one server, and of their time.
+        server: Settings of vLLM's and SGLang's servers alone.
         custom: Passed unchanged to another engine's class, which reads it from its ``config``.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "vllm": "vLLM and SGLang share the section inference.server",
+        "sglang": "vLLM and SGLang share the section inference.server",
+        "host": "the servers of a run bind a loopback address, or that of their node; turnwise serve has --host",
+        "port": "the servers of a run bind a free port; turnwise serve has --port",
+        "allowed_hosts": "the servers of a run are reached by address; turnwise serve has allowed_hosts",
+        "log_level": "the servers of a run log at info; turnwise serve has log_level",
+        "launch_timeout": "it is a constant of each engine, after which a server that hangs counts as failed",
+        "close_timeout": "it is a constant of each engine, after which a server that does not stop is killed",
+        "retries": "it is a constant (turnwise/inference/client.py)",
+        "retry_wait": "it is a constant (turnwise/inference/client.py)",
+        "restart_window": "max_restarts counts those of an hour",
+    }
 
     engine: ConfigReference = "builtin"
     url: str | None = None
@@ -183,25 +121,43 @@ class InferenceConfig(BaseModel):
     kv_tokens: int | None = Field(default=None, ge=32)
     max_batch_tokens: int = Field(default=2048, ge=16)
     prefix_cache: bool = True
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = []
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    launch_timeout: float | None = Field(default=None, gt=0)
-    close_timeout: float | None = Field(default=None, gt=0)
-    retries: int = Field(default=5, ge=0)
-    retry_wait: float = Field(default=0.1, gt=0)
     max_restarts: int = Field(default=1, ge=0)
-    restart_window: float = Field(default=3600.0, gt=0)
     routing: RoutingConfig = RoutingConfig()
-    vllm: VLLMConfig = VLLMConfig()
-    sglang: SGLangConfig = SGLangConfig()
+    server: EngineServerConfig = EngineServerConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def urls(self) -> list[str]:
         """URLs of running servers; empty if servers are launched."""
-        return [] if self.url is None else [each.strip().rstrip("/") for each in self.url.split(",") if each.strip()]
+        return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
+
+
+class ServeConfig(InferenceConfig):
+    """An inference server and where it listens: ``turnwise serve``.
+
+    Attributes:
+        host: Address that the server binds.
+        port: Port that the server binds; 0 for a free one.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Built-in
+            servers only.
+        log_level: Of the server's log.
+    """
+
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        key: reason
+        for key, reason in InferenceConfig.removed_keys.items()
+        if key not in ("host", "port", "allowed_hosts", "log_level")
+    }
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    allowed_hosts: list[HostPattern] = []
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def of(cls, config: InferenceConfig) -> ServeConfig:
+        """Return the settings of a server that a run launches: on a free port of a loopback address."""
+        return config if isinstance(config, cls) else cls.model_validate(dict(config))
 
 
 class RewardServerConfig(BaseModel):
@@ -267,15 +223,15 @@ class RendererConfig(BaseModel):
         """Return the renderer of a model directory; raises ConfigError or RenderError, see :func:`load_renderer`."""
         from turnwise.chat.renderer import load_renderer
 
-        given = self.chat_template
+        template = self.chat_template
         # A name has neither a folder nor an extension.
-        file = None if given is None or not ("/" in given or Path(given).suffix) else Path(given).expanduser()
+        is_file = template is not None and ("/" in template or bool(Path(template).suffix))
         return load_renderer(
             model,
             format=self.format,
             special_in_text=self.special_in_text,
             template_kwargs=self.template_kwargs,
-            chat_template=file or given,
+            chat_template=Path(template).expanduser() if template is not None and is_file else template,
             check_template=self.check_template,
             now=None if self.date is None else datetime.datetime.combine(self.date, datetime.time()),
             fixed_arguments=self.fixed_arguments,

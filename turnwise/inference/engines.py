@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
 from turnwise.plugins import load_object
@@ -125,7 +125,7 @@ class EngineEnvironment:
     """The Python environment of an inference engine that pins packages of its own.
 
     Attributes:
-        engine: Its name, of the key ``inference.ENGINE.python`` and of its module.
+        engine: Its name, also that of its module.
         title: Its name in messages.
         tested: The version that its adapter is tested with.
         variable: Environment variable that names the interpreter.
@@ -140,7 +140,7 @@ class EngineEnvironment:
 
     def find_python(self, given: Path | None) -> Path:
         """Return the interpreter: the one given, the variable's, this one, or that of a folder. Raises ConfigError."""
-        key = f"inference.{self.engine}.python"
+        key = "inference.server.python"
         if given is not None:
             found = given
         elif self.variable in os.environ:
@@ -166,7 +166,7 @@ class EngineEnvironment:
 
     async def find_package(self, given: Path | None) -> tuple[Path, str, str]:
         """Return interpreter, distribution and version. Raises ConfigError if the engine is not in it."""
-        python, key = self.find_python(given), f"inference.{self.engine}.python"
+        python, key = self.find_python(given), "inference.server.python"
         command = (str(python), "-I", "-c", _PROBE, *self.packages)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -190,9 +190,18 @@ class EngineEnvironment:
         if re.match(rf"{re.escape(self.tested)}(\D|$)", version):
             return []
         return [
-            f"inference.{self.engine}.python is {python} with {self.title} {version}; its interfaces were tested with "
+            f"inference.server.python is {python} with {self.title} {version}; its interfaces were tested with "
             f"{self.tested} only: install that if something fails"
         ]
+
+
+def reserved_arguments(arguments: Sequence[str], reserved: Container[str]) -> list[str]:
+    """Return a problem for each of an engine's further arguments that follows from another key or from training."""
+    return [
+        f"inference.server.arguments has {argument!r}, which is set by a key of its own or by training: remove it"
+        for argument in arguments
+        if argument.startswith("--") and argument.partition("=")[0].removeprefix("--").replace("_", "-") in reserved
+    ]
 
 
 async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
@@ -271,7 +280,7 @@ def make_replicas(
     ]
 
 
-async def serve_replica(model: Path, config: InferenceConfig, *, name: str | None, log_file: Path) -> None:
+async def serve_replica(model: Path, config: ServeConfig, *, name: str | None, log_file: Path) -> None:
     """Serve a model by the configured engine until this task is cancelled.
 
     Raises:

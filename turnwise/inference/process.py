@@ -110,7 +110,7 @@ class ServerProcess:
             # The end of the wait for a node, too: a start that is cut off has started nothing.
             process = await asyncio.wait_for(current_placement().start(program), self._launch_timeout)
         except TimeoutError:
-            limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
+            limit = f"within {self._launch_timeout:g} s"
             raise InferenceError(f"no node took the server of {self.what} {limit}") from None
         except (OSError, PlacementError) as error:
             raise InferenceError(f"the server of {self.what} could not be started: {error}") from error
@@ -119,7 +119,7 @@ class ServerProcess:
             line = await asyncio.wait_for(process.report(), self._launch_timeout)
         except TimeoutError:
             await self._stop(child)
-            limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
+            limit = f"within {self._launch_timeout:g} s"
             story = self._exit_report(child)
             raise InferenceError(f"the server of {self.what} did not answer {limit}: {story}") from None
         except BaseException:  # also a cancellation: the process is stopped

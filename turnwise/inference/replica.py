@@ -8,17 +8,22 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import orjson
 
 from turnwise.errors import EngineDied, InferenceError, PlacementError, RequestRefused
 from turnwise.inference import wire
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.process import ServerProcess, is_loopback
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
+LAUNCH_TIMEOUT = 180.0
+CLOSE_TIMEOUT = 5.0
+ENGINE_LAUNCH_TIMEOUT = 1800.0
+"""Of vLLM and SGLang, which compile; one that ends before is noticed at once."""
+ENGINE_CLOSE_TIMEOUT = 20.0
 _POLL = 2.0
 _SILENT = 3
 """Health checks in a row that a running server may leave unanswered."""
@@ -117,8 +122,8 @@ class RunningServer:
         while not await self._health():
             if loop.time() > until:
                 raise InferenceError(
-                    f"the server at {self.what} does not answer within {self._launch_timeout:g} s "
-                    "(inference.launch_timeout): start it, or name another in inference.url"
+                    f"the server at {self.what} does not answer within {self._launch_timeout:g} s: start it, or name "
+                    "another in inference.url"
                 )
             await asyncio.sleep(min(_POLL, self._launch_timeout / 10))
         self._poll = asyncio.create_task(self._watch())
@@ -149,10 +154,15 @@ class RunningServer:
 
 
 class ServerReplica(Replica):
-    """A replica over the control routes that the built-in server and vLLM share; engines start it and load weights."""
+    """A replica over the control routes that the built-in server and vLLM share; engines start it and load weights.
 
-    _engine_launch_timeout = 180.0
-    _engine_close_timeout = 5.0
+    Attributes:
+        launch_timeout: Seconds until a server that does not become ready counts as failed.
+        close_timeout: Seconds before a server that does not stop is killed.
+    """
+
+    launch_timeout: ClassVar[float] = LAUNCH_TIMEOUT
+    close_timeout: ClassVar[float] = CLOSE_TIMEOUT
 
     def __init__(
         self,
@@ -180,7 +190,7 @@ class ServerReplica(Replica):
                 (:attr:`Replica.serves_adapters`).
         """
         self._model = Path(model)
-        self._config = config or InferenceConfig()
+        self._config = ServeConfig.of(config or InferenceConfig())
         self._name = name
         self._weight_version = weight_version
         self._number = number
@@ -194,16 +204,15 @@ class ServerReplica(Replica):
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
         self._given_url = url
-        wait = self._config.launch_timeout or self._engine_launch_timeout
         self._process: ServerProcess | RunningServer
         if url is not None:
-            self._process = RunningServer(url, self._answers, launch_timeout=wait)
+            self._process = RunningServer(url, self._answers, launch_timeout=self.launch_timeout)
         else:
             self._process = ServerProcess(
                 str(self._model),
                 log_file=Path(log_file),
-                launch_timeout=wait,
-                close_timeout=self._config.close_timeout or self._engine_close_timeout,
+                launch_timeout=self.launch_timeout,
+                close_timeout=self.close_timeout,
             )
 
     @abstractmethod

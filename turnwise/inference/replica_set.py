@@ -14,11 +14,14 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
+from turnwise.inference.routing import RoutingOptions
 from turnwise.model.core import MemoryUse, Replica, ServedName
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+RESTART_WINDOW = 3600.0
+"""Seconds after which a death no longer counts towards ``inference.max_restarts``."""
 _NOTICED = 5.0
 """Seconds within which the death of a server is noticed after a connection to it broke."""
 COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
@@ -30,18 +33,11 @@ def client_of(urls: Sequence[str], settings: InferenceConfig, model: Path, adapt
 
     Args:
         urls: Their base URLs.
-        settings: Retries and routing.
+        settings: Limits of requests.
         model: The model that they serve; only its media processor is read.
         adapter: Its name on servers of several policies; None on its own.
     """
-    return HTTPClient(
-        urls,
-        model=adapter,
-        retries=settings.retries,
-        retry_wait=settings.retry_wait,
-        routing=settings.routing,
-        processor=load_processor(model),
-    )
+    return HTTPClient(urls, model=adapter, routing=_routing(settings), processor=load_processor(model))
 
 
 class ReplicaSet:
@@ -114,16 +110,10 @@ class ReplicaSet:
             await self.close()
             raise errors.exceptions[0] from errors
         urls = [replica.url for replica in self.replicas]
-        settings = self._config
         processor = await asyncio.to_thread(load_processor, self._model)
         self._clients = {
             name: HTTPClient(
-                urls,
-                names=partial(self._served_name, name),
-                retries=settings.retries,
-                retry_wait=settings.retry_wait,
-                routing=settings.routing,
-                processor=processor,
+                urls, names=partial(self._served_name, name), routing=_routing(self._config), processor=processor
             )
             for name in self._adapters or (None,)
         }
@@ -149,7 +139,7 @@ class ReplicaSet:
                 return
             # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
             try:
-                await asyncio.wait_for(death.wait(), self._config.close_timeout or _NOTICED)
+                await asyncio.wait_for(death.wait(), _NOTICED)
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} is running but does not respond: {error}") from error
 
@@ -234,7 +224,7 @@ class ReplicaSet:
 
     async def _restart(self, replica: Replica, death: EngineDied, restarts: list[float]) -> None:
         """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
-        loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
+        loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, RESTART_WINDOW
         before, failed = replica.url, None
         while True:
             restarts[:] = [time for time in restarts if loop.time() - time < window]
@@ -267,6 +257,10 @@ class ReplicaSet:
             client.eject(replica.url)
         noticed, self._next_death = self._next_death, asyncio.Event()
         noticed.set()
+
+
+def _routing(config: InferenceConfig) -> RoutingOptions:
+    return RoutingOptions(max_requests=config.routing.max_requests, deadline=config.routing.deadline)
 
 
 async def _launch(replica: Replica, updates: bool) -> None:

@@ -7,8 +7,8 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Literal
 
-from turnwise.inference.config import RoutingConfig
 from turnwise.inference.connections import ConnectionFailed
 from turnwise.types import TokenIds
 
@@ -56,6 +56,37 @@ class PrefixMemory:
     def clear(self) -> None:
         """Forget everything: the server's cache is empty."""
         self._blocks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How requests are divided among several servers.
+
+    Attributes:
+        policy: ``affinity`` prefers the server of the session, then the longest shared prefix, then the fewest tokens
+            in flight; ``least_loaded`` goes by tokens in flight alone, ``round_robin`` takes servers in turn.
+        imbalance: How far a server may be ahead of the least loaded one to be taken for its cache: its tokens in flight
+            may be more by the tokens cached there plus this share of the mean over servers.
+        prefix_tokens: Tokens of prompts that each server is assumed to cache.
+        max_requests: Maximum requests in flight on one server; further ones wait in order of arrival. None for no
+            limit.
+        deadline: Seconds until a completion fails, waiting included; None for no limit.
+        resume_tokens: Tokens after which servers report a completion that they are sampling, so that it is resumed from
+            them if its server dies; 0 to sample such a completion again.
+        eject_after: Failed connections or health checks in a row after which a server gets no more requests.
+        health_interval: Seconds between health checks, which also readmit a server.
+        health_timeout: Seconds within which a server has to answer one.
+    """
+
+    policy: Literal["affinity", "least_loaded", "round_robin"] = "affinity"
+    imbalance: float = 0.5
+    prefix_tokens: int = 131072
+    max_requests: int | None = None
+    deadline: float | None = None
+    resume_tokens: int = 64
+    eject_after: int = 2
+    health_interval: float = 1.0
+    health_timeout: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -145,10 +176,10 @@ class Router:
     flight exceed the least loaded server's by at most the shared tokens plus ``imbalance`` times the mean.
     """
 
-    def __init__(self, count: int, config: RoutingConfig | None = None, *, sessions: int = _SESSIONS) -> None:
+    def __init__(self, count: int, options: RoutingOptions | None = None, *, sessions: int = _SESSIONS) -> None:
         """Route over ``count`` servers, remembering the servers of at most so many ``sessions``."""
-        self.config = config or RoutingConfig()
-        self.servers = [ServerLoad(PrefixMemory(self.config.prefix_tokens)) for _ in range(count)]
+        self.options = options or RoutingOptions()
+        self.servers = [ServerLoad(PrefixMemory(self.options.prefix_tokens)) for _ in range(count)]
         self.counts = RoutingCounts()
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._most_sessions = sessions
@@ -165,7 +196,7 @@ class Router:
 
         Raises ConnectionFailed if all servers are ejected.
         """
-        if len(self.servers) > 1 and self.config.policy == "affinity":
+        if len(self.servers) > 1 and self.options.policy == "affinity":
             request.hashes = prefix_hashes(request.token_ids)
         # While others wait, no server has room: none is overtaken here.
         found = self._place(request)
@@ -221,7 +252,7 @@ class Router:
         """Note that a connection or health check failed; return whether the server is ejected."""
         server = self.servers[number]
         server.failures += 1
-        if server.failures >= self.config.eject_after:
+        if server.failures >= self.options.eject_after:
             self.eject(number)
         return server.ejected
 
@@ -273,7 +304,7 @@ class Router:
         healthy = [number for number, each in enumerate(self.servers) if not each.ejected]
         if not healthy:
             raise ConnectionFailed(f"none of {len(self.servers)} servers is healthy")
-        most = self.config.max_requests
+        most = self.options.max_requests
         free = [each for each in healthy if most is None or self.servers[each].requests < most]
         if not free:
             return None
@@ -295,13 +326,13 @@ class Router:
 
     def _choose(self, request: RoutedRequest, free: Sequence[int]) -> int:
         servers = self.servers
-        if self.config.policy == "round_robin":
+        if self.options.policy == "round_robin":
             return min(free, key=lambda each: (servers[each].served, each))
         least = min(free, key=lambda each: (servers[each].tokens, servers[each].served, each))
-        if len(servers) == 1 or self.config.policy == "least_loaded":
+        if len(servers) == 1 or self.options.policy == "least_loaded":
             self.counts.load += 1
             return least
-        slack = servers[least].tokens + self.config.imbalance * sum(servers[each].tokens for each in free) / len(free)
+        slack = servers[least].tokens + self.options.imbalance * sum(servers[each].tokens for each in free) / len(free)
         shared = {each: servers[each].prefixes.shared(request.hashes) for each in free}
         home = self._sessions.get(request.session_id) if request.session_id else None
         if home is not None and home in shared and servers[home].tokens <= slack + shared[home]:
@@ -361,14 +392,14 @@ class HealthChecks:
 
     async def _run(self) -> None:
         while self._router.active:
-            await asyncio.sleep(self._router.config.health_interval)
+            await asyncio.sleep(self._router.options.health_interval)
             await asyncio.gather(*(self._check(number) for number in range(len(self._silent))))
 
     async def _check(self, number: int) -> None:
         if self._router.servers[number].held:
             return
         try:
-            async with asyncio.timeout(self._router.config.health_timeout):
+            async with asyncio.timeout(self._router.options.health_timeout):
                 healthy = await self._ask(number)
         except (TimeoutError, ConnectionFailed):
             healthy = False
@@ -385,6 +416,6 @@ class HealthChecks:
             return
         self._silent[number] += 1
         self._router.failed(number)
-        if self._silent[number] >= self._router.config.eject_after:
+        if self._silent[number] >= self._router.options.eject_after:
             self._router.eject(number)
             self._abandon(number)

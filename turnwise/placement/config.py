@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,15 +41,16 @@ class WorkersConfig(ResourcesConfig):
         min: Workers that are always kept.
         max: Workers at most, which are started while episodes wait; None for ``min``.
         episodes: Episodes of one worker at the same time; None divides ``rollout.concurrency`` among ``min`` workers.
-        idle: Seconds without an episode after which a worker beyond ``min`` is closed.
-        reissues: Retries of an episode after the loss of its worker, before that counts as a failure.
     """
+
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "idle": "a worker beyond min is closed after a minute without an episode",
+        "reissues": "an episode is rolled out again up to 16 times after the loss of its worker",
+    }
 
     min: Annotated[int, Field(ge=1)] = 1
     max: Annotated[int, Field(ge=1)] | None = None
     episodes: Annotated[int, Field(ge=1)] | None = None
-    idle: Annotated[float, Field(gt=0)] = 60.0
-    reissues: Annotated[int, Field(ge=0)] = 16
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -76,11 +78,13 @@ class RayConfig(BaseModel):
         rank: Resources of one rank of the engine ``fsdp``.
         working_dir: Folder with the user's code, copied to every node; None where all nodes share it.
         runtime_env: Further parts of Ray's runtime environment (``pip``, ``env_vars`` ...).
-        timeout: Seconds to wait for resources that others use.
-        restarts: Times that a run goes on from its last checkpoint by itself after the death of a rank.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "timeout": "a run waits five minutes for resources that others use",
+        "restarts": "a run resumes from its last checkpoint after the death of a rank, up to three times",
+    }
 
     address: str | None = None
     layout: Literal["separate", "colocated"] = "separate"
@@ -89,8 +93,6 @@ class RayConfig(BaseModel):
     rank: ResourcesConfig = ResourcesConfig()
     working_dir: ConfigPath | None = None
     runtime_env: dict[str, Any] = {}
-    timeout: Annotated[float, Field(gt=0)] = 300.0
-    restarts: Annotated[int, Field(ge=0)] = 3
 
     @model_validator(mode="after")
     def _one_working_dir(self) -> Self:

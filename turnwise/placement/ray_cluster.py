@@ -25,6 +25,8 @@ from turnwise.placement.config import RayConfig
 Kind: TypeAlias = Literal["replica", "rank", "worker"]
 Bundle: TypeAlias = dict[str, float]
 _KEYS: dict[Kind, str] = {"replica": "ray.replica", "rank": "ray.rank", "worker": "ray.workers"}
+PATIENCE = 300.0
+"""Seconds to wait for resources that others use."""
 _PACKAGES = ("turnwise", "torch", "ray")
 _log = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class RayCluster:
         Raises:
             MissingExtraError: Ray is not installed.
             ConfigError: No cluster is at the address, its nodes differ, lack a path, or cannot hold the run.
-            PlacementError: Others use what it needs, for longer than ``ray.timeout``.
+            PlacementError: Others use what it needs, for longer than :data:`PATIENCE`.
         """
         layout = lay_out(config, needs)
         owns = _connect(config)
@@ -172,7 +174,7 @@ class RayCluster:
             check_room(layout, [node["Resources"] for node in nodes])
             await _check_nodes(nodes, paths)
             say(f"ray: {len(nodes)} nodes, {amounts(_cpus(nodes))}")
-            group = await _reserve(config, layout, say)
+            group = await _reserve(layout, say)
         except BaseException:  # raised again: only the connection is closed
             if owns:
                 _disconnect()
@@ -290,22 +292,22 @@ def _cpus(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
 
 
-async def _reserve(config: RayConfig, layout: Layout, say: Callable[[str], None]) -> Any:
+async def _reserve(layout: Layout, say: Callable[[str], None]) -> Any:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(layout.bundles, strategy="SPREAD")
     ready = group.ready()
     try:
-        await asyncio.wait_for(asyncio.shield(_awaited(ready)), min(10.0, config.timeout))
+        await asyncio.wait_for(asyncio.shield(_awaited(ready)), min(10.0, PATIENCE))
     except TimeoutError:
         say(f"ray: waiting for {amounts(total(layout.bundles))}, which others use")
         try:
-            await asyncio.wait_for(_awaited(ready), config.timeout)
+            await asyncio.wait_for(_awaited(ready), PATIENCE)
         except TimeoutError:
             remove_placement_group(group)
             raise PlacementError(
-                f"{amounts(total(layout.bundles))} were not free within {config.timeout:g} s (ray.timeout): stop what "
-                "uses them, or add nodes"
+                f"{amounts(total(layout.bundles))} were not free within {PATIENCE:g} s: stop what uses them, or "
+                "add nodes"
             ) from None
     return group
 

@@ -91,7 +91,6 @@ def killed_config(
         **{
             "steps": _ENDLESS,
             "rollout": {"env": {"name": "support.crash.moments:Struck"}} | rollout,
-            "inference": {"retries": 1},
             "checkpoint": {"every": 1, "keep": 2},
             **MODES[mode],
             **changes,

@@ -32,8 +32,8 @@ def vllm_python() -> Path:
 
 def vllm_config(**changes: Any) -> InferenceConfig:
     """Return how tests serve: in float32, with little memory."""
-    plain = {"dtype": "float32", "max_seqs": 32, "kv_tokens": 32768, "launch_timeout": LAUNCH_S}
-    given = {"engine": "vllm", "vllm": {"python": vllm_python()}, **plain, **changes}
+    plain = {"dtype": "float32", "max_seqs": 32, "kv_tokens": 32768}
+    given = {"engine": "vllm", "server": {"python": vllm_python()}, **plain, **changes}
     return InferenceConfig.model_validate(given)
 
 

@@ -148,7 +148,7 @@ def test_inputs_of_another_model_or_broken_ones_are_refused(family: str) -> None
 
 async def test_images_over_the_wire(tmp_path: Path) -> None:
     directory = vision_model()
-    config = InferenceConfig(max_context=500, close_timeout=10)
+    config = InferenceConfig(max_context=500)
     server = BuiltinReplica(directory, config, name="tiny", log_file=tmp_path / "server.log")
     await server.launch()
     client = HTTPClient([server.url], processor=load_processor(directory))

@@ -25,7 +25,7 @@ from turnwise.engine.weights import write_weights
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
@@ -33,7 +33,7 @@ from turnwise.types import SamplingParams, TokenPrompt
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-CONFIG = InferenceConfig(max_context=500, close_timeout=10)
+CONFIG = InferenceConfig(max_context=500)
 
 
 @pytest.fixture(scope="module")
@@ -427,11 +427,11 @@ async def test_a_server_without_the_routes_of_its_engine_is_refused_before_an_up
         await attached.close()
 
 
-async def test_a_server_that_runs_nowhere_is_named(lm, unused_tcp_port, tmp_path):
-    hasty = CONFIG.model_copy(update={"launch_timeout": 0.05})
+async def test_a_server_that_runs_nowhere_is_named(lm, unused_tcp_port, tmp_path, monkeypatch):
+    monkeypatch.setattr(BuiltinReplica, "launch_timeout", 0.05)
     url = f"http://127.0.0.1:{unused_tcp_port}"
-    attached = BuiltinReplica(lm[1], hasty, log_file=tmp_path / "log", url=url)
-    with pytest.raises(InferenceError, match=rf"{url} does not answer within 0.05 s .*name another in inference.url"):
+    attached = BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "log", url=url)
+    with pytest.raises(InferenceError, match=rf"{url} does not answer within 0.05 s: .*name another in inference.url"):
         await attached.launch()
     await attached.close()
 
@@ -490,7 +490,7 @@ async def test_a_server_that_ends_by_itself_has_died_too(mortal):
         await mortal.pause()
 
 
-async def test_a_launch_that_fails_shows_the_log(tmp_path, lm):
+async def test_a_launch_that_fails_shows_the_log(tmp_path, lm, monkeypatch):
     nothing = BuiltinReplica(tmp_path / "no-model", CONFIG, log_file=tmp_path / "a.log")
     with pytest.raises(InferenceError, match=r"did not start: exit code 1(?s:.*)no-model"):
         await nothing.launch()
@@ -498,13 +498,14 @@ async def test_a_launch_that_fails_shows_the_log(tmp_path, lm):
     small = InferenceConfig(kv_tokens=64)
     with pytest.raises(InferenceError, match="raise kv_tokens to at least 512"):
         await BuiltinReplica(lm[1], small, log_file=tmp_path / "b.log").launch()
-    hasty = InferenceConfig(launch_timeout=0.01, close_timeout=0.01)
-    with pytest.raises(InferenceError, match=r"within 0.01 s \(inference.launch_timeout\)"):
-        await BuiltinReplica(lm[1], hasty, log_file=tmp_path / "c.log").launch()
+    monkeypatch.setattr(BuiltinReplica, "launch_timeout", 0.01)
+    monkeypatch.setattr(BuiltinReplica, "close_timeout", 0.01)
+    with pytest.raises(InferenceError, match=r"within 0\.01 s: "):
+        await BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "c.log").launch()
 
 
 async def test_a_port_that_is_taken_is_named(replica, lm, tmp_path):
-    taken = CONFIG.model_copy(update={"port": int(replica.url.rpartition(":")[2])})
+    taken = ServeConfig(max_context=500, port=int(replica.url.rpartition(":")[2]))
     with pytest.raises(InferenceError, match=r"cannot be bound .*choose another port, or 0"):
         await BuiltinReplica(lm[1], taken, log_file=tmp_path / "log").launch()
 

@@ -241,7 +241,7 @@ def test_ctrl_c_before_an_episode_has_ended(
 
 def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = "http://127.0.0.1:9"
-    assert evaluate(model, tmp_path / "out", "--url", url, "inference.retries=0") == 1
+    assert evaluate(model, tmp_path / "out", "--url", url) == 1
     assert url in capsys.readouterr().err
 
 

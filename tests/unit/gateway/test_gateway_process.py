@@ -211,7 +211,6 @@ def test_it_ends_with_its_parent(running: dict[str, Running], lifeline: tuple[in
 
 async def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = GatewayConfig(model=model_dir("qwen3"), url="http://127.0.0.1:9", out=tmp_path, port=0)
-    config.inference.retries = 0
     gateway = GatewayProcess(config)
     with pytest.raises(InferenceError, match=r"127\.0\.0\.1:9"):
         await gateway.launch()

@@ -15,8 +15,7 @@ from aiohttp import web
 from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError
 from turnwise.inference import wire
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import RoutingConfig
-from turnwise.inference.routing import RoutedRequest
+from turnwise.inference.routing import RoutedRequest, RoutingOptions
 from turnwise.model.core import ModelInfo, ServedName
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
@@ -422,7 +421,7 @@ def spans_to(end: int, version: str = "1") -> dict:
     return {"weight_versions": [{"version": version, "start": 0, "end": end}]}
 
 
-RESUMED = RoutingConfig(resume_tokens=2)
+RESUMED = RoutingOptions(resume_tokens=2)
 
 
 async def test_a_completion_whose_server_dies_is_resumed_on_another_from_what_it_sampled(make):
@@ -458,8 +457,8 @@ async def test_ids_without_versions_are_sampled_again_and_not_streamed_any_more(
 @pytest.mark.parametrize(
     ("params", "routing"),
     [
-        (PARAMS, RoutingConfig(resume_tokens=0)),
-        (PARAMS, RoutingConfig(resume_tokens=10)),
+        (PARAMS, RoutingOptions(resume_tokens=0)),
+        (PARAMS, RoutingOptions(resume_tokens=10)),
         (replace(PARAMS, max_tokens=None, guide=Guide(tag='{"format": {"type": "any_text"}}')), RESUMED),
     ],
 )
@@ -475,7 +474,7 @@ async def hang(_: web.Request) -> web.StreamResponse:
 
 
 async def test_a_server_that_hangs_loses_its_requests_to_another_and_comes_back(make):
-    routing = RoutingConfig(eject_after=2, health_interval=0.01, health_timeout=0.1)
+    routing = RoutingOptions(eject_after=2, health_interval=0.01, health_timeout=0.1)
     async with Fake(hang, answer([7])) as one, Fake(answer([5]), answer([6])) as other:
         client = make(one, other, routing=routing)
         one.healthy = False
@@ -508,7 +507,7 @@ async def test_requests_beyond_the_limit_of_a_server_wait(make):
         return await answer([5])(request)
 
     async with Fake(slow, answer([6])) as fake:
-        client = make(fake, routing=RoutingConfig(max_requests=1))
+        client = make(fake, routing=RoutingOptions(max_requests=1))
         calls = [asyncio.create_task(client.generate(PROMPT, PARAMS, session_id=name)) for name in "ab"]
         await reached.wait()
         assert (client.router.waiting, len(fake.bodies)) == (1, 1)
@@ -529,7 +528,7 @@ async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
             gone.set()
         return response
 
-    routing = RoutingConfig(deadline=0.2, resume_tokens=2, max_requests=1)
+    routing = RoutingOptions(deadline=0.2, resume_tokens=2, max_requests=1)
     said = (
         r"of session s took more than 0.2 s \(inference.routing.deadline\), with 3 tokens sampled and 0 other requests"
     )
@@ -550,7 +549,7 @@ async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
 
 async def test_a_deadline_includes_the_wait_for_a_server(make):
     async with Fake() as fake:
-        client = make(fake, routing=RoutingConfig(deadline=0.1, max_requests=1))
+        client = make(fake, routing=RoutingOptions(deadline=0.1, max_requests=1))
         # The one place is taken all the while: a request with the same deadline might leave it in time for another.
         taken = await client.router.acquire(RoutedRequest("a", PROMPT.token_ids, 1))
         with pytest.raises(DeadlineExceeded, match=r"of session b took more than 0\.1 s"):

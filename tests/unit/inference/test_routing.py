@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from support.event_loop import pass_time
 from support.property_tests import examples
-from turnwise.inference.config import InferenceConfig, RoutingConfig
+from turnwise.inference.config import InferenceConfig
 from turnwise.inference.connections import ConnectionFailed
 from turnwise.inference.routing import (
     BLOCK,
@@ -22,6 +22,7 @@ from turnwise.inference.routing import (
     PrefixMemory,
     RoutedRequest,
     Router,
+    RoutingOptions,
     prefix_hashes,
 )
 from turnwise.types import TokenIds, as_ids
@@ -94,11 +95,11 @@ class Simulation:
         if task.done() and task.exception() is None and not was_waiting:
             chosen = task.result().server
             assert chosen in free
-            slack = self.router.config.imbalance * sum(before[each] for each in free) / len(free)
+            slack = self.router.options.imbalance * sum(before[each] for each in free) / len(free)
             assert before[chosen] <= min(before[each] for each in free) + slack + shared[chosen] + 1e-6
 
     def takes(self, place: int) -> bool:
-        server, most = self.router.servers[place], self.router.config.max_requests
+        server, most = self.router.servers[place], self.router.options.max_requests
         return not server.ejected and (most is None or server.requests < most)
 
     async def settle(self) -> None:
@@ -117,7 +118,7 @@ class Simulation:
         self.check()
 
     def check(self) -> None:
-        config = self.router.config
+        config = self.router.options
         assert self.placed == sorted(self.placed)  # in order of arrival
         assert self.router.waiting == len(self.waiting)
         # Nothing waits while a server has room.
@@ -143,7 +144,7 @@ def test_bounds_hold_whatever_happens(
     """Imbalance is bounded, an ejected server gets nothing, limits hold, and waiting is in order and not in vain."""
 
     async def play() -> None:
-        config = RoutingConfig(max_requests=most, imbalance=imbalance, prefix_tokens=remembered)
+        config = RoutingOptions(max_requests=most, imbalance=imbalance, prefix_tokens=remembered)
         played = Simulation(Router(count, config))
         for kind, number in events:
             await played.step(kind, number)
@@ -176,7 +177,7 @@ def test_sessions_stay_where_nothing_is_in_flight(order: list[int], count: int) 
 
 
 async def test_a_session_stays_on_a_server_that_is_busier_by_what_it_caches():
-    router = Router(2, RoutingConfig(imbalance=0.0))
+    router = Router(2, RoutingOptions(imbalance=0.0))
     prompt = text(0, 8)
     home = await serve(router, "a", prompt)
     busy = await take(router, "b", prompt)
@@ -190,7 +191,7 @@ async def test_a_session_stays_on_a_server_that_is_busier_by_what_it_caches():
 
 
 async def test_sessions_yield_to_load_beyond_the_imbalance():
-    router = Router(2, RoutingConfig(imbalance=0.5, prefix_tokens=0))
+    router = Router(2, RoutingOptions(imbalance=0.5, prefix_tokens=0))
     home = await serve(router, "a")
     flying = [await take(router, "a") for _ in range(20)]
     counts = [sum(each.server == place for each in flying) for place in range(2)]
@@ -213,11 +214,11 @@ async def test_the_longest_shared_prefix_wins_over_fewer_tokens_in_flight():
 
 
 async def test_least_loaded_goes_by_tokens_and_round_robin_in_turn():
-    loaded = Router(2, RoutingConfig(policy="least_loaded"))
+    loaded = Router(2, RoutingOptions(policy="least_loaded"))
     heavy = await take(loaded, "a", text(0, 10))
     light = [await take(loaded, "a", text(0, 2)) for _ in range(4)]
     assert {each.server for each in light} == {1 - heavy.server}
-    in_turn = Router(3, RoutingConfig(policy="round_robin"))
+    in_turn = Router(3, RoutingOptions(policy="round_robin"))
     assert [await serve(in_turn, "a", text(0, 2)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     in_turn.eject(2)
     assert [await serve(in_turn) for _ in range(20)] == [0, 1] * 10
@@ -246,7 +247,7 @@ async def test_a_failed_server_is_avoided_where_there_is_another():
 
 
 async def test_ejected_servers_get_nothing_until_they_are_admitted():
-    router = Router(2, RoutingConfig(eject_after=2))
+    router = Router(2, RoutingOptions(eject_after=2))
     home = await serve(router, "a", text(0, 3))
     assert not router.failed(home)
     router.completed(home, 0, 1)  # an answer between two failures
@@ -263,7 +264,7 @@ async def test_ejected_servers_get_nothing_until_they_are_admitted():
 
 
 async def test_the_only_server_is_not_ejected():
-    router = Router(1, RoutingConfig(eject_after=1))
+    router = Router(1, RoutingOptions(eject_after=1))
     router.failed(0)
     router.eject(0, hold=True)
     assert await serve(router) == 0
@@ -282,7 +283,7 @@ async def test_new_weights_empty_the_memory_of_a_server():
 
 
 async def test_requests_wait_for_room_in_order_and_leave_when_cancelled():
-    router = Router(2, RoutingConfig(max_requests=1))
+    router = Router(2, RoutingOptions(max_requests=1))
     flying = [await take(router) for _ in range(2)]
     waiting = [asyncio.create_task(take(router, "s", text(0, 1))) for _ in range(3)]
     await asyncio.sleep(0)
@@ -301,7 +302,7 @@ async def test_requests_wait_for_room_in_order_and_leave_when_cancelled():
 
 
 async def test_what_waits_fails_when_the_last_server_is_ejected():
-    router = Router(2, RoutingConfig(max_requests=1))
+    router = Router(2, RoutingOptions(max_requests=1))
     for _ in range(2):
         await take(router)
     waiting = asyncio.create_task(take(router))
@@ -365,7 +366,7 @@ async def turn_over() -> None:
 
 async def test_silent_servers_are_ejected_abandoned_and_readmitted():
     servers, abandoned = [Server(), Server()], []
-    router = Router(2, RoutingConfig(eject_after=2, health_interval=1.0, health_timeout=5.0))
+    router = Router(2, RoutingOptions(eject_after=2, health_interval=1.0, health_timeout=5.0))
     checks = HealthChecks(router, lambda number: servers[number](), abandoned.append)
     flying = await take(router)
     checks.start()
@@ -402,7 +403,7 @@ async def test_silent_servers_are_ejected_abandoned_and_readmitted():
 
 async def test_a_server_that_hangs_is_silent():
     servers, abandoned = [Server(), Server()], []
-    router = Router(2, RoutingConfig(eject_after=1, health_interval=1.0, health_timeout=5.0))
+    router = Router(2, RoutingOptions(eject_after=1, health_interval=1.0, health_timeout=5.0))
     checks = HealthChecks(router, lambda number: servers[number](), abandoned.append)
     await take(router)
     servers[0].hangs = True
@@ -422,20 +423,7 @@ async def test_a_server_that_hangs_is_silent():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("policy", "sticky"),
-        ("imbalance", -0.1),
-        ("imbalance", float("inf")),
-        ("prefix_tokens", -1),
-        ("max_requests", 0),
-        ("deadline", 0),
-        ("resume_tokens", -1),
-        ("eject_after", 0),
-        ("health_interval", 0),
-        ("health_timeout", -1),
-        ("sticky", True),
-    ],
+    ("key", "value"), [("max_requests", 0), ("deadline", 0), ("deadline", float("inf")), ("sticky", True)]
 )
 def test_values_that_mean_nothing_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValidationError, match=f"routing.{key}"):
@@ -455,5 +443,5 @@ def test_a_burst_of_groups_is_balanced_and_shares_its_prompts():
 
     tokens, spread = asyncio.run(play())
     mean = sum(tokens) / 4
-    assert max(tokens) <= min(tokens) + RoutingConfig().imbalance * mean + 11 * BLOCK
+    assert max(tokens) <= min(tokens) + RoutingOptions().imbalance * mean + 11 * BLOCK
     assert sum(spread) / 64 < 1.5

@@ -26,7 +26,7 @@ from turnwise.engine.lora import merged
 from turnwise.engine.weights import write_weights
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.engines import make_replica
 from turnwise.inference.sglang import PYTHON_VARIABLE, SGLangReplica, command_line, environment
 from turnwise.model.core import AdapterInfo
@@ -293,8 +293,8 @@ def interpreter(folder: Path, version: str | None) -> Path:
 
 @contextmanager
 def settings(folder: Path, version: str | None = "0.5.6", **changes: Any) -> Iterator[InferenceConfig]:
-    own = {"python": interpreter(folder, version), **changes.pop("sglang", {})}
-    yield InferenceConfig.model_validate({"engine": "sglang", "sglang": own, **changes})
+    own = {"python": interpreter(folder, version), **changes.pop("server", {})}
+    yield InferenceConfig.model_validate({"engine": "sglang", "server": own, **changes})
 
 
 async def test_bad_settings_name_key_value_and_remedy(
@@ -302,13 +302,14 @@ async def test_bad_settings_name_key_value_and_remedy(
 ) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"inference.sglang.python and {PYTHON_VARIABLE} are not set"):
+    with pytest.raises(ConfigError, match=rf"inference.server.python and {PYTHON_VARIABLE} are not set"):
         await SGLangReplica.check(model, InferenceConfig())
     cases: list[tuple[dict[str, Any], str]] = [
         ({"version": None}, r"has no SGLang \(its packages hold neither sglang\): install SGLang 0.5 there"),
-        ({"device": "cuda:1"}, "inference.device is cuda:1: name GPUs of SGLang servers in inference.sglang.gpus"),
+        ({"device": "cuda:1"}, "inference.device is cuda:1: name GPUs of SGLang servers in inference.server.gpus"),
         ({"kv_tokens": 32}, "inference.kv_tokens is 32, less than one sequence of 64 tokens: raise it"),
-        ({"sglang": {"gpus": [0]}, "replicas": 2}, r"gpus is \[0\], but 2 replicas of 1 GPUs .* need 2"),
+        ({"server": {"arguments": ["--port=1"]}}, r"--port=1.*or by training"),
+        ({"server": {"gpus": [0]}, "replicas": 2}, r"gpus is \[0\], but 2 replicas of 1 GPUs .* need 2"),
     ]
     for number, (changes, message) in enumerate(cases):
         with settings(tmp_path / str(number), **changes) as config, pytest.raises(ConfigError, match=message):
@@ -316,13 +317,11 @@ async def test_bad_settings_name_key_value_and_remedy(
     for version, warnings in {"0.5.6": 0, "0.6.0": 1}.items():
         with settings(tmp_path / version, version) as config:
             assert len(await SGLangReplica.check(model, config)) == warnings
-    with pytest.raises(ValueError, match=r"--port=1.*or by training"):
-        InferenceConfig.model_validate({"sglang": {"arguments": ["--port=1"]}})
 
 
 def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:
     def said(**changes: Any) -> tuple[list[str], dict[str, str]]:
-        config = InferenceConfig.model_validate(changes)
+        config = ServeConfig.model_validate(changes)
         return command_line(model, "m", config, 0), environment(config, 1, os.environ)
 
     plain = said()
@@ -332,9 +331,9 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     }  # fmt: skip
     for key, value in changed.items():
         assert said(**{key: value}) != plain, key
-    for key, value in {"eager": True, "arguments": ["--x=3"], "tensor_parallel": 2, "gpus": [4, 5]}.items():
-        assert said(sglang={key: value}) != plain, key
-    assert said(sglang={"gpus": [4, 5]})[1]["CUDA_VISIBLE_DEVICES"] == "5"
+    for key, value in {"arguments": ["--x=3"], "tensor_parallel": 2, "gpus": [4, 5]}.items():
+        assert said(server={key: value}) != plain, key
+    assert said(server={"gpus": [4, 5]})[1]["CUDA_VISIBLE_DEVICES"] == "5"
 
 
 @pytest.mark.long
@@ -363,7 +362,7 @@ async def test_a_server_that_dies_comes_back_with_its_last_weights(tmp_path: Pat
         finally:
             await client.close()
             await replica.close()
-    with settings(tmp_path / "bad", sglang={"arguments": ["--fail"]}) as config:
+    with settings(tmp_path / "bad", server={"arguments": ["--fail"]}) as config:
         failing = SGLangReplica(model, config, log_file=tmp_path / "log2")
         with pytest.raises(InferenceError, match=r"(?s)did not start: exit code 1.*CUDA is not available"):
             await failing.launch()

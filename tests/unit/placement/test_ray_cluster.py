@@ -135,7 +135,6 @@ async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Pat
     ("keys", "told"),
     [
         ({"ray": {"address": "auto"}}, "ray is given, but placement is local"),
-        ({"placement": "ray", "inference": {"port": 8000}}, "inference.port is 8000, but by placement ray"),
         ({"placement": "ray", "ray": {"workers": {"min": 3, "max": 2}}}, "max is 2, below min, which is 3"),
         ({"placement": "ray", "ray": {"workers": {"min": 2, "max": 3}}}, "episodes, where max is 3, above min"),
         ({"placement": "ray", "ray": {"runtime_env": {"working_dir": "."}}}, "a key of its own: ray.working_dir"),

@@ -86,11 +86,11 @@ async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
 
 
 async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Path) -> None:
-    away = {"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}}
+    away = {"engine": "vllm", "server": {"python": str(tmp_path / "python")}}
     found = by_name(await dry_run(config(model, tmp_path / "runs", inference=away)))
     assert found["inference"] == (
-        f"failed: inference.vllm.python is {tmp_path / 'python'}, which cannot be executed: name the interpreter of an "
-        "environment with vLLM"
+        f"failed: inference.server.python is {tmp_path / 'python'}, which cannot be executed: name the interpreter of "
+        "an environment with vLLM"
     )
 
     def rollout(inference: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Pa
     found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout({"replicas": 2}))))
     assert found["inference"] == "ok: builtin, 1 server; judge: builtin, 2 servers"
     found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout(away))))
-    assert found["inference"].startswith("failed: inference.vllm.python is")
+    assert found["inference"].startswith("failed: inference.server.python is")
 
 
 async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -> None:

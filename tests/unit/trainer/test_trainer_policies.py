@@ -51,7 +51,6 @@ def config(**changes: Any) -> TrainConfig:
         ({"policies": {}}, "policies holds nothing"),
         ({"policies": {"a/b": SOLVER}}, "should match pattern"),
         ({"inference": {"url": "http://127.0.0.1:1"}}, r"would serve the policies solver and critic_agent"),
-        ({"inference": {"port": 9}}, r"inference\.port 9 would serve the policies"),
         (
             {"placement": "ray", "rollout": {"frozen": {"past": {"league": {"of": "solver"}}}}},
             "placement is ray, whose workers do not know the versions of the league past: set placement to local",

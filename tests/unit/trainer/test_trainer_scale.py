@@ -305,8 +305,8 @@ def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: P
 @pytest.mark.parametrize(
     ("inference", "mode", "servers"),
     [
-        ({"engine": "vllm", "replicas": 2, "vllm": {"gpus": [2, 3]}}, "sync", ((2,), (3,))),
-        ({"engine": "vllm", "replicas": 2, "vllm": {"tensor_parallel": 2}}, "separate_async", ((2, 3), (4, 5))),
+        ({"engine": "vllm", "replicas": 2, "server": {"gpus": [2, 3]}}, "sync", ((2,), (3,))),
+        ({"engine": "vllm", "replicas": 2, "server": {"tensor_parallel": 2}}, "separate_async", ((2, 3), (4, 5))),
         ({"engine": "vllm", "replicas": 2}, "sync", ((0,), (1,))),
         ({"device": "cuda:3", "replicas": 2}, "sync", ((3,), (3,))),
     ],
@@ -384,7 +384,7 @@ def test_the_command_prints_memory_speed_and_layout(
     assert "configured: separate, 4 ranks and 4 servers" in said
     assert "suggested: separate" in said
     assert "give workload.prompt_tokens, workload.completion_tokens for expected ones" in said
-    assert "name them (inference.vllm.gpus" in said
+    assert "name them (inference.server.gpus" in said
     assert run("plan", str(file), "cluster.device=h100", "cluster.count=4", *servers) == 1
     assert "problem: cluster.count is 4" in capsys.readouterr().out
 

@@ -212,9 +212,7 @@ def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) 
         )
 
 
-def check_placement(
-    placement: PlacementName, ray: RayConfig, rollout: RolloutConfig, inference: InferenceConfig
-) -> None:
+def check_placement(placement: PlacementName, ray: RayConfig, rollout: RolloutConfig) -> None:
     """Reject keys that do not go with the placement.
 
     Raises:
@@ -232,10 +230,6 @@ def check_placement(
                 f"rollout.{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
                 "set placement to local"
             )
-    if inference.port:
-        raise ValueError(
-            f"inference.port is {inference.port}, but by placement ray servers may share a node: remove it"
-        )
 
 
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -432,7 +426,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _places(self) -> Self:
-        check_placement(self.placement, self.ray, self.rollout, self.inference)
+        check_placement(self.placement, self.ray, self.rollout)
         search = None if self.eval is None else self.eval.search
         check_search(search, self.rollout)
         if search is not None and self.placement == "ray":
@@ -463,14 +457,13 @@ class TrainConfig(Section):
         taken: dict[str, str] = {}
         for name in self.served:
             inference = self.of_policy(name).inference
-            for key, values in (("port", [inference.port] * (inference.port > 0)), ("url", inference.urls)):
-                for value in map(str, values):
-                    if value in taken:
-                        raise ValueError(
-                            f"inference.{key} {value} would serve the policies {taken[value]} and {name}, whose "
-                            f"weights differ: give each its own policies.{name}.inference.{key}"
-                        )
-                    taken[value] = name
+            for url in inference.urls:
+                if url in taken:
+                    raise ValueError(
+                        f"inference.url {url} would serve the policies {taken[url]} and {name}, whose weights differ: "
+                        f"give each its own policies.{name}.inference.url"
+                    )
+                taken[url] = name
 
     @property
     def policy(self) -> PolicyConfig:

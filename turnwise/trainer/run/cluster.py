@@ -78,6 +78,10 @@ async def open_cluster(
     return cluster
 
 
+REISSUES = 16
+"""Retries of an episode after the loss of its worker, before that counts as a failure."""
+
+
 class ClusterWorkers:
     """The rollout workers of a run, as actors of its cluster.
 
@@ -94,7 +98,7 @@ class ClusterWorkers:
         frozen: FrozenPolicies,
     ) -> None:
         """Configure them; :meth:`open` starts them. ``fleets`` are the servers by trained policy."""
-        self.reissues = config.ray.workers.reissues
+        self.reissues = REISSUES
         self._cluster = cluster
         self._config = config
         self._directory = directory.absolute()
@@ -106,7 +110,7 @@ class ClusterWorkers:
         """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""
         bounds = self._config.ray.workers
         episodes = bounds.episodes or math.ceil(config.concurrency / bounds.min)
-        size = PoolSize(bounds.min, bounds.max or bounds.min, episodes, bounds.idle)
+        size = PoolSize(bounds.min, bounds.max or bounds.min, episodes)
         pool = await WorkerPool.open(partial(self._start, config), size, write=write)
         trained = [self._fleets[host] for host in self._config.served]
         for fleet in (*trained, *self._frozen.fleets.values()):

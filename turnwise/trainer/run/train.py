@@ -122,15 +122,15 @@ async def train(
 ) -> TrainSummary:
     """Train as :func:`run_train` does, in the running event loop; cancelling the task ends the run in order."""
     console = console or Console(stderr=True)
-    left = config.ray.restarts if config.placement == "ray" else 0
+    restarts = RANK_RESTARTS if config.placement == "ray" else 0
     while True:
         try:
             return await _train_once(config, fresh, resume_step, console, loop)
         except RankDied as error:
-            if not left:
+            if not restarts:
                 raise
             # Its ranks cannot go on without it; what the run has finished is in its journal.
-            left, fresh, resume_step = left - 1, False, None
+            restarts, fresh, resume_step = restarts - 1, False, None
             console.print(f"{config.name}: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
             console.print(f"{config.name}: starting again from the last checkpoint", highlight=False)
 
@@ -213,6 +213,8 @@ def _sigterm_cancels() -> Iterator[None]:
 
 
 # What a folder of an adapter has besides the adapter and the tokenizer: which model it is, without its weights.
+RANK_RESTARTS = 3
+"""Times that a run resumes from its last checkpoint by itself after the death of a rank on a cluster."""
 _ABOUT = ("config.json", "generation_config.json")
 
 

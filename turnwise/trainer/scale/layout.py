@@ -76,7 +76,7 @@ class Placement:
         first = _number(config.policy.model.device)
         trainer = tuple(range(ranks)) if ranks > 1 else (first or 0,)
         each, count = tensor_parallel(inference), len(inference.urls) or inference.replicas
-        gpus = {"vllm": inference.vllm.gpus, "sglang": inference.sglang.gpus}.get(inference.engine, [])
+        gpus = [] if inference.engine == "builtin" else inference.server.gpus
         if not gpus and (own := _number(inference.device)) is not None:
             gpus = [own] * count
         if gpus:
@@ -398,7 +398,7 @@ class Plan:
         if not self.placement.named and now.separate:
             yield (
                 "note: no device is named, so the servers were planned on devices of their own; on one machine name "
-                "them (inference.vllm.gpus, or inference.device: cuda:N)"
+                "them (inference.server.gpus, or inference.device: cuda:N)"
             )
 
 

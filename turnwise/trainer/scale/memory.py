@@ -264,7 +264,7 @@ def kv_room(config: InferenceConfig, shape: ModelShape) -> int:
 
 def tensor_parallel(config: InferenceConfig) -> int:
     """Return the devices of one server."""
-    return {"vllm": config.vllm.tensor_parallel, "sglang": config.sglang.tensor_parallel}.get(config.engine, 1)
+    return 1 if config.engine == "builtin" else config.server.tensor_parallel
 
 
 def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, float]]:
